@@ -1,0 +1,36 @@
+"""Where jobs run and with which Python."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_hpc.config import StageConfig
+
+
+class EnvironmentConfig(StageConfig):
+    """The Python of one role."""
+
+    python: str = "auto"
+    """A path; `auto` is `.venvs/<role>/bin/python` of this checkout, else the launcher's own."""
+    variables: dict[str, str] = {}
+    """Added to the environment of the role's processes."""
+
+
+class ClusterConfig(StageConfig):
+    """The machine room."""
+
+    fileroot: Path
+    """Shared storage for all runs; the run directory is `<fileroot>/<experiment_name>/<trial_name>`."""
+    executor: Literal["local", "slurm"] = "local"
+    """`local` runs the jobs on this machine, through the same entry points."""
+    serve: EnvironmentConfig = EnvironmentConfig()
+    """SGLang's environment."""
+    train: EnvironmentConfig = EnvironmentConfig()
+    """Megatron-core's environment."""
+    agents: EnvironmentConfig = EnvironmentConfig()
+    """The proxy's and the agent's environment."""
+    stop_grace_s: Annotated[float, Field(gt=0)] = 12.0
+    """Time a job gets to stop by itself before it is killed."""

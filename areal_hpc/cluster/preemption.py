@@ -1,0 +1,74 @@
+"""SIGTERM, SIGUSR2 and SIGINT become one request that every loop polls."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from types import FrameType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
+
+
+class StopRequest:
+    """Set by the first stop signal. Heard even while the main thread sits in a C call.
+
+    Python runs signal handlers only between bytecodes of the main thread, so a rank that waits
+    inside a collective would never notice. The wake-up descriptor is written by the C handler
+    at once and read by a watcher thread.
+    """
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+        self.signal_number: int | None = None
+
+    @classmethod
+    def install(cls) -> StopRequest:
+        """Replace the process's stop-signal handlers. Call from the main thread."""
+        request = cls()
+        reader, writer = socket.socketpair()
+        writer.setblocking(False)
+        signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+        for number in STOP_SIGNALS:
+            signal.signal(number, _ignore)
+        threading.Thread(
+            target=request._watch, args=(reader, writer), name="stop-watcher", daemon=True
+        ).start()
+        return request
+
+    def _watch(self, reader: socket.socket, writer: socket.socket) -> None:
+        # The writer is kept alive by this frame: closing it would lose later signals.
+        while writer.fileno() >= 0:
+            for number in reader.recv(64):
+                if number in STOP_SIGNALS:
+                    self.signal_number = self.signal_number or int(number)
+                    self._event.set()
+
+    @property
+    def requested(self) -> bool:
+        """True once a stop was asked for."""
+        return self._event.is_set()
+
+    def request(self) -> None:
+        """Ask for a stop from inside the process."""
+        self._event.set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep up to `timeout_s`; true as soon as a stop is asked for."""
+        return self._event.wait(timeout_s)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The wake-up descriptor has told the watcher; a handler must exist for it to be written."""
+
+
+def is_alive(pid: int) -> bool:
+    """True while a process with this id exists."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

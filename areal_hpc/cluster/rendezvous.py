@@ -1,0 +1,89 @@
+"""How roles find one another: one small file each on shared storage, mode 0600."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import ClusterError
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a live role listens. A restarted role overwrites its file with a new `started_at`."""
+
+    name: str
+    url: str
+    host: str
+    pid: int
+    started_at: float
+
+
+def publish(directory: Path, name: str, url: str) -> Endpoint:
+    """Tell the run that role `name` listens at `url`."""
+    endpoint = Endpoint(name, url, socket.gethostname(), os.getpid(), time.time())
+    write_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
+    return endpoint
+
+
+def find(directory: Path, name: str) -> Endpoint | None:
+    """The endpoint of `name`, or None while it has not been published."""
+    try:
+        return msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=Endpoint)
+    except FileNotFoundError:
+        return None
+
+
+def await_endpoint(
+    directory: Path,
+    name: str,
+    timeout_s: float,
+    *,
+    is_cancelled: Callable[[], bool] = lambda: False,
+    poll_s: float = 0.1,
+) -> Endpoint:
+    """Wait until `name` is published.
+
+    Raises:
+        ClusterError: It did not appear in time, or `is_cancelled` became true.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    while (endpoint := find(directory, name)) is None:
+        if is_cancelled():
+            raise ClusterError(f"stopped while waiting for {name}")
+        if time.monotonic() >= give_up_at:
+            raise ClusterError(
+                f"{name} did not appear in {directory} within {timeout_s:.0f} s",
+                hint=f"read the log of {name} in logs/latest",
+            )
+        time.sleep(poll_s)
+    return endpoint
+
+
+def withdraw(directory: Path, name: str) -> None:
+    """Remove the role's file when it stops on purpose."""
+    (directory / f"{name}.json").unlink(missing_ok=True)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Write a file that only its owner can read, visible whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(path)
+
+
+def ensure_admin_key(path: Path) -> str:
+    """The run's secret for control routes, made on first use."""
+    if not path.exists():
+        write_private(path, secrets.token_urlsafe(32).encode())
+    return path.read_text()

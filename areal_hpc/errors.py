@@ -1,0 +1,94 @@
+"""Every error a person can meet, grouped by who can act on it.
+
+The exit code tells Slurm whether another attempt can help:
+
+| error          | who acts                       | exit code          |
+|----------------|--------------------------------|--------------------|
+| RecipeError    | the user                       | 78, never requeue  |
+| ClusterError   | nobody, or the administrator   | 75, requeue        |
+| WeightSyncError| nobody: the update is repeated | 75, requeue        |
+| ShardError     | the user: data is damaged      | 65                 |
+| AgentError     | the author of the agent        | 70, recorded       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong, where, and the one next step that mends it."""
+
+    message: str
+    """What was wrong, with the value expected and the value found."""
+    key: str = ""
+    """The configuration key or path at fault."""
+    hint: str = ""
+    """One imperative: what to try."""
+
+    def __str__(self) -> str:
+        lines = [self.message]
+        if self.key:
+            lines.append(f"  at: {self.key}")
+        if self.hint:
+            lines.append(f"  try: {self.hint}")
+        return "\n".join(lines)
+
+
+class ArealError(Exception):
+    """Base of all errors raised on purpose. Survives pickling (submitit carries errors as pickles)."""
+
+    exit_code: ClassVar[int] = 70
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "") -> None:
+        self.problems: tuple[Problem, ...] = (Problem(message, key, hint),)
+        super().__init__(str(self.problems[0]))
+
+    @classmethod
+    def of(cls, problems: Iterable[Problem]) -> ArealError:
+        """One error that reports every problem at once."""
+        found = tuple(problems)
+        error = cls(found[0].message, key=found[0].key, hint=found[0].hint)
+        error.problems = found
+        error.args = ("\n".join(str(problem) for problem in found),)
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.problems))
+
+
+def _rebuild(cls: type[ArealError], problems: tuple[Problem, ...]) -> ArealError:
+    return cls.of(problems)
+
+
+class RecipeError(ArealError):
+    """The recipe, a path it names, or the command line must change before this can run."""
+
+    exit_code = 78
+
+
+class ClusterError(ArealError):
+    """A node, a file system, a port or a peer let us down. Another attempt may succeed."""
+
+    exit_code = 75
+
+
+class WeightSyncError(ArealError):
+    """New weights did not reach a replica. The replica is fenced and gets a full resend."""
+
+    exit_code = 75
+
+
+class ShardError(ArealError):
+    """Recorded data is damaged or is not what its index says."""
+
+    exit_code = 65
+
+
+class AgentError(ArealError):
+    """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
+
+    exit_code = 70

@@ -1,0 +1,42 @@
+"""How a cell serves the model."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_hpc.config import StageConfig
+
+
+class InferenceConfig(StageConfig):
+    """SGLang replicas, grouped in cells (one Slurm job each)."""
+
+    cells: Annotated[int, Field(ge=1)] = 1
+    """Slurm jobs that serve the model; each may be preempted on its own."""
+    replicas_per_cell: Annotated[int, Field(ge=1)] = 1
+    """SGLang servers in one cell."""
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Tensor-parallel ranks of one replica."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU when the node has one."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    """Weights and activations of the server."""
+    max_running_requests: Annotated[int, Field(ge=1)] = 64
+    """Requests one replica decodes at once."""
+    max_total_tokens: Annotated[int, Field(ge=256)] | None = None
+    """Tokens the KV cache holds; SGLang decides from the free memory when null."""
+    context_tokens: Annotated[int, Field(ge=16)] | None = None
+    """Longest prompt plus reply; the model's own limit when null."""
+    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    """Share of GPU memory for weights and KV cache."""
+    tool_call_parser: str | None = None
+    """SGLang's name of the model's tool-call format, such as `qwen25`."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the model's reasoning format, such as `qwen3`."""
+    extra_args: tuple[str, ...] = ()
+    """Further SGLang command-line arguments, appended as they are."""
+    startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """A replica that is not ready by then is restarted."""
+    max_restarts: Annotated[int, Field(ge=0)] = 20
+    """Crashes of one replica after which its cell gives up."""

@@ -1,0 +1,164 @@
+"""Where everything in a run directory lives. The only module that spells a path."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROLES = ("serve", "train", "agents")
+"""The three environments a process can run in."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
+
+    root: Path
+
+    @property
+    def recipe(self) -> Path:
+        """The resolved recipe, written before the first job starts. Resume reads this one."""
+        return self.root / "recipe.yaml"
+
+    @property
+    def provenance(self) -> Path:
+        """Versions, git commit and command line of every launch."""
+        return self.root / "provenance.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held (flock) by a foreground launcher; local jobs stop when it is released."""
+        return self.root / "launcher.lock"
+
+    @property
+    def data_dir(self) -> Path:
+        """Task sets, demonstrations and the starting model as launched."""
+        return self.root / "data"
+
+    def dataset(self, split: str) -> Path:
+        """The JSON-lines task set of one split (`train`, `valid` or `warmup`)."""
+        return self.data_dir / f"{split}.jsonl"
+
+    @property
+    def tiny_model_dir(self) -> Path:
+        """The model made for this run when the recipe asks for one."""
+        return self.data_dir / "model"
+
+    @property
+    def workflow_dir(self) -> Path:
+        """The user's agent as launched."""
+        return self.root / "workflow"
+
+    @property
+    def jobs_dir(self) -> Path:
+        """One folder a job: process configurations and submitit's files."""
+        return self.root / "jobs"
+
+    @property
+    def epochs_dir(self) -> Path:
+        """One empty file per start of the trainer, created exclusively."""
+        return self.root / "epochs"
+
+    @property
+    def rendezvous_dir(self) -> Path:
+        """One file per live role, mode 0600."""
+        return self.root / "rendezvous"
+
+    @property
+    def admin_key(self) -> Path:
+        """The run's secret for control routes, mode 0600. Agents never see it."""
+        return self.rendezvous_dir / "admin.key"
+
+    @property
+    def shards_dir(self) -> Path:
+        """Sealed trajectories."""
+        return self.root / "shards"
+
+    @property
+    def index_dir(self) -> Path:
+        """Append-only index: one file per writer, one line per sealed shard."""
+        return self.root / "index"
+
+    @property
+    def manifests_dir(self) -> Path:
+        """Batches as they were handed out: the arrival log."""
+        return self.root / "manifests"
+
+    def manifest(self, step: int) -> Path:
+        """The batch manifest consumed by the step that ends at version `step`."""
+        return self.manifests_dir / f"batch_{step:08d}.json"
+
+    @property
+    def evaluations_dir(self) -> Path:
+        """One result file per evaluated step."""
+        return self.root / "evaluations"
+
+    def evaluation(self, step: int) -> Path:
+        """Held-out rewards of the weights of `step`."""
+        return self.evaluations_dir / f"step_{step:08d}.json"
+
+    @property
+    def warmup_dir(self) -> Path:
+        """Commits of the supervised warm-up."""
+        return self.root / "warmup"
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Commits of the reinforcement-learning trainer."""
+        return self.root / "checkpoints"
+
+    def export(self, name: str) -> Path:
+        """A model in Hugging Face format: `warmup` or `step_00000040`."""
+        return self.root / "export" / name
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per trained step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def warmup_metrics(self) -> Path:
+        """One JSON object per logged step of the supervised warm-up."""
+        return self.root / "warmup_metrics.jsonl"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """TensorBoard event files."""
+        return self.root / "tensorboard"
+
+    @property
+    def events(self) -> Path:
+        """What happened, by any role: one JSON object a line."""
+        return self.root / "events.jsonl"
+
+    @property
+    def curve(self) -> Path:
+        """The learning curve as a picture."""
+        return self.root / "learning_curve.png"
+
+    @property
+    def finished(self) -> Path:
+        """Exists when every step of the recipe has been trained and committed."""
+        return self.root / "FINISHED"
+
+    @property
+    def logs_dir(self) -> Path:
+        """One folder per attempt; `latest` links to the newest."""
+        return self.root / "logs"
+
+    def log_dir(self, attempt: int) -> Path:
+        """Logs of one launch."""
+        return self.logs_dir / f"attempt_{attempt:02d}"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the launches made so far, oldest first."""
+        if not self.logs_dir.is_dir():
+            return []
+        names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in self.logs_dir.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+
+def step_name(step: int) -> str:
+    """The folder name of a step: `step_00000040`."""
+    return f"step_{step:08d}"

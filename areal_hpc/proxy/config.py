@@ -1,0 +1,20 @@
+"""How the agent proxy behaves."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from areal_hpc.config import StageConfig
+
+
+class ProxyConfig(StageConfig):
+    """The OpenAI-compatible endpoint of a cell."""
+
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Longest time one model call may take, waiting for a replica included."""
+    session_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """A session idle for longer is dropped."""
+    max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
+    """Larger requests are refused with status 413."""

@@ -1,0 +1,43 @@
+"""How episodes are run."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from areal_hpc.config import StageConfig
+
+
+class SamplingConfig(StageConfig):
+    """Generation parameters that apply where the agent's own request is silent."""
+
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling."""
+    top_k: int = -1
+    """-1 keeps all tokens."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 512
+    """Longest reply of one model call."""
+
+
+class RolloutConfig(StageConfig):
+    """The user's agent and how many of its episodes run at once."""
+
+    workflow: str
+    """Dotted path of the agent class, `package.module.Class`."""
+    workflow_kwargs: dict[str, Any] = {}
+    """Arguments of the agent's constructor."""
+    n_samples: Annotated[int, Field(ge=1)] = 8
+    """Episodes per task: the group whose rewards are compared."""
+    max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
+    """Episodes in flight over all cells."""
+    max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
+    """How many versions old the oldest weights of a trained batch may be; 0 is synchronous."""
+    sampling: SamplingConfig = SamplingConfig()
+    """Training generation parameters."""
+    episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """An episode that takes longer has failed."""
+    max_episode_tries: Annotated[int, Field(ge=1)] = 3
+    """A ticket is dropped when one of its episodes failed this often."""

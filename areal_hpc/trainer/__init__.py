@@ -1,0 +1,1 @@
+"""TRAIN: Megatron-core ranks turn sealed shards into better weights."""

@@ -1,0 +1,107 @@
+"""How weights learn from trajectories."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_hpc.config import StageConfig
+
+
+class ParallelConfig(StageConfig):
+    """How the model and the batch are split; the world has tp x pp x cp x dp ranks."""
+
+    tp: Annotated[int, Field(ge=1)] = 1
+    """Tensor parallel: each layer's matrices over this many ranks."""
+    pp: Annotated[int, Field(ge=1)] = 1
+    """Pipeline parallel: layers over this many stages."""
+    cp: Annotated[int, Field(ge=1)] = 1
+    """Context parallel: each sequence over this many ranks."""
+    dp: Annotated[int, Field(ge=1)] = 1
+    """Data parallel: copies of the model."""
+
+    @property
+    def world_size(self) -> int:
+        """Trainer ranks in all."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+class OptimizerConfig(StageConfig):
+    """AdamW with linear warm-up."""
+
+    lr: Annotated[float, Field(gt=0)] = 1e-6
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Not applied to norms and biases."""
+    clip_grad: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 does not clip."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps in which the learning rate grows from near 0 to its peak."""
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Final learning rate as a share of the peak."""
+
+
+class ObjectiveConfig(StageConfig):
+    """The clipped, decoupled policy-gradient objective."""
+
+    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
+    """The ratio to the proximal policy is clipped below 1 - this."""
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    """The ratio to the proximal policy is clipped above 1 + this."""
+    behaviour_weight_cap: Annotated[float, Field(gt=0)] = 5.0
+    """Largest importance weight from the sampling policy to the proximal one."""
+    min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
+    """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
+
+
+class TrainerConfig(StageConfig):
+    """Megatron-core training."""
+
+    parallel: ParallelConfig = ParallelConfig()
+    """How model and batch are split."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU when the node has one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations; master weights and gradients are float32."""
+    total_steps: Annotated[int, Field(ge=1)] = 100
+    """Batches to train on."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Tickets (tasks) per batch; each brings `rollout.n_samples` episodes."""
+    minibatches: Annotated[int, Field(ge=1)] = 1
+    """Optimizer steps per batch."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
+    """Tokens packed into one forward pass of one data-parallel rank."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    """AdamW."""
+    objective: ObjectiveConfig = ObjectiveConfig()
+    """What is maximised."""
+    commit_every_steps: Annotated[int, Field(ge=1)] = 5
+    """Steps between commits: what a kill can cost."""
+    keep_commits: Annotated[int, Field(ge=2)] = 2
+    """Complete commits kept; older ones are deleted."""
+    export_every_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps between Hugging Face exports; 0 exports only the last step."""
+
+
+class WarmupConfig(StageConfig):
+    """Supervised fine-tuning before reinforcement learning."""
+
+    total_steps: Annotated[int, Field(ge=1)]
+    """Optimizer steps."""
+    batch_size: Annotated[int, Field(ge=1)] = 32
+    """Demonstrations per step."""
+    max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
+    """Tokens packed into one forward pass of one data-parallel rank."""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """AdamW."""
+    commit_every_steps: Annotated[int, Field(ge=1)] = 500
+    """Steps between commits."""
+    log_every_steps: Annotated[int, Field(ge=1)] = 20
+    """Steps between lines of `warmup_metrics.jsonl`."""

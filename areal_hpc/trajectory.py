@@ -1,0 +1,64 @@
+"""The central noun: what one episode taught, token by token.
+
+Shape letters used in names across the package:
+
+| letter | axis                                         |
+|--------|----------------------------------------------|
+| B      | trajectories (rows) of a batch               |
+| G      | episodes of one ticket (samples of one task) |
+| T      | tokens, flat                                 |
+| S      | sequences in a packed micro-batch            |
+| V      | vocabulary (the local shard under TP)        |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """One training row: a token sequence the model saw and partly said.
+
+    All four arrays have length T. Prompt, tool and user tokens have `loss_mask` 0,
+    `logprobs` 0 and `versions` -1; tokens the model sampled have `loss_mask` 1, the
+    engine's log-probability under the sampling temperature, and the packed weight version
+    (`weights.version.WeightVersion.packed`) they were sampled from.
+    """
+
+    ticket_id: int
+    """Position in the run's stream of tasks."""
+    attempt: int
+    """Which issue of the ticket produced this row (a re-issued ticket has a higher one)."""
+    episode: int
+    """Which of the ticket's `n_samples` episodes, from 0."""
+    row: int
+    """Which row of the episode, from 0 (an episode that forks its history has several)."""
+    input_ids_T: npt.NDArray[np.int32]
+    loss_mask_T: npt.NDArray[np.uint8]
+    logprobs_T: npt.NDArray[np.float32]
+    versions_T: npt.NDArray[np.int64]
+    reward: float
+    temperature: float = 1.0
+    """Sampling temperature; the trainer divides its logits by it."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Free-form JSON: messages, finish reasons, interaction ids."""
+
+    def __post_init__(self) -> None:
+        lengths = {
+            len(self.input_ids_T),
+            len(self.loss_mask_T),
+            len(self.logprobs_T),
+            len(self.versions_T),
+        }
+        if len(lengths) != 1:
+            raise ValueError(f"the four token arrays must have one length, got {sorted(lengths)}")
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.input_ids_T)

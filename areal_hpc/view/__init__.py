@@ -1,0 +1,1 @@
+"""WATCH: read-only views of a run: progress, summary, learning curve."""

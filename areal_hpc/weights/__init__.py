@@ -1,0 +1,1 @@
+"""BROADCAST: new weights from trainer ranks into running SGLang replicas."""

@@ -1,0 +1,72 @@
+"""Which weights sampled a token: `epoch.step`, and how old that is. Pure, no torch.
+
+An epoch is one start of the trainer. A restarted trainer resumes from a committed step, so
+the same step number can name two different sets of weights; the epoch tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_STEP_BITS = 32
+_STEP_MASK = (1 << _STEP_BITS) - 1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WeightVersion:
+    """The weights after `step` optimizer steps, as held by incarnation `epoch` of the trainer."""
+
+    epoch: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> WeightVersion:
+        """Read the form SGLang carries as `weight_version`.
+
+        Raises:
+            ValueError: The text is not `epoch.step`.
+        """
+        epoch, dot, step = text.partition(".")
+        if not dot or not epoch.isdigit() or not step.isdigit():
+            raise ValueError(f"a weight version reads 'epoch.step', got {text!r}")
+        return cls(int(epoch), int(step))
+
+    @property
+    def packed(self) -> int:
+        """One int64, ordered like the version: the form stored per token."""
+        return self.epoch << _STEP_BITS | self.step
+
+    @classmethod
+    def unpack(cls, packed: int) -> WeightVersion:
+        """The inverse of `packed`."""
+        return cls(packed >> _STEP_BITS, packed & _STEP_MASK)
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Epoch `epoch` began from the committed step `base_step`."""
+
+    epoch: int
+    base_step: int
+
+
+def staleness(current: WeightVersion, sampled: WeightVersion, forks: Sequence[Fork]) -> int:
+    """How many optimizer steps lie between the weights that sampled a token and the current ones.
+
+    Steps of an abandoned epoch that were never committed do not count: they are measured from
+    the last ancestor both epochs share.
+
+    Args:
+        current: The trainer's version.
+        sampled: The token's version.
+        forks: Every epoch of the run with the step it began from.
+    """
+    shared_step = min(
+        (fork.base_step for fork in forks if sampled.epoch < fork.epoch <= current.epoch),
+        default=sampled.step,
+    )
+    return current.step - min(sampled.step, shared_step)

@@ -1,0 +1,1 @@
+"""WIRE: the HTTP schemas and clients through which roles meet."""

@@ -1,0 +1,169 @@
+"""One JSON call over HTTP: msgspec in, msgspec out, errors with a name."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import aiohttp
+import httpx
+import msgspec
+
+from areal_hpc.errors import ClusterError
+
+Reply = TypeVar("Reply")
+
+RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
+
+
+class HttpRefused(ClusterError):
+    """The peer answered, with a status that says no."""
+
+    def __init__(self, status: int, url: str, body: str) -> None:
+        super().__init__(f"{url} answered {status}: {body[:500]}")
+        self.status = status
+        self.body = body
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (HttpRefused, (self.status, str(self), self.body))
+
+
+class WireClient:
+    """Blocking JSON calls to one peer, retried until a deadline while the peer is away."""
+
+    def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
+        self._client = httpx.Client(
+            base_url=base_url,
+            headers={"Authorization": f"Bearer {key}"},
+            timeout=timeout_s,
+            trust_env=False,
+        )
+
+    def call(
+        self,
+        route: str,
+        request: msgspec.Struct,
+        reply: type[Reply],
+        *,
+        patience_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """POST `request` and decode the reply.
+
+        Args:
+            patience_s: Keep trying this long while the peer refuses connections or is busy.
+            timeout_s: Limit of one try; the client's own limit when None.
+
+        Raises:
+            HttpRefused: The peer answered with an error that repeating will not mend.
+            ClusterError: The peer could not be reached in time.
+        """
+        body = msgspec.json.encode(request)
+        give_up_at = time.monotonic() + patience_s
+        pause_s = 0.05
+        while True:
+            try:
+                answer = self._client.post(
+                    route, content=body, timeout=timeout_s or self._client.timeout
+                )
+                if answer.status_code < 400:
+                    return msgspec.json.decode(answer.content, type=reply)
+                if answer.status_code not in RETRIED_STATUSES:
+                    raise HttpRefused(answer.status_code, str(answer.url), answer.text)
+                trouble = f"answered {answer.status_code}: {answer.text[:200]}"
+            except httpx.TransportError as error:
+                trouble = f"{type(error).__name__}: {error}"
+            if time.monotonic() >= give_up_at:
+                raise ClusterError(
+                    f"{self._client.base_url}{route} did not answer in {patience_s:.0f} s ({trouble})",
+                    hint="read that role's log in logs/latest",
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 2, 1.0)
+
+    def get(self, route: str, reply: type[Reply]) -> Reply:
+        """GET and decode.
+
+        Raises:
+            HttpRefused: The peer answered with an error.
+            ClusterError: The peer could not be reached.
+        """
+        try:
+            answer = self._client.get(route)
+        except httpx.TransportError as error:
+            raise ClusterError(
+                f"{self._client.base_url}{route} cannot be reached ({type(error).__name__}: {error})"
+            ) from error
+        if answer.status_code >= 400:
+            raise HttpRefused(answer.status_code, str(answer.url), answer.text)
+        return msgspec.json.decode(answer.content, type=reply)
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        self._client.close()
+
+
+class AsyncWireClient:
+    """The same calls for event loops, on one shared aiohttp session."""
+
+    def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
+        self._base_url = base_url.rstrip("/")
+        self._key = key
+        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
+
+    async def call(
+        self,
+        route: str,
+        request: msgspec.Struct,
+        reply: type[Reply],
+        *,
+        key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """POST `request` once and decode the reply.
+
+        Args:
+            key: Use this key instead of the client's own (a session's).
+            timeout_s: Limit of this call; the client's own limit when None.
+
+        Raises:
+            HttpRefused: The peer answered with an error.
+            ClusterError: The peer could not be reached.
+        """
+        url = f"{self._base_url}{route}"
+        limit = aiohttp.ClientTimeout(total=timeout_s) if timeout_s else self._session.timeout
+        try:
+            async with self._session.post(
+                url,
+                data=msgspec.json.encode(request),
+                headers={"Authorization": f"Bearer {key or self._key}"},
+                timeout=limit,
+            ) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ClusterError(
+                f"{url} cannot be reached ({type(error).__name__}: {error})"
+            ) from error
+        if answer.status >= 400:
+            raise HttpRefused(answer.status, url, body.decode(errors="replace"))
+        return msgspec.json.decode(body, type=reply)
+
+    async def get(self, route: str, reply: type[Reply]) -> Reply:
+        """GET and decode. Raises as `call` does."""
+        url = f"{self._base_url}{route}"
+        try:
+            async with self._session.get(
+                url, headers={"Authorization": f"Bearer {self._key}"}
+            ) as answer:
+                body = await answer.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise ClusterError(
+                f"{url} cannot be reached ({type(error).__name__}: {error})"
+            ) from error
+        if answer.status >= 400:
+            raise HttpRefused(answer.status, url, body.decode(errors="replace"))
+        return msgspec.json.decode(body, type=reply)
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        await self._session.close()

@@ -1,0 +1,193 @@
+"""What drivers, proxies and the trainer say to the ledger.
+
+All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
+
+| route        | request          | reply          | caller  |
+|--------------|------------------|----------------|---------|
+| /lease       | LeaseRequest     | LeaseReply     | driver  |
+| /settle      | SettleRequest    | Acknowledged   | proxy   |
+| /drop        | DropRequest      | Acknowledged   | driver  |
+| /evaluated   | EvaluatedRequest | Acknowledged   | driver  |
+| /open_epoch  | OpenEpochRequest | Acknowledged   | trainer |
+| /batch       | BatchRequest     | BatchReply     | trainer |
+| /publish     | PublishRequest   | Acknowledged   | trainer |
+| /evaluate    | EvaluateRequest  | EvaluateReply  | trainer |
+| /finish      | FinishRequest    | Acknowledged   | trainer |
+| /status      | Empty            | LedgerStatus   | anyone  |
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct, field
+
+TRAIN: Literal["train"] = "train"
+EVAL: Literal["eval"] = "eval"
+
+
+class TicketRef(Struct, frozen=True):
+    """One issue of one ticket. Evaluation tickets count from 0 within their `eval_step`."""
+
+    ticket_id: int
+    attempt: int
+    eval_step: int = -1
+    """-1 for a training ticket, else the step whose weights are evaluated."""
+
+
+class TicketGrant(Struct, frozen=True):
+    """Permission to run the `n_samples` episodes of one task."""
+
+    ref: TicketRef
+    task_index: int
+    """Line of the task set (`train.jsonl`, or `valid.jsonl` for an evaluation)."""
+    seed: int
+    n_samples: int
+
+
+class LeaseRequest(Struct, frozen=True):
+    """A driver's heartbeat: what it holds, what it finished, and how much it can still take."""
+
+    cell: str
+    capacity: int
+    """Episodes the driver could start now; a training ticket takes `n_samples` of them."""
+    held: list[TicketRef] = field(default_factory=list)
+    """Running here."""
+    finished: list[TicketRef] = field(default_factory=list)
+    """Finished here, recorded in this cell's journal, not yet settled."""
+    wait_s: float = 5.0
+    """The ledger may keep the request this long until something can be granted."""
+
+
+class LeaseReply(Struct, frozen=True):
+    """New work, and what the ledger wants of the cell."""
+
+    grants: list[TicketGrant] = field(default_factory=list)
+    seal_now: bool = False
+    """The trainer waits for tickets that are finished but not sealed."""
+    stop: bool = False
+    """The run is over."""
+
+
+class SettledTicket(Struct, frozen=True):
+    """A ticket whose rows lie in a sealed, indexed shard."""
+
+    ref: TicketRef
+    shard: str
+    """File name in the run's shards directory."""
+    rows: list[int]
+    rewards: list[float]
+    """One per row."""
+
+
+class SettleRequest(Struct, frozen=True):
+    """Sealed tickets. Repeating it is harmless."""
+
+    cell: str
+    tickets: list[SettledTicket]
+
+
+class DropRequest(Struct, frozen=True):
+    """A ticket that will never settle: its agent kept failing."""
+
+    cell: str
+    ref: TicketRef
+    reason: str
+
+
+class EvaluatedRequest(Struct, frozen=True):
+    """The rewards of one evaluation ticket."""
+
+    cell: str
+    ref: TicketRef
+    rewards: list[float]
+
+
+class OpenEpochRequest(Struct, frozen=True):
+    """A trainer took `epoch` and resumes after `base_step` committed steps."""
+
+    epoch: int
+    base_step: int
+
+
+class BatchRequest(Struct, frozen=True):
+    """The trainer asks for the batch that leads to version `step`."""
+
+    epoch: int
+    step: int
+    wait_s: float = 5.0
+
+
+class BatchManifest(Struct, frozen=True):
+    """The tickets of one batch in arrival order: durable before it is handed out."""
+
+    step: int
+    """The version this batch leads to; batch 1 turns version 0 into version 1."""
+    epoch: int
+    """The epoch that first asked for it."""
+    tickets: list[SettledTicket]
+
+
+class BatchReply(Struct, frozen=True):
+    """The batch, or what it still waits for."""
+
+    manifest: BatchManifest | None = None
+    settled: int = 0
+    """Tickets settled so far towards this batch."""
+    trouble: str = ""
+    """Why the batch cannot form (agents that keep failing), in words for the user."""
+
+
+class PublishRequest(Struct, frozen=True):
+    """Every replica now serves the weights of `step`."""
+
+    epoch: int
+    step: int
+
+
+class EvaluateRequest(Struct, frozen=True):
+    """Ask for (or look up) the evaluation of the current weights on `n_tasks` held-out tasks."""
+
+    epoch: int
+    step: int
+    n_tasks: int
+    wait_s: float = 5.0
+
+
+class EvaluateReply(Struct, frozen=True):
+    """Progress or result of an evaluation."""
+
+    done: int
+    total: int
+    mean_reward: float | None = None
+    """Set when done == total."""
+
+
+class FinishRequest(Struct, frozen=True):
+    """The trainer has committed its last step: cells may go."""
+
+    epoch: int
+
+
+class Empty(Struct, frozen=True):
+    """No arguments."""
+
+
+class Acknowledged(Struct, frozen=True):
+    """Done, durably where the route promises durability."""
+
+
+class LedgerStatus(Struct, frozen=True):
+    """A snapshot for progress displays."""
+
+    epoch: int = 0
+    version_step: int = 0
+    leased: int = 0
+    finished: int = 0
+    settled: int = 0
+    """Settled and not yet in a batch."""
+    trained: int = 0
+    dropped: int = 0
+    eval_done: int = 0
+    eval_total: int = 0
+    cells: int = 0

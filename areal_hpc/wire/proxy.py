@@ -1,0 +1,99 @@
+"""What drivers say to the proxy of their cell.
+
+Admin routes carry the run's admin key, session routes the session's own key (Bearer or
+`x-api-key`). The agent needs only `base_url` and its session key.
+
+| route              | key     | request             | reply               |
+|--------------------|---------|---------------------|---------------------|
+| /rl/start_session  | admin   | StartSessionRequest | StartSessionReply   |
+| /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
+| /rl/end_session    | session | Empty               | EndSessionReply     |
+| /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
+| /rl/seal           | admin   | Empty               | SealReply           |
+| /healthz (GET)     | none    |                     | ProxyHealth         |
+"""
+
+from __future__ import annotations
+
+from msgspec import Struct, field
+
+from areal_hpc.wire.ledger import TicketRef
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """What applies where the agent's request is silent."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_new_tokens: int = 512
+
+
+class StartSessionRequest(Struct, frozen=True):
+    """Open a session for one episode. Without `ref` the session is recorded nowhere."""
+
+    task_id: str
+    ref: TicketRef | None = None
+    episode: int = 0
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    seed: int = 0
+
+
+class StartSessionReply(Struct, frozen=True):
+    """The session and the key that opens it."""
+
+    session_id: str
+    api_key: str
+
+
+class SetRewardRequest(Struct, frozen=True):
+    """The reward of one interaction; of the last one when no id is given."""
+
+    reward: float
+    interaction_id: str | None = None
+
+
+class SetRewardReply(Struct, frozen=True):
+    """Where the reward went."""
+
+    interaction_id: str
+
+
+class EndSessionReply(Struct, frozen=True):
+    """The session takes no more requests."""
+
+    message: str
+    interaction_count: int
+    reward: float | None = None
+    """The reward of the last interaction that has one."""
+
+
+class FinishTicketRequest(Struct, frozen=True):
+    """All episodes of a ticket ended: their rows may be sealed together.
+
+    Sessions of the ticket that are not named here (failed and repeated episodes) are discarded.
+    """
+
+    ref: TicketRef
+    session_ids: list[str]
+
+
+class FinishTicketReply(Struct, frozen=True):
+    """How many rows the ticket contributes."""
+
+    rows: int
+
+
+class SealReply(Struct, frozen=True):
+    """Tickets sealed and settled by this call."""
+
+    tickets: int
+
+
+class ProxyHealth(Struct, frozen=True):
+    """Liveness and load."""
+
+    sessions: int
+    requests_in_flight: int
+    unsealed_tickets: int
+    replicas_serving: int

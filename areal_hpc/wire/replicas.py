@@ -1,0 +1,63 @@
+"""What the trainer and the proxy say to a cell's control relay, which guards its SGLang servers.
+
+All routes need the admin key.
+
+| route                           | reply       | meaning                                        |
+|---------------------------------|-------------|------------------------------------------------|
+| GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
+| POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
+| POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from msgspec import Struct
+
+RELAYED_ROUTES = frozenset(
+    {
+        "pause_generation",
+        "continue_generation",
+        "begin_weight_update",
+        "end_weight_update",
+        "init_weights_update_group",
+        "destroy_weights_update_group",
+        "update_weights_from_distributed",
+        "update_weight_version",
+        "weights_checker",
+        "flush_cache",
+        "model_info",
+    }
+)
+"""Routes that neither unpickle nor execute names (see docs/decisions)."""
+
+ReplicaState = Literal["starting", "ready", "serving", "failed"]
+"""`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
+
+
+class ReplicaView(Struct, frozen=True):
+    """One SGLang server as its cell sees it."""
+
+    index: int
+    incarnation: int
+    """Grows with every restart; an update group made for an older one is void."""
+    state: ReplicaState
+    url: str
+    """Loopback address, for the proxy of the same node."""
+    version: str = ""
+    """`epoch.step` while serving."""
+
+
+class ReplicaList(Struct, frozen=True):
+    """The replicas of one cell."""
+
+    cell: str
+    replicas: list[ReplicaView]
+
+
+class ServeRequest(Struct, frozen=True):
+    """The replica holds the verified weights of `version`."""
+
+    incarnation: int
+    version: str
