@@ -1,0 +1,55 @@
+# make demo and make test need nothing but a Linux machine: both make the environments first.
+
+# More threads than cores spin on one another: SGLang decodes 10 times slower.
+export OMP_NUM_THREADS := 1
+
+TRAIN := .venvs/train/bin
+AGENTS := .venvs/agents/bin
+PYTEST := $(TRAIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check lint format unit contract integration gpu acceptance clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## make or mend the environments in .venvs/
+	@scripts/setup.sh all
+
+demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
+	$(AGENTS)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
+
+test: check ## everything that needs no GPU and no Slurm: the checks, then all tests
+	$(PYTEST) tests/unit tests/contract tests/integration
+
+check: setup ## style, types and import contracts
+	$(TRAIN)/ruff check .
+	$(TRAIN)/ruff format --check .
+	$(TRAIN)/mypy
+	$(TRAIN)/lint-imports
+
+lint: setup ## only the style
+	$(TRAIN)/ruff check .
+
+format: setup ## rewrite the code in the project's style
+	$(TRAIN)/ruff check --fix .
+	$(TRAIN)/ruff format .
+
+unit: setup ## pure logic
+	$(PYTEST) tests/unit
+
+contract: setup ## formats and edges that must not move
+	$(PYTEST) tests/contract
+
+integration: setup ## real servers, real processes
+	$(PYTEST) tests/integration
+
+gpu: setup ## needs a CUDA device
+	$(PYTEST) tests/gpu
+
+acceptance: setup ## the long measurements
+	$(PYTEST) tests/acceptance
+
+clean: ## remove caches; environments and runs stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find areal_hpc tests examples benchmarks -name __pycache__ -prune -exec rm -rf {} +
