@@ -15,7 +15,7 @@ class EnvironmentConfig(StageConfig):
 
     python: str = "auto"
     """A path; `auto` is `.venvs/<role>/bin/python` of this checkout, else the launcher's own."""
-    variables: dict[str, str] = {}
+    variables: dict[str, str] = Field(default_factory=dict)
     """Added to the environment of the role's processes."""
 
 
@@ -23,7 +23,7 @@ class ClusterConfig(StageConfig):
     """The machine room."""
 
     fileroot: Path
-    """Shared storage for all runs; the run directory is `<fileroot>/<experiment_name>/<trial_name>`."""
+    """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
     executor: Literal["local", "slurm"] = "local"
     """`local` runs the jobs on this machine, through the same entry points."""
     serve: EnvironmentConfig = EnvironmentConfig()

@@ -27,7 +27,7 @@ class RolloutConfig(StageConfig):
 
     workflow: str
     """Dotted path of the agent class, `package.module.Class`."""
-    workflow_kwargs: dict[str, Any] = {}
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""

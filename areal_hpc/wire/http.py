@@ -50,9 +50,8 @@ class WireClient:
     ) -> Reply:
         """POST `request` and decode the reply.
 
-        Args:
-            patience_s: Keep trying this long while the peer refuses connections or is busy.
-            timeout_s: Limit of one try; the client's own limit when None.
+        The call is repeated for `patience_s` while the peer refuses connections or is busy;
+        `timeout_s` limits one try (the client's own limit when None).
 
         Raises:
             HttpRefused: The peer answered with an error that repeating will not mend.
@@ -75,7 +74,7 @@ class WireClient:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
                 raise ClusterError(
-                    f"{self._client.base_url}{route} did not answer in {patience_s:.0f} s ({trouble})",
+                    f"{self._client.base_url}{route} gave no answer in {patience_s:.0f} s ({trouble})",
                     hint="read that role's log in logs/latest",
                 )
             time.sleep(pause_s)
@@ -92,7 +91,7 @@ class WireClient:
             answer = self._client.get(route)
         except httpx.TransportError as error:
             raise ClusterError(
-                f"{self._client.base_url}{route} cannot be reached ({type(error).__name__}: {error})"
+                f"{self._client.base_url}{route} is out of reach ({type(error).__name__}: {error})"
             ) from error
         if answer.status_code >= 400:
             raise HttpRefused(answer.status_code, str(answer.url), answer.text)
@@ -122,9 +121,7 @@ class AsyncWireClient:
     ) -> Reply:
         """POST `request` once and decode the reply.
 
-        Args:
-            key: Use this key instead of the client's own (a session's).
-            timeout_s: Limit of this call; the client's own limit when None.
+        A `key` replaces the client's own (a session's); `timeout_s` limits this call.
 
         Raises:
             HttpRefused: The peer answered with an error.
@@ -142,7 +139,7 @@ class AsyncWireClient:
                 body = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterError(
-                f"{url} cannot be reached ({type(error).__name__}: {error})"
+                f"{url} is out of reach ({type(error).__name__}: {error})"
             ) from error
         if answer.status >= 400:
             raise HttpRefused(answer.status, url, body.decode(errors="replace"))
@@ -158,7 +155,7 @@ class AsyncWireClient:
                 body = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterError(
-                f"{url} cannot be reached ({type(error).__name__}: {error})"
+                f"{url} is out of reach ({type(error).__name__}: {error})"
             ) from error
         if answer.status >= 400:
             raise HttpRefused(answer.status, url, body.decode(errors="replace"))

@@ -1,6 +1,12 @@
 """What the trainer and the proxy say to a cell's control relay, which guards its SGLang servers.
 
-All routes need the admin key.
+All routes need the admin key. A relayed call also names the update it belongs to, in headers:
+
+| header             | meaning                                                                     |
+|--------------------|-----------------------------------------------------------------------------|
+| x-areal-incarnation| the replica's incarnation the caller means; 409 when it has been restarted  |
+| x-areal-epoch      | the trainer's epoch; 409 when a newer one has been here                     |
+| x-areal-deadline-s | a replica left paused this long without a successful call is restarted      |
 
 | route                           | reply       | meaning                                        |
 |---------------------------------|-------------|------------------------------------------------|
@@ -32,6 +38,10 @@ RELAYED_ROUTES = frozenset(
 )
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
 
+INCARNATION_HEADER = "x-areal-incarnation"
+EPOCH_HEADER = "x-areal-epoch"
+DEADLINE_HEADER = "x-areal-deadline-s"
+
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
 """`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
 
@@ -47,6 +57,8 @@ class ReplicaView(Struct, frozen=True):
     """Loopback address, for the proxy of the same node."""
     version: str = ""
     """`epoch.step` while serving."""
+    tp: int = 1
+    """Tensor-parallel ranks: members it brings into an update group."""
 
 
 class ReplicaList(Struct, frozen=True):

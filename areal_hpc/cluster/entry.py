@@ -1,0 +1,73 @@
+"""`python -m areal_hpc.cluster.entry ENTRY CONFIG.json`: the main of every process of a job.
+
+Keep this module light: `spawn` children (the checkpoint writer's, for one) import it again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import ArealError
+from areal_hpc.telemetry import set_up_logging
+
+_PR_SET_PDEATHSIG = 1
+ORPHAN_GRACE_S = 10.0
+"""Time a process may take to stop by itself after its supervisor vanished."""
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Ask the kernel to send `signal_number` to this process when its parent dies.
+
+    Raises:
+        OSError: The kernel refused.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
+def _exit_when_orphaned(parent: int) -> None:
+    """The last resort behind the death signal: a process that ignores it still ends."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    time.sleep(ORPHAN_GRACE_S)
+    os._exit(75)
+
+
+def resolve(entry: str) -> Any:
+    """The function named by `package.module:function`."""
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main() -> None:
+    """Run one entry with its configuration; exit with the code of the error it raised."""
+    entry, config_path = sys.argv[1:3]
+    die_with_parent(signal.SIGTERM)
+    parent = int(os.environ["AREAL_HPC_SUPERVISOR_PID"])
+    if os.getppid() != parent:  # it died before the kernel was asked
+        sys.exit(75)
+    threading.Thread(target=_exit_when_orphaned, args=(parent,), daemon=True).start()
+    set_up_logging()
+    log = logging.getLogger(entry)
+    config = json.loads(Path(config_path).read_text())
+    try:
+        resolve(entry)(config)
+    except ArealError as error:
+        log.error("%s", error, exc_info=True)
+        Path(config_path).with_suffix(".error").write_text(str(error))
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What a job is before Slurm sees it: processes, their Python, their restart rules. Pure data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class ProcessSpec(Struct, frozen=True):
+    """One process of a job, started by the job's supervisor on its node."""
+
+    name: str
+    """Also the name of its log file."""
+    role: str
+    """Which environment's Python runs it: `serve`, `train` or `agents`."""
+    entry: str
+    """`package.module:function`; the function takes the configuration as its only argument."""
+    config: dict[str, Any]
+    """JSON; no secrets, which live in the rendezvous directory."""
+    first_task_only: bool = False
+    """Run it on the job's first task alone."""
+    restarts: int = 0
+    """Crashes after which the job gives up."""
+    ends_job: bool = False
+    """Its clean exit ends the job."""
+
+
+class JobSpec(Struct, frozen=True):
+    """One Slurm job: `tasks` copies of a supervisor, each running the processes below."""
+
+    name: str
+    role: str
+    """Which environment's Python runs the supervisor."""
+    processes: list[ProcessSpec]
+    tasks: int = 1
+
+
+class Launch(Struct, frozen=True):
+    """A job as it is handed to its supervisors: the spec plus what this launch adds."""
+
+    job: JobSpec
+    job_dir: str
+    """Where the supervisor leaves process configurations and its outcome."""
+    log_dir: str
+    events: str
+    """The run's event log."""
+    pythons: dict[str, str]
+    """Interpreter of each role."""
+    variables: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Extra environment of each role."""
+    launcher_lock: str | None = None
+    """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
+    stop_grace_s: float = 12.0
+
+
+class Outcome(Struct, frozen=True):
+    """How one task of a job ended: the supervisor's last word, as a file in the job's folder."""
+
+    exit_code: int
+    process: str = ""
+    """The process whose end decided it."""
+    reason: str = ""
+    log: str = ""

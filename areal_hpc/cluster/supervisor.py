@@ -1,0 +1,217 @@
+"""What one task of a job runs: start its processes, restart the ones that crash, stop them all.
+
+Nothing it starts outlives it: children die with it (kernel death signal), and each runs in a
+session of its own, so that stopping a child stops whatever that child started.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from areal_hpc.cluster.entry import die_with_parent
+from areal_hpc.cluster.jobspec import Launch, Outcome, ProcessSpec
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.topology import TaskPosition, launched_position
+from areal_hpc.errors import RecipeError
+from areal_hpc.telemetry import EventLog, set_up_logging
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+LONGEST_BACKOFF_S = 10.0
+STOPPED_EXIT_CODE = 143
+"""The task was told to stop: neither success nor failure."""
+
+
+def run_job(launch_path: str) -> None:
+    """Run one task of a job to its end. This is the function that submitit calls.
+
+    Exits with 0 when the job is complete, with the failed process's code otherwise. The
+    outcome is also left in the job's folder, because not every launcher sees exit codes.
+    """
+    launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=Launch)
+    position = launched_position(os.environ)
+    if os.getpid() != os.getsid(0):
+        os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
+    die_with_parent(signal.SIGTERM)
+    set_up_logging()
+    outcome = _Supervisor(launch, position, StopRequest.install()).run()
+    path = Path(launch.job_dir) / f"outcome.{position.rank}.json"
+    path.write_bytes(msgspec.json.encode(outcome))
+    if outcome.exit_code:
+        sys.exit(outcome.exit_code)
+
+
+class _Child:
+    """A started process and how often it has been started."""
+
+    def __init__(self, spec: ProcessSpec, log_path: Path, config_path: Path) -> None:
+        self.spec = spec
+        self.log_path = log_path
+        self.config_path = config_path
+        self.starts = 0
+        self.not_before = 0.0
+        self.process: subprocess.Popen[bytes] | None = None
+        self._log_file: IO[bytes] | None = None
+
+    def start(self, python: str, environ: Mapping[str, str]) -> None:
+        self.starts += 1
+        self._log_file = self._log_file or self.log_path.open("ab")
+        self.config_path.with_suffix(".error").unlink(missing_ok=True)
+        self.process = subprocess.Popen(
+            [python, "-m", "areal_hpc.cluster.entry", self.spec.entry, str(self.config_path)],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log_file,
+            stderr=subprocess.STDOUT,
+            env=dict(environ),
+            start_new_session=True,
+        )
+
+    @property
+    def running(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def signal_group(self, number: int) -> None:
+        if self.process is None:
+            return
+        try:
+            os.killpg(self.process.pid, number)
+        except ProcessLookupError:
+            return
+
+    def reason(self) -> str:
+        """The error the process left, or the end of its log."""
+        left = self.config_path.with_suffix(".error")
+        if left.exists():
+            return left.read_text()
+        lines = self.log_path.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-12:])
+
+
+class _Supervisor:
+    def __init__(self, launch: Launch, position: TaskPosition, stop: StopRequest) -> None:
+        self._launch = launch
+        self._position = position
+        self._stop = stop
+        self._events = EventLog(Path(launch.events), launch.job.name)
+        self._children = [
+            self._child(spec)
+            for spec in launch.job.processes
+            if position.is_first or not spec.first_task_only
+        ]
+
+    def _child(self, spec: ProcessSpec) -> _Child:
+        suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
+        folder = Path(self._launch.log_dir) / self._launch.job.name
+        folder.mkdir(parents=True, exist_ok=True)
+        config_path = Path(self._launch.job_dir) / f"{spec.name}{suffix}.json"
+        config_path.write_bytes(msgspec.json.encode(spec.config))
+        return _Child(spec, folder / f"{spec.name}{suffix}.log", config_path)
+
+    def run(self) -> Outcome:
+        try:
+            for child in self._children:
+                self._start(child)
+            while (outcome := self._judge()) is None:
+                self._stop.wait(POLL_S)
+            return outcome
+        finally:
+            self._stop_all()
+
+    def _start(self, child: _Child) -> None:
+        spec = child.spec
+        python = self._launch.pythons[spec.role]
+        if not Path(python).exists():
+            raise RecipeError(
+                f"there is no Python for the role {spec.role}: {python}",
+                key=f"cluster.{spec.role}.python",
+                hint="make setup, or name the interpreter in the recipe",
+            )
+        position = self._position
+        environ = {
+            **os.environ,
+            **self._launch.variables.get(spec.role, {}),
+            "AREAL_HPC_RANK": str(position.rank),
+            "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
+            "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
+            "AREAL_HPC_NODE_RANK": str(position.node_rank),
+            "AREAL_HPC_SUPERVISOR_PID": str(os.getpid()),
+            "PYTHONUNBUFFERED": "1",
+        }
+        child.start(python, environ)
+        log.info("started %s (start %d)", spec.name, child.starts)
+
+    def _judge(self) -> Outcome | None:
+        """Look after every child once; the job's outcome when it is decided."""
+        if self._stop.requested:
+            return Outcome(STOPPED_EXIT_CODE, reason="stopped by a signal")
+        if self._launcher_is_gone():
+            return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
+        for child in self._children:
+            if child.process is None:
+                if time.monotonic() >= child.not_before:
+                    self._start(child)
+            elif (code := child.process.poll()) is not None:
+                outcome = self._bury(child, code)
+                if outcome is not None:
+                    return outcome
+        return None
+
+    def _bury(self, child: _Child, code: int) -> Outcome | None:
+        """Decide what the end of a process means for the job."""
+        spec = child.spec
+        child.signal_group(signal.SIGKILL)  # whatever it left behind
+        if code == 0:
+            if spec.ends_job:
+                return Outcome(0, spec.name)
+            self._children.remove(child)
+            return None
+        code = 128 - code if code < 0 else code
+        log.error("%s ended with exit code %d", spec.name, code)
+        self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
+        if code == RecipeError.exit_code or child.starts > spec.restarts:
+            return Outcome(code, spec.name, child.reason(), str(child.log_path))
+        child.process = None
+        child.not_before = time.monotonic() + min(0.25 * 2**child.starts, LONGEST_BACKOFF_S)
+        return None
+
+    def _launcher_is_gone(self) -> bool:
+        """True when nobody holds the launcher's lock: the kernel drops it however it died."""
+        if self._launch.launcher_lock is None:
+            return False
+        try:
+            descriptor = os.open(self._launch.launcher_lock, os.O_RDONLY)
+        except FileNotFoundError:
+            return True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        finally:
+            os.close(descriptor)
+        return True
+
+    def _stop_all(self) -> None:
+        """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
+        for child in self._children:
+            if child.running:
+                assert child.process is not None
+                child.process.terminate()
+        give_up_at = time.monotonic() + self._launch.stop_grace_s
+        while any(child.running for child in self._children) and time.monotonic() < give_up_at:
+            time.sleep(POLL_S)
+        for child in self._children:
+            child.signal_group(signal.SIGKILL)
+            if child.process is not None:
+                child.process.wait()

@@ -1,0 +1,113 @@
+"""Task sets: JSON lines on disk, or a generator named by its dotted path."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from areal_hpc.config import StageConfig
+from areal_hpc.errors import RecipeError
+
+
+class DatasetConfig(StageConfig):
+    """Where tasks come from: exactly one of `path` and `generator`."""
+
+    path: Path | None = None
+    """A file of JSON lines; each object is handed to the agent as `data`."""
+    generator: str | None = None
+    """`package.module:function` that returns JSON-able dicts."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the generator."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DatasetConfig:
+        if (self.path is None) == (self.generator is None):
+            raise ValueError("give exactly one of `path` and `generator`")
+        return self
+
+
+def rows(config: DatasetConfig, key: str) -> Iterator[dict[str, Any]]:
+    """The data set, row by row.
+
+    Args:
+        config: Where it comes from.
+        key: Its place in the recipe, for errors.
+
+    Raises:
+        RecipeError: The file is missing, a line is no JSON object, or the generator failed.
+    """
+    if config.path is not None:
+        yield from _lines(config.path, f"{key}.path")
+    else:
+        assert config.generator is not None
+        yield from _generated(config.generator, config.kwargs, f"{key}.generator")
+
+
+def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    if not path.is_file():
+        raise RecipeError(
+            f"there is no data set at {path.resolve()}",
+            key=key,
+            hint="give the path of a JSON-lines file, relative to where you start the run",
+        )
+    with path.open() as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecipeError(f"{path}:{number} is not JSON: {error}", key=key) from error
+            if not isinstance(row, dict):
+                raise RecipeError(
+                    f"{path}:{number} holds {type(row).__name__}, expected an object", key=key
+                )
+            yield row
+
+
+def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterable[dict[str, Any]]:
+    module, colon, name = dotted.partition(":")
+    if not colon:
+        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
+    try:
+        function = getattr(importlib.import_module(module), name)
+        produced: Iterable[dict[str, Any]] = function(**kwargs)
+    except (ImportError, AttributeError, TypeError) as error:
+        raise RecipeError(
+            f"{dotted} cannot be called with {kwargs} ({type(error).__name__}: {error})",
+            key=key,
+            hint="start the run from the folder that holds the package",
+        ) from error
+    return produced
+
+
+def materialise(config: DatasetConfig, key: str, out: Path) -> int:
+    """Write the data set as JSON lines, visible whole or not at all. Returns the number of rows.
+
+    Raises:
+        RecipeError: As `rows`, or the data set is empty.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.tmp")
+    count = 0
+    with partial.open("w") as stream:
+        for row in rows(config, key):
+            stream.write(json.dumps(row, separators=(",", ":")) + "\n")
+            count += 1
+        stream.flush()
+        os.fsync(stream.fileno())
+    if count == 0:
+        partial.unlink()
+        raise RecipeError("the data set is empty", key=key)
+    partial.rename(out)
+    return count
+
+
+def count_rows(path: Path) -> int:
+    """Lines of a materialised data set."""
+    with path.open("rb") as stream:
+        return sum(1 for _ in stream)

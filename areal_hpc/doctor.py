@@ -1,0 +1,161 @@
+"""What can be checked before anything starts: the things a recipe points at. Read-only."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dataset import DatasetConfig
+from areal_hpc.errors import Problem
+from areal_hpc.recipe import Recipe
+
+LEAST_FREE_BYTES = 256 * 1024 * 1024
+"""Free space below which a run directory counts as full."""
+
+_LOAD_AGENT = """
+import json, sys
+from areal_hpc.errors import ArealError
+from areal_hpc.rollout.agent import load_agent
+request = json.load(sys.stdin)
+sys.path[:0] = request["sys_path"]
+try:
+    load_agent(request["workflow"], request["kwargs"])
+except ArealError as error:
+    problem = error.problems[0]
+    print(json.dumps([problem.message, problem.hint]))
+    sys.exit(error.exit_code)
+"""
+
+
+def inspect_inputs(
+    recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
+) -> list[Problem]:
+    """Everything wrong with the files, interpreters and names that a recipe mentions."""
+    problems = [*_interpreters(pythons), *_run_directory(recipe.run_dir)]
+    if recipe.model.path is not None:
+        problems += _model_directory(recipe.model.path, recipe)
+    problems += _dataset(recipe.train_dataset, "train_dataset")
+    if recipe.valid_dataset is not None:
+        problems += _dataset(recipe.valid_dataset, "valid_dataset")
+    if recipe.warmup is not None:
+        problems += _dataset(recipe.warmup.dataset, "warmup.dataset")
+    if Path(pythons["agents"]).exists():
+        problems += _agent(recipe, pythons["agents"], sys_path)
+    return problems
+
+
+def _interpreters(pythons: Mapping[str, str]) -> Iterator[Problem]:
+    for role, python in pythons.items():
+        if not (Path(python).exists() or shutil.which(python)):
+            yield Problem(
+                f"there is no Python for the role {role} at {python}",
+                f"cluster.{role}.python",
+                "make setup, or name the interpreter of that role in the recipe",
+            )
+
+
+def _run_directory(run_dir: Path) -> Iterator[Problem]:
+    """Can it be made, written to, and does it have room?"""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe.{os.getpid()}"
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as error:
+        yield Problem(
+            f"the run directory cannot be written: {error.strerror}: {run_dir}",
+            "cluster.fileroot",
+            "choose shared storage that you may write to, with cluster.fileroot=/path",
+        )
+        return
+    free_bytes = shutil.disk_usage(run_dir).free
+    if free_bytes < LEAST_FREE_BYTES:
+        yield Problem(
+            f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "
+            f"at least {LEAST_FREE_BYTES // 2**20} MiB needed: {run_dir}",
+            "cluster.fileroot",
+            "free some space, or choose another place with cluster.fileroot=/path",
+        )
+
+
+def _model_directory(path: Path, recipe: Recipe) -> Iterator[Problem]:
+    if not path.is_dir():
+        yield Problem(
+            f"there is no model directory at {path.resolve()}",
+            "model.path",
+            "give a directory in Hugging Face format; jobs never download",
+        )
+        return
+    for name, what in (
+        ("config.json", "the model's shape"),
+        ("tokenizer.json", "the tokenizer"),
+        ("tokenizer_config.json", "the tokenizer's settings and chat template"),
+    ):
+        if not (path / name).is_file():
+            yield Problem(
+                f"{path} has no {name} ({what})",
+                "model.path",
+                "copy the tokenizer files of the base model into the directory"
+                if "tokenizer" in name
+                else "give a directory in Hugging Face format",
+            )
+    if not list(path.glob("*.safetensors")):
+        yield Problem(f"{path} has no *.safetensors weights", "model.path")
+    if (path / "config.json").is_file():
+        yield from _layout_fits(json.loads((path / "config.json").read_text()), recipe)
+
+
+def _layout_fits(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Problem]:
+    """Does the model split as the recipe asks?"""
+    parallel = recipe.trainer.parallel
+    for size, key, count_key, what in (
+        (parallel.tp, "trainer.parallel.tp", "num_key_value_heads", "key-value heads"),
+        (parallel.pp, "trainer.parallel.pp", "num_hidden_layers", "layers"),
+        (recipe.inference.tp, "inference.tp", "num_attention_heads", "attention heads"),
+    ):
+        count = int(config.get(count_key, 0) or 0)
+        if count and count % size:
+            yield Problem(
+                f"{count} {what} cannot be split over {size} ranks",
+                key,
+                f"use a divisor of {count}",
+            )
+
+
+def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
+    if config.path is not None and not config.path.is_file():
+        yield Problem(
+            f"there is no data set at {config.path.resolve()}",
+            f"{key}.path",
+            "give the path of a JSON-lines file, relative to where you start the run",
+        )
+
+
+def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
+    """Import and build the agent in its own environment, as the driver will."""
+    request = {
+        "workflow": recipe.rollout.workflow,
+        "kwargs": recipe.rollout.workflow_kwargs,
+        "sys_path": sys_path,
+    }
+    answer = subprocess.run(
+        [python, "-c", _LOAD_AGENT],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if answer.returncode == 0:
+        return
+    try:
+        message, hint = json.loads(answer.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
+        message, hint = f"the agent {recipe.rollout.workflow} cannot be built: {last}", ""
+    yield Problem(message, "rollout.workflow", hint)

@@ -1,0 +1,297 @@
+"""Carry out a plan in the foreground: prepare the run directory, submit jobs, watch, stop."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Protocol
+
+import yaml
+
+from areal_hpc import dataset, doctor
+from areal_hpc.cluster.jobspec import JobSpec, Launch
+from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.cluster.submit import JobHandle, interpreter_of, stop_jobs, submit_local
+from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.errors import ArealError, ClusterError, RecipeError
+from areal_hpc.layout import ROLES, RunLayout
+from areal_hpc.plan import Facts, Stage, plan
+from areal_hpc.recipe import Recipe
+from areal_hpc.telemetry import EventLog
+from areal_hpc.tiny_model import make_tiny_model
+
+STOP_MARGIN_S = 3.0
+"""Time on top of a job's own grace before the launcher kills it."""
+TOKENIZER_ROWS = 2000
+"""Demonstrations the tiny model's tokenizer is trained on."""
+
+
+class Reporter(Protocol):
+    """Shows a person what is going on."""
+
+    def say(self, message: str) -> None:
+        """One line that stays."""
+
+    def watch(self, stage: str) -> None:
+        """Refresh what changes. Called several times a second."""
+
+
+class JobFailedError(ArealError):
+    """A job of the run failed. Carries the exit code of the process that decided it."""
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
+        super().__init__(message, key=key, hint=hint)
+        self.code = code
+
+
+class Interrupted(Exception):
+    """The user asked for a stop; everything has stopped."""
+
+
+def run(
+    recipe: Recipe,
+    *,
+    command_line: Sequence[str],
+    reporter: Reporter,
+    stop: threading.Event,
+) -> None:
+    """Run a recipe from where it stands to its end.
+
+    Args:
+        recipe: What to run.
+        command_line: For the provenance record.
+        reporter: Where progress goes.
+        stop: Set it to stop all jobs.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        ClusterError: Another launcher works in this run directory.
+        JobFailedError: A job failed for good.
+        Interrupted: `stop` was set.
+    """
+    pythons = {role: _python_of(recipe, role) for role in ROLES}
+    sys_path = (str(Path.cwd()),)
+    problems = doctor.inspect_inputs(recipe, pythons, sys_path)
+    if problems:
+        raise RecipeError.of(problems)
+    layout = RunLayout(recipe.run_dir.resolve())
+    with _held(layout.lock):
+        facts = _prepare(recipe, layout, reporter, pythons["serve"], sys_path)
+        attempt = _open_attempt(layout)
+        _record_provenance(recipe, layout, attempt, command_line)
+        for stage in plan(recipe, layout, facts).stages:
+            if not stage.done_marker.exists():
+                _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
+
+
+def archive(layout: RunLayout) -> Path | None:
+    """Move an existing run directory aside; its new place, or None when there was none.
+
+    Raises:
+        ClusterError: A launcher is working in it.
+    """
+    if not layout.root.exists():
+        return None
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
+    with _held(layout.lock):
+        layout.root.rename(kept)
+    return kept
+
+
+def _python_of(recipe: Recipe, role: str) -> str:
+    return interpreter_of(role, getattr(recipe.cluster, role).python)
+
+
+@contextmanager
+def _held(lock: Path) -> Iterator[None]:
+    """Hold the launcher's lock. The kernel drops it however the launcher ends."""
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ClusterError(
+            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _prepare(
+    recipe: Recipe,
+    layout: RunLayout,
+    reporter: Reporter,
+    serve_python: str,
+    sys_path: tuple[str, ...],
+) -> Facts:
+    """Put task sets, the starting model and the secret in place; what exists is kept."""
+    for folder in sys_path:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    sources = {"train": recipe.train_dataset, "valid": recipe.valid_dataset}
+    if recipe.warmup is not None:
+        sources["warmup"] = recipe.warmup.dataset
+    counts = {"valid": 0}
+    for split, source in sources.items():
+        if source is None:
+            continue
+        key = "warmup.dataset" if split == "warmup" else f"{split}_dataset"
+        path = layout.dataset(split)
+        if not path.exists():
+            reporter.say(f"data     writing the {split} set")
+            dataset.materialise(source, key, path)
+        counts[split] = dataset.count_rows(path)
+    if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
+        reporter.say("model    making a tiny Qwen3 and its tokenizer")
+        make_tiny_model(
+            layout.tiny_model_dir,
+            _texts(layout.dataset("warmup")),
+            seed=recipe.seed,
+            **recipe.model.tiny.model_dump(),
+        )
+    ensure_admin_key(layout.admin_key)
+    return Facts(counts["train"], counts["valid"], serve_python, sys_path)
+
+
+def _texts(demonstrations: Path) -> Iterator[str]:
+    """What the tokenizer of a tiny model is trained on."""
+    with demonstrations.open() as stream:
+        for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
+            for message in json.loads(line)["messages"]:
+                yield message["content"]
+
+
+def _open_attempt(layout: RunLayout) -> int:
+    """Make the next log folder and point `latest` to it."""
+    attempt = max(layout.attempts(), default=0) + 1
+    layout.log_dir(attempt).mkdir(parents=True)
+    latest = layout.logs_dir / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(layout.log_dir(attempt).name)
+    return attempt
+
+
+def _record_provenance(
+    recipe: Recipe, layout: RunLayout, attempt: int, command_line: Sequence[str]
+) -> None:
+    """Write the resolved recipe, and add this launch to the provenance file."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    if layout.recipe.exists() and layout.recipe.read_text() != text:
+        layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
+    layout.recipe.write_text(text)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    launches = []
+    if layout.provenance.exists():
+        launches = json.loads(layout.provenance.read_text())["launches"]
+    launches.append(
+        {
+            "attempt": attempt,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": list(command_line),
+            "areal_hpc": importlib.metadata.version("areal-hpc"),
+            "git_commit": commit or None,
+            "python": platform.python_version(),
+            "host": platform.node(),
+        }
+    )
+    layout.provenance.write_text(json.dumps({"launches": launches}, indent=2) + "\n")
+
+
+class _Foreground:
+    """Submits the jobs of a stage and stays until they are done."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: RunLayout,
+        attempt: int,
+        pythons: dict[str, str],
+        reporter: Reporter,
+        stop: threading.Event,
+    ) -> None:
+        self._recipe = recipe
+        self._layout = layout
+        self._attempt = attempt
+        self._pythons = pythons
+        self._reporter = reporter
+        self._stop = stop
+        self._events = EventLog(layout.events, "launcher")
+
+    def run(self, stage: Stage) -> None:
+        handles: list[JobHandle] = []
+        try:
+            for spec in stage.jobs:
+                handles.append(submit_local(self._launch_of(spec)))
+                self._events.record("job_submitted", job=spec.name, job_id=handles[-1].job_id)
+            self._watch(stage, handles)
+        finally:
+            stop_jobs(handles, self._recipe.cluster.stop_grace_s + STOP_MARGIN_S)
+
+    def _launch_of(self, spec: JobSpec) -> Launch:
+        cluster = self._recipe.cluster
+        return Launch(
+            job=spec,
+            job_dir=str(self._layout.jobs_dir / spec.name),
+            log_dir=str(self._layout.log_dir(self._attempt)),
+            events=str(self._layout.events),
+            pythons=self._pythons,
+            variables={role: dict(getattr(cluster, role).variables) for role in ROLES},
+            launcher_lock=str(self._layout.lock),
+            stop_grace_s=cluster.stop_grace_s,
+        )
+
+    def _watch(self, stage: Stage, handles: Sequence[JobHandle]) -> None:
+        leader = handles[0]
+        while not leader.done():
+            if self._stop.is_set():
+                raise Interrupted
+            self._reporter.watch(stage.name)
+            for handle in handles:
+                self._raise_if_failed(handle)
+            time.sleep(0.2)
+        self._reporter.watch(stage.name)
+        self._raise_if_failed(leader)
+        if not stage.done_marker.exists():
+            raise JobFailedError(
+                f"the job {leader.name} ended without completing its stage",
+                key=str(self._layout.log_dir(self._attempt) / leader.name),
+                hint="read the logs in that folder",
+            )
+
+    def _raise_if_failed(self, handle: JobHandle) -> None:
+        for outcome in handle.outcomes():
+            if outcome.exit_code not in (0, STOPPED_EXIT_CODE):
+                raise JobFailedError(
+                    f"{outcome.process} of the job {handle.name} failed "
+                    f"(exit code {outcome.exit_code}):\n{outcome.reason}",
+                    key=outcome.log,
+                    hint="read that log; the same command continues the run",
+                    code=outcome.exit_code,
+                )
+        if handle.done() and not handle.outcomes():
+            raise JobFailedError(
+                f"the job {handle.name} ended before it could say why",
+                key=str(self._layout.jobs_dir / handle.name / "submitit"),
+                hint="read the files in that folder",
+            )

@@ -1,0 +1,192 @@
+"""Recipe -> jobs. Pure: the same recipe and facts always give the same plan.
+
+Entry points are strings, so that a plan can be made where neither torch nor SGLang is installed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import Recipe
+
+CRASHES_FORGIVEN = 20
+"""Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the launcher found out and a plan depends on."""
+
+    train_tasks: int
+    valid_tasks: int
+    serve_python: str
+    sys_path: tuple[str, ...]
+    """Folders from which the agent is imported."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Jobs that run together. The stage ends when its leader does."""
+
+    name: str
+    leader: JobSpec
+    others: tuple[JobSpec, ...]
+    done_marker: Path
+    """Exists when the stage is complete; such a stage is skipped."""
+
+    @property
+    def jobs(self) -> tuple[JobSpec, ...]:
+        """Leader first."""
+        return (self.leader, *self.others)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Every job of a run, stage after stage."""
+
+    stages: tuple[Stage, ...]
+
+
+def plan(recipe: Recipe, layout: RunLayout, facts: Facts) -> Plan:
+    """Decide every job of a run."""
+    reinforcement = Stage(
+        name="train",
+        leader=_trainer_job(recipe, layout, facts),
+        others=tuple(
+            _cell_job(recipe, layout, facts, index) for index in range(recipe.inference.cells)
+        ),
+        done_marker=layout.finished,
+    )
+    if recipe.warmup is None:
+        return Plan((reinforcement,))
+    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.export("warmup"))
+    return Plan((warmup, reinforcement))
+
+
+def starting_model(recipe: Recipe, layout: RunLayout) -> Path:
+    """The model before any training."""
+    return recipe.model.path.resolve() if recipe.model.path else layout.tiny_model_dir
+
+
+def policy_model(recipe: Recipe, layout: RunLayout) -> Path:
+    """The model that reinforcement learning starts from."""
+    return layout.export("warmup") if recipe.warmup else starting_model(recipe, layout)
+
+
+def cell_name(index: int) -> str:
+    """`cell-0`, `cell-1`, ..."""
+    return f"cell-{index}"
+
+
+def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
+    assert recipe.warmup is not None
+    config = {
+        "run_dir": str(layout.root),
+        "model_path": str(starting_model(recipe, layout)),
+        "dataset_path": str(layout.dataset("warmup")),
+        "seed": recipe.seed,
+        "warmup": recipe.warmup.model_dump(mode="json", exclude={"dataset"}),
+        "parallel": recipe.trainer.parallel.model_dump(mode="json"),
+        "device": recipe.trainer.device,
+        "dtype": recipe.trainer.dtype,
+    }
+    process = ProcessSpec("warmup", "train", "areal_hpc.trainer.sft_job:run", config, ends_job=True)
+    return JobSpec("warmup", "train", [process], tasks=recipe.trainer.parallel.world_size)
+
+
+def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
+    evaluated = min(recipe.evaluation.tasks, facts.valid_tasks)
+    trainer = {
+        "run_dir": str(layout.root),
+        "model_path": str(policy_model(recipe, layout)),
+        "seed": recipe.seed,
+        "trainer": recipe.trainer.model_dump(mode="json"),
+        "weights": recipe.weights.model_dump(mode="json"),
+        "cells": recipe.inference.cells,
+        "n_samples": recipe.rollout.n_samples,
+        "evaluation_every_steps": recipe.evaluation.every_steps,
+        "evaluation_tasks": evaluated,
+        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+    }
+    ledger = {
+        "run_dir": str(layout.root),
+        "batch_size": recipe.trainer.batch_size,
+        "n_samples": recipe.rollout.n_samples,
+        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
+        "seed": recipe.seed,
+        "n_train_tasks": facts.train_tasks,
+        "n_valid_tasks": facts.valid_tasks,
+        "total_steps": recipe.trainer.total_steps,
+    }
+    return JobSpec(
+        "trainer",
+        "train",
+        [
+            _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, first_task_only=True),
+            ProcessSpec("trainer", "train", "areal_hpc.trainer.job:run", trainer, ends_job=True),
+        ],
+        tasks=recipe.trainer.parallel.world_size,
+    )
+
+
+def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> JobSpec:
+    cell = {"run_dir": str(layout.root), "cell": cell_name(index)}
+    model = str(policy_model(recipe, layout))
+    inference = {
+        **cell,
+        "inference": recipe.inference.model_dump(mode="json"),
+        "model_path": model,
+        "serve_python": facts.serve_python,
+        "seed": recipe.seed,
+    }
+    proxy = {
+        **cell,
+        "proxy": recipe.proxy.model_dump(mode="json"),
+        "shards": recipe.shards.model_dump(mode="json"),
+        "model_path": model,
+        "model_name": recipe.experiment_name,
+        "context_tokens": recipe.inference.context_tokens,
+    }
+    rollout = {
+        **cell,
+        "rollout": recipe.rollout.model_dump(mode="json"),
+        "evaluation_sampling": recipe.evaluation.sampling.model_dump(mode="json"),
+        "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
+        "sys_path": list(facts.sys_path),
+    }
+    driver = "areal_hpc.rollout.job:run"
+    return JobSpec(
+        cell_name(index),
+        "agents",
+        [
+            _service("inference", "agents", "areal_hpc.inference.job:run", inference),
+            _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy),
+            _service("driver", "agents", driver, rollout, ends_job=True),
+        ],
+    )
+
+
+def _service(
+    name: str,
+    role: str,
+    entry: str,
+    config: dict[str, Any],
+    *,
+    first_task_only: bool = False,
+    ends_job: bool = False,
+) -> ProcessSpec:
+    """A process that its supervisor restarts when it crashes."""
+    return ProcessSpec(
+        name,
+        role,
+        entry,
+        config,
+        first_task_only=first_task_only,
+        restarts=CRASHES_FORGIVEN,
+        ends_job=ends_job,
+    )

@@ -1,0 +1,257 @@
+"""One frozen tree of every stage's configuration, from YAML and dotted overrides.
+
+Imports neither torch nor SGLang: a recipe is read and planned on a login node.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
+
+from areal_hpc.cluster.config import ClusterConfig
+from areal_hpc.config import StageConfig
+from areal_hpc.dataset import DatasetConfig
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.proxy.config import ProxyConfig
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.shards.config import ShardConfig
+from areal_hpc.trainer.config import TrainerConfig, WarmupConfig
+from areal_hpc.weights.config import WeightsConfig
+
+
+class TinyModelConfig(StageConfig):
+    """A small, randomly initialised Qwen3 made for the run."""
+
+    layers: Annotated[int, Field(ge=1)] = 2
+    """Transformer layers."""
+    hidden: Annotated[int, Field(ge=8)] = 128
+    """Hidden size."""
+    heads: Annotated[int, Field(ge=1)] = 4
+    """Query heads."""
+    kv_heads: Annotated[int, Field(ge=1)] = 2
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=8)] = 32
+    """Size of one head."""
+    ffn: Annotated[int, Field(ge=8)] = 384
+    """Width of the feed-forward layer."""
+    vocab: Annotated[int, Field(ge=300)] = 384
+    """Most tokens the tokenizer may learn."""
+
+
+class ModelConfig(StageConfig):
+    """The starting model: exactly one of `path` and `tiny`."""
+
+    path: Path | None = None
+    """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    tiny: TinyModelConfig | None = None
+    """Make a tiny model whose tokenizer is trained on the demonstrations."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if (self.path is None) == (self.tiny is None):
+            raise ValueError("give exactly one of `path` and `tiny`")
+        return self
+
+
+class WarmupStage(WarmupConfig):
+    """Supervised fine-tuning on demonstrations, before reinforcement learning."""
+
+    dataset: DatasetConfig
+    """Rows `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+
+
+class EvaluationConfig(StageConfig):
+    """How the weights are judged on held-out tasks."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps between evaluations; 0 evaluates only the first and the last weights."""
+    tasks: Annotated[int, Field(ge=1)] = 256
+    """Held-out tasks of one evaluation."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Generation parameters; greedy unless changed."""
+
+
+class Recipe(StageConfig):
+    """Everything a run is made of."""
+
+    experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    """Groups trials; part of the run directory."""
+    trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    """One run; part of the run directory."""
+    seed: int = 1
+    """Of task order, episodes, initialisation and shuffling."""
+    cluster: ClusterConfig
+    """Where jobs run."""
+    model: ModelConfig
+    """What is trained."""
+    train_dataset: DatasetConfig
+    """Tasks to learn from."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out tasks; no evaluation when absent."""
+    warmup: WarmupStage | None = None
+    """Supervised fine-tuning first."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How often and how the weights are judged."""
+    inference: InferenceConfig = InferenceConfig()
+    """SGLang."""
+    proxy: ProxyConfig = ProxyConfig()
+    """The agent proxy."""
+    rollout: RolloutConfig
+    """The user's agent."""
+    shards: ShardConfig = ShardConfig()
+    """Recorded trajectories."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Megatron-core."""
+    weights: WeightsConfig = WeightsConfig()
+    """The broadcast of new weights."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.cluster.fileroot / self.experiment_name / self.trial_name
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply `key.subkey=value` overrides.
+
+    Raises:
+        RecipeError: Every problem of the recipe at once: unknown keys with the nearest known
+            one, wrong types with expected and got, values that do not fit together.
+    """
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
+    try:
+        tree = OmegaConf.load(path)
+        if not OmegaConf.is_dict(tree):
+            raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(_checked(overrides)))
+        values = OmegaConf.to_container(merged, resolve=True)
+    except RecipeError:
+        raise
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
+    except Exception as error:  # boundary: PyYAML's errors have no common public base
+        raise RecipeError(f"{path} is not YAML: {error}", key=str(path)) from error
+    try:
+        recipe = Recipe.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError.of(_explain(item) for item in error.errors()) from None
+    problems = [problem for check in CROSS_CHECKS for problem in check(recipe)]
+    if problems:
+        raise RecipeError.of(problems)
+    return recipe
+
+
+def _checked(overrides: Sequence[str]) -> list[str]:
+    wrong = [item for item in overrides if "=" not in item]
+    if wrong:
+        raise RecipeError.of(
+            Problem(f"expected key=value, got {item!r}", hint="write trainer.total_steps=10")
+            for item in wrong
+        )
+    return list(overrides)
+
+
+def _explain(item: ErrorDetails) -> Problem:
+    """A pydantic finding in the words of the person who wrote the recipe."""
+    key = ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(item["loc"][:-1])
+        name = str(item["loc"][-1])
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        return Problem(f"unknown key {name!r}", key, hint)
+    if item["type"] == "missing":
+        return Problem("this key is required", key, f"add {key}=... to the recipe")
+    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for the key")
+
+
+def _known_keys(location: tuple[int | str, ...]) -> list[str]:
+    """The fields of the configuration class at a place of the tree."""
+    model: Any = Recipe
+    for part in location:
+        field = model.model_fields.get(part)
+        if field is None:
+            return []
+        choices = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        classes = [c for c in choices if isinstance(c, type) and issubclass(c, StageConfig)]
+        if not classes:
+            return []
+        model = classes[0]
+    return sorted(model.model_fields)
+
+
+def _warmup_feeds_the_tiny_model(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.model.tiny is not None and recipe.warmup is None:
+        yield Problem(
+            "a tiny model learns its tokenizer from the demonstrations, and there are none",
+            "model.tiny",
+            "add a warmup section, or name a model directory in model.path",
+        )
+
+
+def _minibatches_divide_the_batch(recipe: Recipe) -> Iterator[Problem]:
+    trainer = recipe.trainer
+    if trainer.batch_size % trainer.minibatches:
+        yield Problem(
+            f"batch_size={trainer.batch_size} tickets do not divide into "
+            f"minibatches={trainer.minibatches} equal parts",
+            "trainer.minibatches",
+            f"use a divisor of {trainer.batch_size}",
+        )
+    if trainer.batch_size % trainer.parallel.dp:
+        yield Problem(
+            f"batch_size={trainer.batch_size} tickets do not divide over "
+            f"dp={trainer.parallel.dp} data-parallel ranks",
+            "trainer.batch_size",
+            f"use a multiple of {trainer.parallel.dp}",
+        )
+
+
+def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout.n_samples < 2:
+        yield Problem(
+            f"n_samples={recipe.rollout.n_samples}: group-relative advantages compare episodes "
+            "of one task, so one episode teaches nothing",
+            "rollout.n_samples",
+            "use 2 or more",
+        )
+
+
+def _episodes_fit_the_cells(recipe: Recipe) -> Iterator[Problem]:
+    least = max(recipe.inference.cells, recipe.rollout.n_samples)
+    if recipe.rollout.max_concurrent_rollouts < least:
+        yield Problem(
+            f"max_concurrent_rollouts={recipe.rollout.max_concurrent_rollouts} is less than "
+            f"the {least} that {recipe.inference.cells} cells and groups of "
+            f"{recipe.rollout.n_samples} need",
+            "rollout.max_concurrent_rollouts",
+            f"use {least} or more",
+        )
+
+
+def _sampling_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout.sampling.temperature <= 0:
+        yield Problem(
+            "temperature=0 makes every episode of a group the same, so nothing can be learnt",
+            "rollout.sampling.temperature",
+            "use 1.0",
+        )
+
+
+CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
+    _warmup_feeds_the_tiny_model,
+    _minibatches_divide_the_batch,
+    _a_group_has_at_least_two,
+    _episodes_fit_the_cells,
+    _sampling_can_be_trained_on,
+)
+"""What no single key can tell: each looks at the whole recipe and reports problems."""

@@ -1,0 +1,139 @@
+"""Live progress of a run: a panel on a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.snapshot import Snapshot, read_snapshot
+
+REFRESH_S = 1.0
+"""Shortest time between two looks at the run."""
+
+
+class PlainReporter:
+    """One line per finished step, for logs and pipes."""
+
+    def __init__(self, layout: RunLayout, total_steps: int, warmup_steps: int) -> None:
+        self._layout = layout
+        self._total_steps = total_steps
+        self._warmup_steps = warmup_steps
+        self._console = Console(highlight=False, soft_wrap=True)
+        before = read_snapshot(layout)
+        self._last_step = before.steps[-1]["step"] if before.steps else -1
+        self._last_warmup = before.warmup[-1]["step"] if before.warmup else 0
+        self._looked_at = 0.0
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        self._console.print(message)
+
+    def watch(self, stage: str) -> None:
+        """Print a line for every step that finished since the last look."""
+        if time.monotonic() - self._looked_at < REFRESH_S:
+            return
+        self._looked_at = time.monotonic()
+        self.report_new_steps()
+
+    def report_new_steps(self) -> None:
+        """Print what is new, without waiting."""
+        snapshot = read_snapshot(self._layout)
+        for row in snapshot.warmup:
+            if row["step"] > self._last_warmup and row["step"] % 100 == 0:
+                self._last_warmup = row["step"]
+                self.say(warmup_line(row, self._warmup_steps))
+        for row in snapshot.steps:
+            if row["step"] > self._last_step:
+                self._last_step = row["step"]
+                self.say(step_line(row, self._total_steps))
+
+    def close(self) -> None:
+        """Print what the last look missed."""
+        self.report_new_steps()
+
+
+class LiveReporter:
+    """A panel that refreshes in place; finished steps scroll by above it."""
+
+    def __init__(self, layout: RunLayout, total_steps: int, warmup_steps: int) -> None:
+        self._layout = layout
+        self._total_steps = total_steps
+        self._warmup_steps = warmup_steps
+        self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
+        self._plain = PlainReporter(layout, total_steps, warmup_steps)
+        self._plain._console = self._live.console
+        self._live.start()
+        self._looked_at = 0.0
+        self._began_at = time.monotonic()
+
+    def say(self, message: str) -> None:
+        """Print a line above the panel."""
+        self._live.console.print(message)
+
+    def watch(self, stage: str) -> None:
+        """Refresh the panel, about once a second."""
+        if time.monotonic() - self._looked_at < REFRESH_S:
+            return
+        self._looked_at = time.monotonic()
+        self._plain.report_new_steps()
+        snapshot = read_snapshot(self._layout, ask_ledger=stage == "train")
+        self._live.update(self._panel(stage, snapshot))
+
+    def close(self) -> None:
+        """Remove the panel and print what the last look missed."""
+        self._plain.report_new_steps()
+        self._live.stop()
+
+    def _panel(self, stage: str, snapshot: Snapshot) -> Group:
+        rows = snapshot.warmup if stage == "warmup" else snapshot.steps
+        total = self._warmup_steps if stage == "warmup" else self._total_steps
+        done = rows[-1]["step"] if rows else 0
+        head = Table.grid(padding=(0, 2))
+        elapsed_s = time.monotonic() - self._began_at
+        head.add_row(
+            Text(stage, style="bold"),
+            ProgressBar(total=total, completed=done, width=40),
+            f"step {done}/{total}",
+            f"{elapsed_s:.0f} s",
+        )
+        return Group(head, Text(queue_line(snapshot), style="dim"))
+
+
+def warmup_line(row: dict[str, Any], total: int) -> str:
+    """One step of the supervised warm-up, for people."""
+    return f"warm-up  {row['step']:>5}/{total}  loss {row['loss']:.4f}"
+
+
+def step_line(row: dict[str, Any], total: int) -> str:
+    """One trained step, for people."""
+    evaluated = f"  held-out {row['eval/reward']:.3f}" if "eval/reward" in row else ""
+    if "reward/mean" not in row:
+        return f"step  {row['step']:>5}/{total}{evaluated}"
+    return (
+        f"step  {row['step']:>5}/{total}"
+        f"  reward {row['reward/mean']:.3f}{evaluated}"
+        f"  {row['tokens_per_s']:.0f} tok/s"
+        f"  staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})"
+        f"  engine-trainer {row['logprob/engine_trainer_max_abs_diff']:.1e}"
+    )
+
+
+def queue_line(snapshot: Snapshot) -> str:
+    """What the ledger's tickets are doing."""
+    ledger = snapshot.ledger
+    if ledger is None:
+        return "starting"
+    line = (
+        f"queue: {ledger.leased} running, {ledger.finished} finished, "
+        f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"
+    )
+    if ledger.eval_total > ledger.eval_done:
+        line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
+    return line

@@ -1,0 +1,52 @@
+"""What a run looks like right now, read from its directory and its ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.errors import ClusterError
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.ledger import Empty, LedgerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a progress display needs."""
+
+    steps: tuple[dict[str, Any], ...]
+    """Rows of `metrics.jsonl`, oldest first."""
+    warmup: tuple[dict[str, Any], ...]
+    """Rows of `warmup_metrics.jsonl`, oldest first."""
+    ledger: LedgerStatus | None
+    """None while the ledger does not answer."""
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """(step, held-out reward) of every evaluated step."""
+        return [(row["step"], row["eval/reward"]) for row in self.steps if "eval/reward" in row]
+
+
+def read_snapshot(layout: RunLayout, *, ask_ledger: bool = False) -> Snapshot:
+    """Look at a run without touching it."""
+    return Snapshot(
+        tuple(read_json_lines(layout.metrics)),
+        tuple(read_json_lines(layout.warmup_metrics)),
+        _ledger_status(layout) if ask_ledger else None,
+    )
+
+
+def _ledger_status(layout: RunLayout) -> LedgerStatus | None:
+    endpoint = rendezvous.find(layout.rendezvous_dir, "ledger")
+    if endpoint is None:
+        return None
+    client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)
+    try:
+        return client.call("/status", Empty(), LedgerStatus)
+    except ClusterError:
+        return None  # starting, restarting or gone: the display shows what the files say
+    finally:
+        client.close()

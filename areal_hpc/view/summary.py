@@ -1,0 +1,45 @@
+"""What a finished run amounts to, on one screen."""
+
+from __future__ import annotations
+
+from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.view.snapshot import Snapshot
+
+
+def summarise(layout: RunLayout, snapshot: Snapshot) -> str:
+    """Start and end reward, speed, exactness, and where everything lies."""
+    trained = [row for row in snapshot.steps if "reward/mean" in row]
+    if not trained:
+        return f"nothing trained yet in {layout.root}"
+    last = trained[-1]
+    evaluations = snapshot.evaluations
+    seconds = sum(row["time/step_s"] for row in trained)
+    tokens = sum(row["tokens/trained"] for row in trained)
+    worst = max(row["logprob/engine_trainer_max_abs_diff"] for row in trained)
+    metered = sum(row["logprob/metered_tokens"] for row in trained)
+    spanning = sum(row["versions/multi"] for row in trained)
+    lines = [
+        f"{layout.root.parent.name}/{layout.root.name}: {last['step']} steps",
+        f"  training reward   {trained[0]['reward/mean']:.3f} -> {last['reward/mean']:.3f}",
+    ]
+    if evaluations:
+        lines.append(
+            f"  held-out reward   {evaluations[0][1]:.3f} -> {evaluations[-1][1]:.3f}"
+            f"  (step {evaluations[0][0]} -> {evaluations[-1][0]})"
+        )
+    lines += [
+        f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s, "
+        f"{seconds / len(trained):.1f} s per step",
+        f"  engine vs trainer {worst:.1e} largest log-probability difference over {metered} tokens",
+        f"  staleness         {last['staleness/mean']:.2f} mean, "
+        f"{max(row['staleness/max'] for row in trained)} max; "
+        f"{spanning} replies span two weight versions",
+        f"  run directory     {layout.root}",
+        f"  learning curve    {layout.curve}",
+        f"  trained model     {layout.export(step_name(last['step']))}",
+        "try next:",
+        f"  areal-hpc shards show {layout.root} 0      one recorded reply, token by token",
+        f"  areal-hpc shards verify {layout.root}      every digest checked",
+        f"  tensorboard --logdir {layout.tensorboard_dir}",
+    ]
+    return "\n".join(lines)

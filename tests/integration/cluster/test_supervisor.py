@@ -1,0 +1,193 @@
+"""Real processes under a real submitit job: restarts, stops, and nothing left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec
+from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
+
+ACTORS = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from areal_hpc.errors import RecipeError
+
+def finish(config):
+    Path(config["file"]).write_text("done")
+
+def wait(config):
+    Path(config["file"]).write_text(str(os.getpid()))
+    time.sleep(600)
+
+def crash_until(config):
+    path = Path(config["file"])
+    starts = int(path.read_text()) + 1 if path.exists() else 1
+    path.write_text(str(starts))
+    if starts <= config["crashes"]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+def refuse(config):
+    path = Path(config["file"])
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    raise RecipeError("the shoe does not fit", key="shoe.size", hint="use a larger one")
+
+def stubborn(config):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(config["file"]).write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "actors.py").write_text(ACTORS)
+    return tmp_path
+
+
+@pytest.fixture
+def submit(folder: Path) -> Iterator[Callable[..., JobHandle]]:
+    handles: list[JobHandle] = []
+
+    def submit_processes(
+        *processes: ProcessSpec, tasks: int = 1, lock: Path | None = None, grace_s: float = 3.0
+    ) -> JobHandle:
+        launch = Launch(
+            job=JobSpec("job", "agents", list(processes), tasks=tasks),
+            job_dir=str(folder / "job"),
+            log_dir=str(folder / "logs"),
+            events=str(folder / "events.jsonl"),
+            pythons={"agents": sys.executable},
+            variables={"agents": {"PYTHONPATH": str(folder)}},
+            launcher_lock=str(lock) if lock else None,
+            stop_grace_s=grace_s,
+        )
+        handles.append(submit_local(launch))
+        return handles[-1]
+
+    yield submit_processes
+    stop_jobs(handles, 5.0)
+
+
+def actor(folder: Path, name: str, function: str, **options: object) -> ProcessSpec:
+    config = {"file": str(folder / f"{name}.txt"), "crashes": options.pop("crashes", 0)}
+    return ProcessSpec(name, "agents", f"actors:{function}", config, **options)  # type: ignore[arg-type]
+
+
+def await_true(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at, "waited too long"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, or dead and not yet collected by init."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pids_in(path: Path) -> list[int]:
+    await_true(lambda: path.exists() and path.read_text() != "")
+    return [int(word) for word in path.read_text().split()]
+
+
+def test_the_job_ends_with_its_leading_process(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish", ends_job=True))
+    await_true(job.done)
+    (outcome,) = job.outcomes()
+    assert (outcome.exit_code, outcome.process) == (0, "f")
+    assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
+
+
+def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., JobHandle]) -> None:
+    spec = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
+    job = submit(spec)
+    await_true(job.done)
+    assert job.outcomes()[0].exit_code == 0
+    assert (folder / "c.txt").read_text() == "3"
+    assert (folder / "events.jsonl").read_text().count("process_died") == 2
+
+
+def test_too_many_crashes_fail_the_job(folder: Path, submit: Callable[..., JobHandle]) -> None:
+    job = submit(actor(folder, "c", "crash_until", crashes=9, restarts=1, ends_job=True))
+    await_true(job.done)
+    (outcome,) = job.outcomes()
+    assert outcome.exit_code == 128 + signal.SIGKILL
+    assert outcome.log.endswith("c.log")
+
+
+def test_a_mistake_of_the_user_is_not_retried(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    job = submit(actor(folder, "r", "refuse", restarts=5))
+    await_true(job.done)
+    (outcome,) = job.outcomes()
+    assert outcome.exit_code == 78
+    assert outcome.reason == "the shoe does not fit\n  at: shoe.size\n  try: use a larger one"
+    assert (folder / "r.txt").read_text() == "x"
+
+
+def test_every_task_runs_and_only_the_first_runs_first_task_processes(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    job = submit(
+        actor(folder, "only", "finish", first_task_only=True),
+        actor(folder, "all", "finish", ends_job=True),
+        tasks=2,
+    )
+    await_true(job.done)
+    assert len(job.outcomes()) == 2
+    assert sorted(path.name for path in (folder / "logs" / "job").iterdir()) == [
+        "all-0.log",
+        "all-1.log",
+        "only-0.log",
+    ]
+
+
+def test_a_stop_ends_even_processes_that_ignore_it_and_their_children(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    job = submit(actor(folder, "s", "stubborn"), grace_s=1.0)
+    pids = pids_in(folder / "s.txt")
+    began = time.monotonic()
+    stop_jobs([job], 10.0)
+    assert time.monotonic() - began < 5.0
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_killing_the_supervisor_leaves_no_process(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    submit(actor(folder, "w", "wait"))
+    (pid,) = pids_in(folder / "w.txt")
+    os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
+    await_true(lambda: not is_running(pid))
+
+
+def test_the_job_stops_when_the_launcher_vanishes(
+    folder: Path, submit: Callable[..., JobHandle]
+) -> None:
+    lock = folder / "lock"
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        job = submit(actor(folder, "w", "wait"), lock=lock)
+        (pid,) = pids_in(folder / "w.txt")
+        time.sleep(0.5)
+        assert is_running(pid)
+    await_true(job.done)
+    assert not is_running(pid)
+    assert job.outcomes()[0].reason == "the launcher is gone"

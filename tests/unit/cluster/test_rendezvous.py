@@ -1,0 +1,51 @@
+"""Roles find one another through private files; epochs are taken exclusively."""
+
+from __future__ import annotations
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
+from areal_hpc.cluster.topology import launched_position
+from areal_hpc.errors import ClusterError
+
+
+def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
+    rendezvous.publish(tmp_path, "ledger", "http://127.0.0.1:1")
+    found = rendezvous.await_endpoint(tmp_path, "ledger", timeout_s=0.1)
+    assert found.url == "http://127.0.0.1:1"
+    rendezvous.withdraw(tmp_path, "ledger")
+    assert rendezvous.find(tmp_path, "ledger") is None
+
+
+def test_a_role_that_never_appears_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="proxy-cell-0 did not appear"):
+        rendezvous.await_endpoint(tmp_path, "proxy-cell-0", timeout_s=0.05, poll_s=0.01)
+
+
+def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
+    key = rendezvous.ensure_admin_key(tmp_path / "admin.key")
+    assert stat.S_IMODE((tmp_path / "admin.key").stat().st_mode) == 0o600
+    assert len(key) >= 32
+    assert rendezvous.ensure_admin_key(tmp_path / "admin.key") == key
+
+
+def test_trainers_that_start_at_once_take_different_epochs(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        taken = list(pool.map(lambda _: take_next_epoch(tmp_path / "epochs"), range(8)))
+    assert sorted(taken) == list(range(1, 9))
+    assert newest_epoch(tmp_path / "epochs") == 8
+
+
+def test_position_is_read_from_slurm_or_from_the_local_executor() -> None:
+    slurm = launched_position(
+        {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
+    )
+    assert (slurm.rank, slurm.num_tasks, slurm.local_rank, slurm.node_rank) == (3, 4, 1, 1)
+    local = launched_position({"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"})
+    assert (local.rank, local.num_tasks) == (1, 2)
+    assert launched_position({}).is_first

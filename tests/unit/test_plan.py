@@ -1,0 +1,66 @@
+"""A plan is a pure function of the recipe and a few facts."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.plan import Facts, Plan, plan
+from areal_hpc.recipe import load
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=("/here",))
+
+
+def planned(*overrides: str) -> Plan:
+    recipe = load(QUICKSTART, overrides)
+    return plan(recipe, RunLayout(Path("/run")), FACTS)
+
+
+def test_the_warm_up_is_a_stage_of_its_own_before_training() -> None:
+    warmup, train = planned().stages
+    assert [job.name for job in warmup.jobs] == ["warmup"]
+    assert [job.name for job in train.jobs] == ["trainer", "cell-0"]
+    assert str(warmup.done_marker) == "/run/export/warmup"
+
+
+def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
+    train = planned("inference.cells=3", "rollout.max_concurrent_rollouts=60").stages[1]
+    assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]
+    driver = train.others[2].processes[-1]
+    assert driver.config["episode_slots"] == 20
+
+
+def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
+    leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2").stages[1].leader
+    assert leader.tasks == 4
+    assert [process.name for process in leader.processes if process.first_task_only] == ["ledger"]
+
+
+def test_evaluation_never_asks_for_more_tasks_than_there_are() -> None:
+    leader = planned("evaluation.tasks=50").stages[1].leader
+    assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks
+
+
+def test_the_same_recipe_gives_the_same_plan() -> None:
+    assert planned() == planned()
+
+
+@pytest.mark.parametrize(
+    "entry",
+    sorted({p.entry for stage in planned().stages for job in stage.jobs for p in job.processes}),
+)
+def test_every_entry_point_names_a_function_of_one_argument(entry: str) -> None:
+    module, function = entry.split(":")
+    spec = importlib.util.find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    tree = ast.parse(Path(spec.origin).read_text())
+    (found,) = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function
+    ]
+    assert len(found.args.args) == 1

@@ -1,0 +1,96 @@
+"""A recipe is read whole or refused with every problem it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe import load
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+QUICKSTART = RECIPES / "quickstart.yaml"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_parses(path: Path) -> None:
+    recipe = load(path)
+    assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
+
+
+def test_overrides_reach_any_depth_and_keep_their_types() -> None:
+    recipe = load(QUICKSTART, ["trainer.optimizer.lr=1e-3", "rollout.max_head_offpolicyness=2"])
+    assert recipe.trainer.optimizer.lr == 1e-3
+    assert recipe.rollout.max_head_offpolicyness == 2
+
+
+def test_unknown_key_names_the_nearest_known_one() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, ["trainer.totl_steps=3"])
+    assert "unknown key 'totl_steps'" in str(caught.value)
+    assert "at: trainer.totl_steps" in str(caught.value)
+    assert "did you mean total_steps?" in str(caught.value)
+    assert caught.value.exit_code == 78
+
+
+def test_unknown_key_inside_an_optional_section_is_explained() -> None:
+    with pytest.raises(RecipeError, match="did you mean batch_size"):
+        load(QUICKSTART, ["warmup.batch_sise=3"])
+
+
+def test_wrong_type_says_expected_and_got() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, ["trainer.total_steps=many"])
+    assert "valid integer" in str(caught.value)
+    assert "'many'" in str(caught.value)
+
+
+def test_all_problems_are_reported_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, ["trainer.total_steps=0", "rollout.nonsense=1", "inference.cells=none"])
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {"trainer.total_steps", "rollout.nonsense", "inference.cells"}
+
+
+def test_values_that_do_not_fit_together_are_all_reported() -> None:
+    overrides = ["trainer.minibatches=5", "trainer.parallel.dp=3", "rollout.n_samples=1"]
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, overrides)
+    message = str(caught.value)
+    assert "batch_size=32 tickets do not divide into minibatches=5" in message
+    assert "dp=3" in message
+    assert "n_samples=1" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a: [1", "is not YAML"),
+        ("- 1\n- 2\n", "holds a list"),
+        ("x: ${nowhere}\n", "cannot be read"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused(tmp_path: Path, content: str, expected: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=expected):
+        load(path)
+
+
+def test_missing_recipe_is_named() -> None:
+    with pytest.raises(RecipeError, match="there is no recipe at"):
+        load(Path("no/such.yaml"))
+
+
+def test_override_without_a_value_is_refused() -> None:
+    with pytest.raises(RecipeError, match="expected key=value, got 'trainer'"):
+        load(QUICKSTART, ["trainer"])
+
+
+def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
+    recipe = load(QUICKSTART)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert load(path) == recipe

@@ -1,0 +1,44 @@
+"""Weight versions: order, forms, and staleness over restarts of the trainer."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.weights.version import Fork, WeightVersion, staleness
+
+versions = st.builds(WeightVersion, st.integers(0, 2**20), st.integers(0, 2**31))
+
+
+@given(versions)
+def test_both_forms_round_trip(version: WeightVersion) -> None:
+    assert WeightVersion.parse(str(version)) == version
+    assert WeightVersion.unpack(version.packed) == version
+
+
+@given(versions, versions)
+def test_packed_versions_keep_their_order(one: WeightVersion, other: WeightVersion) -> None:
+    assert (one < other) == (one.packed < other.packed)
+
+
+@pytest.mark.parametrize("text", ["", "3", "3.", ".3", "a.b", "default", "1.-2"])
+def test_other_texts_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"epoch\.step"):
+        WeightVersion.parse(text)
+
+
+def test_staleness_counts_steps_within_an_epoch() -> None:
+    assert staleness(WeightVersion(1, 7), WeightVersion(1, 5), [Fork(1, 0)]) == 2
+
+
+def test_uncommitted_steps_of_an_abandoned_epoch_count_from_the_common_ancestor() -> None:
+    forks = [Fork(1, 0), Fork(2, 5)]
+    # Epoch 1 reached step 8 but only 5 was committed; epoch 2 is now at 6.
+    assert staleness(WeightVersion(2, 6), WeightVersion(1, 8), forks) == 1
+    assert staleness(WeightVersion(2, 6), WeightVersion(1, 4), forks) == 2
+
+
+def test_several_restarts_use_the_oldest_shared_step() -> None:
+    forks = [Fork(1, 0), Fork(2, 5), Fork(3, 3)]
+    assert staleness(WeightVersion(3, 6), WeightVersion(1, 8), forks) == 3
