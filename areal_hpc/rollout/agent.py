@@ -1,0 +1,172 @@
+"""The agent contract, and how the user's agent is found by its dotted path."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import pkgutil
+import traceback
+from collections.abc import Iterable, Mapping
+from types import ModuleType
+from typing import Any, Protocol
+
+from areal_hpc.errors import RecipeError
+
+EXTRA_KWARGS = ("base_url", "api_key", "http_client", "session_id", "seed")
+"""What every episode hands to the agent besides its task."""
+
+_SHAPE = (
+    "class MyAgent: async def run(self, data: dict, **extra_kwargs) -> float | dict[str, float]"
+)
+
+
+class Agent(Protocol):
+    """One object per driver, built with `rollout.workflow_kwargs`; its runs overlap in time."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """Work on one task and return how well it went.
+
+        Args:
+            data: One line of the task set. A fresh copy: it may be changed.
+            extra_kwargs: `base_url` and `api_key` of an OpenAI-compatible endpoint that
+                records this episode; `http_client`, shared by all episodes, fit for
+                `AsyncOpenAI(http_client=...)`; `session_id`; `seed`, different for every episode.
+
+        Returns:
+            The reward of the last interaction, or a reward per interaction (by the id of the
+            completion). Rewards must be finite.
+        """
+        ...
+
+
+def load_agent(dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
+    """The agent named `package.module.Class`, built with `kwargs`.
+
+    Raises:
+        RecipeError: The path does not lead to a class of the agent's shape, or the class refuses
+            `kwargs`. The message names the part of the path that failed.
+    """
+    module_path, dot, name = dotted_path.rpartition(".")
+    if not dot or not module_path:
+        raise _refused(
+            f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
+            "name the module and the class, such as `my_package.my_module.MyAgent`",
+        )
+    module = _import_along(module_path, dotted_path)
+    agent_class = getattr(module, name, None)
+    if agent_class is None:
+        raise _refused(
+            f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
+            f"{_nearest(name, _classes(module))}",
+            f"name one of its classes: {', '.join(_classes(module)) or 'it has none'}",
+        )
+    _check_shape(agent_class, dotted_path)
+    return _build(agent_class, dotted_path, kwargs)
+
+
+def _import_along(module_path: str, dotted_path: str) -> ModuleType:
+    """Import part after part, so that the error can name the first one that fails."""
+    parts = module_path.split(".")
+    module: ModuleType | None = None
+    for end in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:end])
+        try:
+            parent, module = module, importlib.import_module(prefix)
+        except ModuleNotFoundError as error:
+            if error.name != prefix:
+                raise _broken(prefix, dotted_path, error) from error
+            raise _refused(
+                f"{dotted_path!r}: there is no module {prefix!r}"
+                f"{_nearest(parts[end - 1], _submodules(module))}",
+                "start the run from the folder that holds the package, or install it in the "
+                "agents environment",
+            ) from error
+        except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
+            raise _broken(prefix, dotted_path, error) from error
+    assert module is not None
+    return module
+
+
+def _check_shape(agent_class: object, dotted_path: str) -> None:
+    if not inspect.isclass(agent_class):
+        raise _refused(
+            f"{dotted_path!r} is {_a(agent_class)}, expected a class", f"write it as: {_SHAPE}"
+        )
+    run = getattr(agent_class, "run", None)
+    if not inspect.iscoroutinefunction(run):
+        found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
+        raise _refused(f"{dotted_path!r} {found}", f"write it as: {_SHAPE}")
+    try:
+        inspect.signature(run).bind(None, {}, **dict.fromkeys(EXTRA_KWARGS))
+    except TypeError as error:
+        raise _refused(
+            f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
+            f"keywords {', '.join(EXTRA_KWARGS)} ({error})",
+            f"write it as: {_SHAPE}",
+        ) from error
+
+
+def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
+    try:
+        inspect.signature(agent_class).bind(**kwargs)
+    except TypeError as error:
+        raise _refused(
+            f"{dotted_path!r} cannot be built with {dict(kwargs)} ({error})",
+            f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
+            key="rollout.workflow_kwargs",
+        ) from error
+    try:
+        agent: Agent = agent_class(**kwargs)
+    except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
+        raise _refused(
+            f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_last_line(error)}",
+            "mend the constructor, or its arguments",
+            key="rollout.workflow_kwargs",
+        ) from error
+    return agent
+
+
+def _broken(module: str, dotted_path: str, error: BaseException) -> RecipeError:
+    return _refused(
+        f"{dotted_path!r}: importing {module!r} failed: {_last_line(error)}",
+        "mend that module; packages it needs belong in the agents environment",
+    )
+
+
+def _refused(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
+    return RecipeError(message, key=key, hint=hint)
+
+
+def _last_line(error: BaseException) -> str:
+    """`ValueError: why (file.py:12)`, with the deepest line that is not Python's import machinery."""
+    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "importlib" not in frame.filename and frame.filename != __file__
+    ]
+    return f"{said} ({frames[-1].filename}:{frames[-1].lineno})" if frames else said
+
+
+def _submodules(package: ModuleType | None) -> list[str]:
+    """Names importable from a package, or from the import path when None."""
+    path = None if package is None else getattr(package, "__path__", [])
+    return [entry.name for entry in pkgutil.iter_modules(path)]
+
+
+def _classes(module: ModuleType) -> list[str]:
+    return [
+        name
+        for name, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__
+    ]
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {found[0]!r}?" if found else ""
+
+
+def _a(value: object) -> str:
+    return f"a {type(value).__name__}"

@@ -1,0 +1,287 @@
+"""The driver of a cell: leases tickets, keeps its episode slots busy, reports what became of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_hpc.errors import AgentError, ArealError, RecipeError
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.tickets import TicketBoard
+from areal_hpc.telemetry import EventLog
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    DropRequest,
+    Empty,
+    EvaluatedRequest,
+    LeaseReply,
+    LeaseRequest,
+    TicketGrant,
+)
+from areal_hpc.wire.proxy import (
+    FinishTicketReply,
+    FinishTicketRequest,
+    SamplingDefaults,
+    SealReply,
+)
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 2.0
+"""How long the ledger may keep the request of a driver that has nothing to do."""
+BUSY_PAUSE_S = 0.25
+"""Between two requests of a busy driver, unless something happens here first."""
+LEAST_PAUSE_S = 0.05
+LEASE_TIMEOUT_S = 5.0
+SEAL_TIMEOUT_S = 300.0
+BLOCKED_S = 2.0
+"""An event loop that stood still for longer is reported: heartbeats depend on it."""
+
+Split = Literal["train", "valid"]
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Whom a driver talks to."""
+
+    ledger: Peer
+    proxy: Peer
+
+
+class Driver:
+    """Runs the episodes of one cell until the ledger says stop.
+
+    One lease request is under way at a time, so that the ledger can take `held` and `finished`
+    for the truth. A driver with work under way asks briefly and waits here, where it hears
+    at once of a ticket that ended; an idle one lets the ledger keep its request.
+    """
+
+    def __init__(
+        self,
+        cell: str,
+        rollout: RolloutConfig,
+        evaluation_sampling: SamplingConfig,
+        episode_slots: int,
+        *,
+        agent: Agent,
+        tasks: Mapping[Split, TaskSet],
+        peers: Peers,
+        http_client: Any,
+        events: EventLog,
+    ) -> None:
+        self._cell = cell
+        self._rollout = rollout
+        self._sampling: dict[Split, SamplingDefaults] = {
+            "train": SamplingDefaults(**rollout.sampling.model_dump()),
+            "valid": SamplingDefaults(**evaluation_sampling.model_dump()),
+        }
+        self._agent = agent
+        self._tasks = tasks
+        self._ledger = peers.ledger
+        self._proxy = peers.proxy
+        self._http_client = http_client
+        self._events = events
+        # A cell with fewer slots than a group has episodes could never start one.
+        self._board = TicketBoard(max(episode_slots, rollout.n_samples))
+        self._news = asyncio.Event()
+        self._seal: asyncio.Task[None] | None = None
+        self._under_way: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Lease, run and report until told to stop. Cancelling it cancels every episode.
+
+        Raises:
+            HttpRefused: The ledger refuses this driver.
+        """
+        async with asyncio.TaskGroup() as group:
+            while not (reply := await self._lease()).stop:
+                for grant in reply.grants:
+                    if self._board.accept(grant):
+                        self._start(group, self._run_ticket(grant))
+                if reply.seal_now and not self._sealing:
+                    self._seal = self._start(group, self._seal_now())
+                await self._pause()
+            for task in self._under_way:
+                task.cancel()
+
+    @property
+    def _sealing(self) -> bool:
+        return self._seal is not None and not self._seal.done()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._board.held) or self._sealing
+
+    def _start(
+        self, group: asyncio.TaskGroup, work: Coroutine[Any, Any, None]
+    ) -> asyncio.Task[None]:
+        task = group.create_task(work)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
+    async def _lease(self) -> LeaseReply:
+        self._news.clear()
+        request = LeaseRequest(
+            cell=self._cell,
+            capacity=self._board.capacity,
+            held=self._board.held,
+            finished=self._board.finished,
+            wait_s=0.0 if self._busy else IDLE_WAIT_S,
+        )
+        return await self._ledger.call(
+            "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
+        )
+
+    async def _pause(self) -> None:
+        """Wait for news from a ticket, or until the next heartbeat is due."""
+        pause_s = BUSY_PAUSE_S if self._busy else LEAST_PAUSE_S
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._news.wait()
+        except TimeoutError:
+            late_s = clock() - began - pause_s
+            if late_s > BLOCKED_S:
+                self._events.record("event_loop_blocked", seconds=round(late_s, 2))
+                log.warning(
+                    "an agent blocked the event loop for %.1f s; use `await asyncio.to_thread(...)`"
+                    " for work that does not await",
+                    late_s,
+                )
+
+    async def _seal_now(self) -> None:
+        """Let the proxy seal what is finished: the trainer waits for it."""
+        try:
+            await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
+        except HttpRefused as refusal:
+            log.error("the proxy could not seal: %s", refusal)
+        self._news.set()
+
+    async def _run_ticket(self, grant: TicketGrant) -> None:
+        """Run a ticket until it is finished, evaluated or dropped."""
+        try:
+            if grant.ref.eval_step >= 0:
+                await self._evaluate(grant)
+                self._board.release(grant.ref)
+            else:
+                await self._generate(grant)
+                self._board.finish(grant.ref)
+        except* (AgentError, RecipeError) as group:
+            await self._drop(grant, group)
+            self._board.release(grant.ref)
+        self._news.set()
+
+    async def _generate(self, grant: TicketGrant) -> None:
+        """Run a training ticket and have the proxy take it into its journal."""
+        while True:
+            incarnation = self._proxy.incarnation
+            outcomes = await self._run_group(grant, "train")
+            request = FinishTicketRequest(grant.ref, [one.session_id for one in outcomes])
+            try:
+                await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
+            except HttpRefused as refusal:
+                if self._proxy.incarnation == incarnation:
+                    raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
+                log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
+            else:
+                return
+
+    async def _evaluate(self, grant: TicketGrant) -> None:
+        """Run an evaluation ticket and report its rewards."""
+        outcomes = await self._run_group(grant, "valid")
+        request = EvaluatedRequest(self._cell, grant.ref, [one.reward for one in outcomes])
+        await self._report("/evaluated", request)
+
+    async def _run_group(self, grant: TicketGrant, split: Split) -> list[EpisodeOutcome]:
+        """Run the ticket's episodes side by side, each until it ends well.
+
+        Raises:
+            ExceptionGroup: Of AgentError: one failed too often, the others were cancelled; or of
+                RecipeError: there is no such task.
+        """
+        self._board.begin(grant)
+        async with asyncio.TaskGroup() as group:
+            episodes = [
+                group.create_task(self._run_until_ok(grant, split, episode))
+                for episode in range(grant.n_samples)
+            ]
+        return [episode.result() for episode in episodes]
+
+    async def _run_until_ok(self, grant: TicketGrant, split: Split, episode: int) -> EpisodeOutcome:
+        """Repeat one episode until it ends well.
+
+        Raises:
+            AgentError: It failed `max_episode_tries` times; says how it failed last.
+        """
+        failures = 0
+        while True:
+            outcome = await run_episode(
+                self._spec(grant, split, episode, failures),
+                self._agent,
+                self._proxy,
+                self._http_client,
+            )
+            if outcome.status == "ok":
+                self._board.end_episode(grant.ref)
+                if self._board.capacity >= self._rollout.n_samples:
+                    self._news.set()
+                return outcome
+            self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
+            failures += outcome.status != "interrupted"
+            if failures == self._rollout.max_episode_tries:
+                raise AgentError(
+                    f"episode {episode} of task {grant.task_index} failed {failures} times; "
+                    f"at last: {outcome.reason}"
+                )
+
+    def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
+        ref = grant.ref
+        return EpisodeSpec(
+            task_id=f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            data=self._tasks[split][grant.task_index],
+            ref=ref if split == "train" else None,
+            episode=episode,
+            sampling=self._sampling[split],
+            seed=episode_seed(grant.seed, episode, failures),
+            timeout_s=self._rollout.episode_timeout_s,
+        )
+
+    async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:
+        reason = str(_first(group))
+        self._record("ticket_dropped", grant, reason)
+        log.error("dropped %s: %s", grant.ref, reason)
+        await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
+
+    async def _report(self, route: str, request: DropRequest | EvaluatedRequest) -> None:
+        try:
+            await self._ledger.call(route, request, Acknowledged)
+        except HttpRefused as refusal:  # it was re-issued elsewhere meanwhile
+            log.warning("the ledger does not want %s: %s", request.ref, refusal)
+
+    def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
+        from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
+        self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)
+
+
+def episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
+    """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
+    digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
+    return int.from_bytes(digest.digest()) >> 1
+
+
+def _first(group: BaseException) -> BaseException:
+    """The first error of nested groups."""
+    while isinstance(group, BaseExceptionGroup):
+        group = group.exceptions[0]
+    return group

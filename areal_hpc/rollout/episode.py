@@ -1,0 +1,193 @@
+"""One episode: open a session, run the agent, record its rewards, close. The outcome is data."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import numbers
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_hpc.errors import AgentError
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import Empty, TicketRef
+from areal_hpc.wire.proxy import (
+    EndSessionReply,
+    SamplingDefaults,
+    SetRewardReply,
+    SetRewardRequest,
+    StartSessionReply,
+    StartSessionRequest,
+)
+
+CANCEL_GRACE_S = 1.0
+"""Time a cancelled agent gets to clean up; after that it is left behind."""
+TRACEBACK_CHARS = 1500
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """What to run: one task, for one place in a ticket's group."""
+
+    task_id: str
+    data: dict[str, Any]
+    ref: TicketRef | None
+    """None: the session is recorded nowhere (evaluation)."""
+    episode: int
+    sampling: SamplingDefaults
+    seed: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """How an episode ended."""
+
+    status: Literal["ok", "failed", "timed_out", "interrupted"]
+    """`interrupted`: the proxy restarted and lost the session; not the agent's fault."""
+    session_id: str
+    reward: float = 0.0
+    """Of the last interaction that has a reward, if `ok`."""
+    reason: str = ""
+    """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
+
+
+async def run_episode(
+    spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
+) -> EpisodeOutcome:
+    """Run one episode to its end. Whatever the agent does, this returns an outcome.
+
+    Waits while the proxy is away, so a restart of the proxy costs no try.
+
+    Raises:
+        HttpRefused: The proxy refused to open a session.
+    """
+    session = await proxy.call(
+        "/rl/start_session",
+        StartSessionRequest(spec.task_id, spec.ref, spec.episode, spec.sampling, spec.seed),
+        StartSessionReply,
+    )
+    incarnation = proxy.incarnation
+    try:
+        returned = await _run_agent(spec, session, agent, proxy.url, http_client)
+        reward = await _record(checked_rewards(returned), session, proxy)
+    except (AgentError, TimeoutError) as error:
+        await _close(session, proxy)
+        timed_out = isinstance(error, TimeoutError)
+        status: Literal["timed_out", "failed"] = "timed_out" if timed_out else "failed"
+        reason = f"took longer than {spec.timeout_s:g} s" if timed_out else str(error)
+    else:
+        return EpisodeOutcome("ok", session.session_id, reward=reward)
+    if proxy.incarnation != incarnation:
+        return EpisodeOutcome("interrupted", session.session_id, reason=reason)
+    return EpisodeOutcome(status, session.session_id, reason=reason)
+
+
+def checked_rewards(returned: object) -> dict[str | None, float]:
+    """What the agent returned, as rewards by interaction id (None: the last interaction).
+
+    Raises:
+        AgentError: It is neither a finite number nor a dict of finite numbers.
+    """
+    if not isinstance(returned, dict):
+        return {None: _finite(returned, "")}
+    if not returned:
+        raise AgentError("the agent returned an empty dict, expected a reward per interaction id")
+    for key in returned:
+        if not isinstance(key, str):
+            raise AgentError(f"the agent returned a dict with the key {key!r}, expected ids (str)")
+    return {key: _finite(value, f" for {key}") for key, value in returned.items()}
+
+
+def _finite(value: object, place: str) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise AgentError(
+            f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
+            "expected a finite float"
+        )
+    if not math.isfinite(value):
+        raise AgentError(f"the agent returned {float(value)}{place}, expected a finite float")
+    return float(value)
+
+
+async def _run_agent(
+    spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
+) -> object:
+    """What the agent returned.
+
+    Raises:
+        AgentError: It raised; the message ends with the end of its traceback.
+        TimeoutError: It took longer than `spec.timeout_s`.
+    """
+    # A task of its own: an agent that swallows its cancellation must not hold the episode.
+    task = asyncio.create_task(
+        _contain(
+            agent,
+            spec.data,
+            base_url=f"{proxy_url}/v1",
+            api_key=session.api_key,
+            http_client=http_client,
+            session_id=session.session_id,
+            seed=spec.seed,
+        )
+    )
+    try:
+        done, _ = await asyncio.wait({task}, timeout=spec.timeout_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if not done:
+        raise TimeoutError
+    if task.cancelled():
+        raise AgentError("the agent was cancelled from within")
+    returned = task.result()
+    if isinstance(returned, AgentError):
+        raise returned
+    return returned
+
+
+async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
+    """What the agent returned, or an AgentError in place of what it raised."""
+    try:
+        return await agent.run(data, **extra_kwargs)
+    except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        trace = "".join(traceback.format_exception(type(error), error, inner))
+        return AgentError(f"the agent raised {said}\n{trace[-TRACEBACK_CHARS:].strip()}")
+
+
+async def _record(
+    rewards: dict[str | None, float], session: StartSessionReply, proxy: Peer
+) -> float:
+    """Give the rewards to the proxy and end the session. The reward of the last interaction.
+
+    Raises:
+        AgentError: The proxy knows no such interaction, or the agent made no model call.
+    """
+    try:
+        for interaction_id, reward in rewards.items():
+            await proxy.call(
+                "/rl/set_reward",
+                SetRewardRequest(reward, interaction_id),
+                SetRewardReply,
+                key=session.api_key,
+            )
+        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+    except HttpRefused as refusal:
+        raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
+    if ended.reward is None:
+        return next(reversed(rewards.values()))
+    return ended.reward
+
+
+async def _close(session: StartSessionReply, proxy: Peer) -> None:
+    """End a session whose episode is lost, so that the proxy may forget it."""
+    try:
+        await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+    except HttpRefused:
+        return  # the proxy has forgotten it already, or it has ended

@@ -1,0 +1,98 @@
+"""The rollout driver's process: find ledger and proxy, build the agent, run episodes, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.config import StageConfig
+from areal_hpc.layout import RunLayout
+from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.driver import Driver, Peers, Split
+from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.telemetry import EventLog
+
+STOP_POLL_S = 0.1
+
+
+class RolloutJobConfig(StageConfig):
+    """All a driver needs to know."""
+
+    run_dir: Path
+    """The run directory."""
+    cell: str
+    """The cell it drives: `cell-0`, `cell-1`, ..."""
+    rollout: RolloutConfig
+    """The agent and its limits."""
+    evaluation_sampling: SamplingConfig
+    """Generation parameters of evaluation episodes."""
+    episode_slots: int
+    """Episodes this cell runs at once."""
+    sys_path: tuple[str, ...] = ()
+    """Folders from which the agent is imported."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Drive one cell until the run is over or a stop is requested.
+
+    Raises:
+        RecipeError: The agent cannot be built.
+        ClusterError: The ledger refuses this driver.
+    """
+    job = RolloutJobConfig.model_validate(config)
+    layout = RunLayout(job.run_dir)
+    sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
+    agent = load_agent(job.rollout.workflow, job.rollout.workflow_kwargs)
+    splits: tuple[Split, ...] = ("train", "valid")
+    tasks = {split: TaskSet.read(layout.dataset(split)) for split in splits}
+    uvloop.run(_drive(job, layout, agent, tasks))
+
+
+async def _drive(
+    job: RolloutJobConfig, layout: RunLayout, agent: Agent, tasks: dict[Split, TaskSet]
+) -> None:
+    # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
+    stop = StopRequest.install()
+    key = ensure_admin_key(layout.admin_key)
+    peers = Peers(
+        ledger=Peer(layout.rendezvous_dir, "ledger", key),
+        proxy=Peer(layout.rendezvous_dir, f"proxy-{job.cell}", key),
+    )
+    http_client = open_http_client(job.rollout.episode_timeout_s)
+    driver = Driver(
+        job.cell,
+        job.rollout,
+        job.evaluation_sampling,
+        job.episode_slots,
+        agent=agent,
+        tasks=tasks,
+        peers=peers,
+        http_client=http_client,
+        events=EventLog(layout.events, f"driver-{job.cell}"),
+    )
+    try:
+        await _run_unless_stopped(driver, stop)
+    finally:
+        await http_client.aclose()
+        await peers.ledger.close()
+        await peers.proxy.close()
+
+
+async def _run_unless_stopped(driver: Driver, stop: StopRequest) -> None:
+    driving = asyncio.create_task(driver.run())
+    while not driving.done() and not stop.requested:
+        await asyncio.wait({driving}, timeout=STOP_POLL_S)
+    if driving.done():
+        driving.result()
+        return
+    driving.cancel()
+    await asyncio.wait({driving})

@@ -1,0 +1,102 @@
+"""One role of the run, found by its name and followed from one incarnation to the next."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.errors import ClusterError
+from areal_hpc.wire.http import RETRIED_STATUSES, AsyncWireClient, HttpRefused
+
+log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+
+
+class Peer:
+    """Calls that outlast a restart of the peer, which comes back at another address."""
+
+    def __init__(self, directory: Path, name: str, key: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._key = key
+        self._endpoint: rendezvous.Endpoint | None = None
+        self._client: AsyncWireClient | None = None
+        self._retired: list[AsyncWireClient] = []
+
+    @property
+    def url(self) -> str:
+        """Where the peer last was; empty before the first call."""
+        return self._endpoint.url if self._endpoint else ""
+
+    @property
+    def incarnation(self) -> float:
+        """When the peer that was last called had started; 0 before the first call."""
+        return self._endpoint.started_at if self._endpoint else 0.0
+
+    async def call(
+        self,
+        route: str,
+        request: msgspec.Struct,
+        reply: type[Reply],
+        *,
+        key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """POST `request` until the peer answers, for as long as that takes.
+
+        Args:
+            route: Path of the call.
+            request: Body.
+            reply: Type of the answer.
+            key: A session's key, instead of the run's.
+            timeout_s: Limit of one try.
+
+        Raises:
+            HttpRefused: The peer answered with an error that repeating will not mend.
+        """
+        pause_s = FIRST_PAUSE_S
+        while True:
+            if self._client is None:
+                self._look_up()
+            if self._client is not None:
+                try:
+                    return await self._client.call(
+                        route, request, reply, key=key, timeout_s=timeout_s
+                    )
+                except HttpRefused as refusal:
+                    if refusal.status not in RETRIED_STATUSES:
+                        raise
+                    trouble: ClusterError = refusal
+                except ClusterError as error:
+                    trouble = error
+                if pause_s == LONGEST_PAUSE_S:
+                    log.warning("still trying to reach %s: %s", self._name, trouble)
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Turn to the newest incarnation, if it is another one."""
+        found = rendezvous.find(self._directory, self._name)
+        if found is None or found == self._endpoint:
+            return
+        if self._client is not None:
+            # Calls may still be under way on it; they end by themselves.
+            self._retired.append(self._client)
+        self._endpoint = found
+        self._client = AsyncWireClient(found.url, self._key)
+        log.info("%s is at %s", self._name, found.url)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        for client in (*self._retired, *([self._client] if self._client else [])):
+            await client.close()

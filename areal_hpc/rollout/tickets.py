@@ -1,0 +1,64 @@
+"""Which tickets a driver holds, and how many episodes it can still take. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+
+FINISHED_KEPT = 1024
+"""Finished tickets reported again and again, because the driver does not see them settle.
+
+The ledger ignores those it knows to be settled; after a restart of the ledger the others would
+look lost.
+"""
+
+
+class TicketBoard:
+    """The driver's side of the leases."""
+
+    def __init__(self, episode_slots: int) -> None:
+        self._slots = episode_slots
+        self._open_episodes: dict[TicketRef, int] = {}
+        self._finished: OrderedDict[TicketRef, None] = OrderedDict()
+
+    @property
+    def capacity(self) -> int:
+        """Episodes that could start now."""
+        return max(0, self._slots - sum(self._open_episodes.values()))
+
+    @property
+    def held(self) -> list[TicketRef]:
+        """Tickets under way, oldest first."""
+        return list(self._open_episodes)
+
+    @property
+    def finished(self) -> list[TicketRef]:
+        """Training tickets finished lately, oldest first."""
+        return list(self._finished)
+
+    def accept(self, grant: TicketGrant) -> bool:
+        """Hold a granted ticket. False if it is here already (the grant was repeated)."""
+        if grant.ref in self._open_episodes or grant.ref in self._finished:
+            return False
+        self._open_episodes[grant.ref] = grant.n_samples
+        return True
+
+    def begin(self, grant: TicketGrant) -> None:
+        """All episodes of a held ticket start, or start over."""
+        self._open_episodes[grant.ref] = grant.n_samples
+
+    def end_episode(self, ref: TicketRef) -> None:
+        """One episode of a held ticket ended well; its slot is free."""
+        self._open_episodes[ref] -= 1
+
+    def finish(self, ref: TicketRef) -> None:
+        """A held training ticket is in the proxy's journal."""
+        self.release(ref)
+        self._finished[ref] = None
+        while len(self._finished) > FINISHED_KEPT:
+            self._finished.popitem(last=False)
+
+    def release(self, ref: TicketRef) -> None:
+        """A held ticket was dropped or evaluated: it is the driver's no more."""
+        del self._open_episodes[ref]

@@ -1,0 +1,228 @@
+"""A tiny, randomly initialised Qwen3 with a tokenizer of its own, in Hugging Face format.
+
+Small enough to learn on two CPU cores, and of the same architecture as the models that clusters
+train. Made with numpy alone: neither torch nor transformers is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
+ROLE_NAMES = ("system\n", "user\n", "assistant\n")
+VOCABULARY_MULTIPLE = 64
+"""So that the vocabulary can be split over tensor-parallel ranks."""
+
+CHAT_TEMPLATE = """\
+{%- macro text(content) -%}
+    {%- if content is string -%}{{- content -}}
+    {%- else -%}{%- for part in content or [] -%}{{- part.text -}}{%- endfor -%}{%- endif -%}
+{%- endmacro -%}
+{%- if tools -%}
+    {{- '<|im_start|>system\\n' -}}
+    {%- if messages[0].role == 'system' -%}{{- text(messages[0].content) + '\\n\\n' -}}{%- endif -%}
+    {{- 'You can call these functions. One JSON schema a line:\\n<tools>\\n' -}}
+    {%- for tool in tools -%}{{- tool | tojson + '\\n' -}}{%- endfor -%}
+    {{- '</tools>\\nTo call one, write:\\n<tool_call>\\n' -}}
+    {{- '{"name": <its name>, "arguments": <a JSON object>}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+    {%- if message.role == 'tool' -%}
+        {%- if loop.first or messages[loop.index0 - 1].role != 'tool' -%}
+            {{- '<|im_start|>user' -}}
+        {%- endif -%}
+        {{- '\\n<tool_response>\\n' + text(message.content) + '\\n</tool_response>' -}}
+        {%- if loop.last or messages[loop.index0 + 1].role != 'tool' -%}
+            {{- '<|im_end|>\\n' -}}
+        {%- endif -%}
+    {%- elif not (tools and loop.first and message.role == 'system') -%}
+        {{- '<|im_start|>' + message.role + '\\n' + text(message.content) -}}
+        {%- for call in message.tool_calls or [] -%}
+            {%- set function = call.function or call -%}
+            {%- if not loop.first or message.content -%}{{- '\\n' -}}{%- endif -%}
+            {{- '<tool_call>\\n{"name": ' + function.name | tojson + ', "arguments": ' -}}
+            {%- if function.arguments is string -%}{{- function.arguments -}}
+            {%- else -%}{{- function.arguments | tojson -}}{%- endif -%}
+            {{- '}\\n</tool_call>' -}}
+        {%- endfor -%}
+        {{- '<|im_end|>\\n' -}}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+"""ChatML with tools in the form that SGLang's `qwen25` parser reads."""
+
+
+def make_tiny_model(
+    out: Path,
+    texts: Iterable[str],
+    *,
+    layers: int = 2,
+    hidden: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    ffn: int = 384,
+    vocab: int = 384,
+    max_position_embeddings: int = 2048,
+    seed: int = 1,
+    initializer_std: float = 0.05,
+    tie: bool = True,
+) -> None:
+    """Write a model directory: configuration, float32 weights, tokenizer. `config.json` is last.
+
+    Args:
+        out: The directory; made if missing.
+        texts: What the byte-level BPE tokenizer learns its merges from. Digits stay single.
+        layers: Transformer layers.
+        hidden: Hidden size.
+        heads: Query heads.
+        kv_heads: Key and value heads.
+        head_dim: Size of one head.
+        ffn: Width of the feed-forward layer.
+        vocab: Most tokens the tokenizer may learn, the 256 bytes and 3 special ones included. The
+            vocabulary is filled up to a multiple of 64 with reserved special tokens, so that every
+            id the model can sample has a token.
+        max_position_embeddings: Longest sequence.
+        seed: Of the initial weights.
+        initializer_std: Standard deviation of the initial weights.
+        tie: Use the embedding as output layer too.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, vocab)
+    config = {
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": tokenizer.token_to_id(PAD),
+        "dtype": "float32",
+        "eos_token_id": tokenizer.token_to_id(TURN_END),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "initializer_range": initializer_std,
+        "intermediate_size": ffn,
+        "max_position_embeddings": max_position_embeddings,
+        "max_window_layers": layers,
+        "model_type": "qwen3",
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "pad_token_id": tokenizer.token_to_id(PAD),
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "tie_word_embeddings": tie,
+        "torch_dtype": "float32",
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": tokenizer.get_vocab_size(),
+    }
+    save_file(
+        initial_weights(config, np.random.default_rng(seed)),
+        out / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    tokenizer.save(str(out / "tokenizer.json"))
+    _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
+    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    _write_json(out / "generation_config.json", ids)
+    _write_json(out / "config.json", config)
+
+
+def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
+    """A byte-level BPE tokenizer that covers all 256 bytes and keeps digits single.
+
+    Its size is a multiple of 64; ids that training left free are reserved special tokens.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_with_role_names(texts), trainer)
+    missing = -tokenizer.get_vocab_size() % VOCABULARY_MULTIPLE
+    tokenizer.add_special_tokens(
+        [AddedToken(f"<|reserved_{number}|>", special=True) for number in range(missing)]
+    )
+    return tokenizer
+
+
+def initial_weights(
+    config: dict[str, Any], rng: np.random.Generator
+) -> dict[str, npt.NDArray[np.float32]]:
+    """Normal matrices and unit norms under the names Hugging Face gives a Qwen3."""
+    hidden, head_dim, ffn = config["hidden_size"], config["head_dim"], config["intermediate_size"]
+    q_size = config["num_attention_heads"] * head_dim
+    kv_size = config["num_key_value_heads"] * head_dim
+    layer_shapes = {
+        "input_layernorm.weight": (hidden,),
+        "mlp.down_proj.weight": (hidden, ffn),
+        "mlp.gate_proj.weight": (ffn, hidden),
+        "mlp.up_proj.weight": (ffn, hidden),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.k_norm.weight": (head_dim,),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, q_size),
+        "self_attn.q_norm.weight": (head_dim,),
+        "self_attn.q_proj.weight": (q_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for layer in range(config["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes.items()}
+    if not config["tie_word_embeddings"]:
+        shapes["lm_head.weight"] = (config["vocab_size"], hidden)
+    std = np.float32(config["initializer_range"])
+    return {
+        name: rng.standard_normal(shape, dtype=np.float32) * std
+        if len(shape) == 2
+        else np.ones(shape, dtype=np.float32)
+        for name, shape in shapes.items()
+    }
+
+
+def _with_role_names(texts: Iterable[str]) -> Iterator[str]:
+    """The texts and, as often, the role names that the chat template puts around them."""
+    for text in texts:
+        yield text
+        yield from ROLE_NAMES
+
+
+def _tokenizer_config(model_max_length: int) -> dict[str, Any]:
+    return {
+        "add_bos_token": False,
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "model_max_length": model_max_length,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

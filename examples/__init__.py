@@ -1,0 +1,1 @@
+"""Small agents that run as they are."""

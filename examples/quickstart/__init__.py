@@ -1,0 +1,1 @@
+"""A tiny model learns to show its work in sums of four digits."""
