@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import fcntl
-import importlib.metadata
-import json
 import os
-import platform
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,24 +12,18 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
-import yaml
-
-from areal_hpc import dataset, doctor
+from areal_hpc import doctor, prepare
 from areal_hpc.cluster.jobspec import JobSpec, Launch
-from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.cluster.submit import JobHandle, interpreter_of, stop_jobs, submit_local
 from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
-from areal_hpc.plan import Facts, Stage, plan
+from areal_hpc.plan import Stage, plan
 from areal_hpc.recipe import Recipe
 from areal_hpc.telemetry import EventLog
-from areal_hpc.tiny_model import make_tiny_model
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
-TOKENIZER_ROWS = 2000
-"""Demonstrations the tiny model's tokenizer is trained on."""
 
 
 class Reporter(Protocol):
@@ -87,10 +76,13 @@ def run(
         raise RecipeError.of(problems)
     layout = RunLayout(recipe.run_dir.resolve())
     with _held(layout.lock):
-        facts = _prepare(recipe, layout, reporter, pythons["serve"], sys_path)
-        attempt = _open_attempt(layout)
-        _record_provenance(recipe, layout, attempt, command_line)
+        prepare.announce_changes(recipe, layout, reporter.say)
+        facts = prepare.put_in_place(recipe, layout, reporter.say, pythons["serve"], sys_path)
+        attempt = prepare.open_attempt(layout)
+        prepare.record_provenance(recipe, layout, attempt, command_line)
         for stage in plan(recipe, layout, facts).stages:
+            if stop.is_set():
+                raise Interrupted
             if not stage.done_marker.exists():
                 _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
 
@@ -130,92 +122,6 @@ def _held(lock: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-def _prepare(
-    recipe: Recipe,
-    layout: RunLayout,
-    reporter: Reporter,
-    serve_python: str,
-    sys_path: tuple[str, ...],
-) -> Facts:
-    """Put task sets, the starting model and the secret in place; what exists is kept."""
-    for folder in sys_path:
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-    sources = {"train": recipe.train_dataset, "valid": recipe.valid_dataset}
-    if recipe.warmup is not None:
-        sources["warmup"] = recipe.warmup.dataset
-    counts = {"valid": 0}
-    for split, source in sources.items():
-        if source is None:
-            continue
-        key = "warmup.dataset" if split == "warmup" else f"{split}_dataset"
-        path = layout.dataset(split)
-        if not path.exists():
-            reporter.say(f"data     writing the {split} set")
-            dataset.materialise(source, key, path)
-        counts[split] = dataset.count_rows(path)
-    if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
-        reporter.say("model    making a tiny Qwen3 and its tokenizer")
-        make_tiny_model(
-            layout.tiny_model_dir,
-            _texts(layout.dataset("warmup")),
-            seed=recipe.seed,
-            **recipe.model.tiny.model_dump(),
-        )
-    ensure_admin_key(layout.admin_key)
-    return Facts(counts["train"], counts["valid"], serve_python, sys_path)
-
-
-def _texts(demonstrations: Path) -> Iterator[str]:
-    """What the tokenizer of a tiny model is trained on."""
-    with demonstrations.open() as stream:
-        for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
-            for message in json.loads(line)["messages"]:
-                yield message["content"]
-
-
-def _open_attempt(layout: RunLayout) -> int:
-    """Make the next log folder and point `latest` to it."""
-    attempt = max(layout.attempts(), default=0) + 1
-    layout.log_dir(attempt).mkdir(parents=True)
-    latest = layout.logs_dir / "latest"
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(layout.log_dir(attempt).name)
-    return attempt
-
-
-def _record_provenance(
-    recipe: Recipe, layout: RunLayout, attempt: int, command_line: Sequence[str]
-) -> None:
-    """Write the resolved recipe, and add this launch to the provenance file."""
-    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
-    if layout.recipe.exists() and layout.recipe.read_text() != text:
-        layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
-    layout.recipe.write_text(text)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
-    launches = []
-    if layout.provenance.exists():
-        launches = json.loads(layout.provenance.read_text())["launches"]
-    launches.append(
-        {
-            "attempt": attempt,
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(command_line),
-            "areal_hpc": importlib.metadata.version("areal-hpc"),
-            "git_commit": commit or None,
-            "python": platform.python_version(),
-            "host": platform.node(),
-        }
-    )
-    layout.provenance.write_text(json.dumps({"launches": launches}, indent=2) + "\n")
 
 
 class _Foreground:

@@ -1,0 +1,159 @@
+"""Put a run directory in place before any job starts: task sets, model, recipe, provenance."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_hpc import dataset
+from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.layout import RunLayout
+from areal_hpc.plan import Facts
+from areal_hpc.recipe import Recipe
+from areal_hpc.tiny_model import make_tiny_model
+
+TOKENIZER_ROWS = 2000
+"""Demonstrations the tiny model's tokenizer is trained on."""
+BAKED_IN = (
+    "seed",
+    "model",
+    "train_dataset",
+    "valid_dataset",
+    "warmup",
+    "rollout.n_samples",
+    "trainer.batch_size",
+)
+"""Keys that what is already recorded depends on: a run keeps them for life."""
+
+
+def put_in_place(
+    recipe: Recipe,
+    layout: RunLayout,
+    say: Callable[[str], None],
+    serve_python: str,
+    sys_path: tuple[str, ...],
+) -> Facts:
+    """Put task sets, the starting model and the secret in place; what exists is kept."""
+    for folder in sys_path:
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    sources = {"train": recipe.train_dataset, "valid": recipe.valid_dataset}
+    if recipe.warmup is not None:
+        sources["warmup"] = recipe.warmup.dataset
+    counts = {"valid": 0}
+    for split, source in sources.items():
+        if source is None:
+            continue
+        key = "warmup.dataset" if split == "warmup" else f"{split}_dataset"
+        path = layout.dataset(split)
+        if not path.exists():
+            say(f"data     writing the {split} set")
+            dataset.materialise(source, key, path)
+        counts[split] = dataset.count_rows(path)
+    if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
+        say("model    making a tiny Qwen3 and its tokenizer")
+        make_tiny_model(
+            layout.tiny_model_dir,
+            _texts(layout.dataset("warmup")),
+            seed=recipe.seed,
+            **recipe.model.tiny.model_dump(),
+        )
+    ensure_admin_key(layout.admin_key)
+    return Facts(counts["train"], counts["valid"], serve_python, sys_path)
+
+
+def _texts(demonstrations: Path) -> Iterator[str]:
+    """What the tokenizer of a tiny model is trained on."""
+    with demonstrations.open() as stream:
+        for _, line in zip(range(TOKENIZER_ROWS), stream, strict=False):
+            for message in json.loads(line)["messages"]:
+                yield message["content"]
+
+
+def open_attempt(layout: RunLayout) -> int:
+    """Make the next log folder and point `latest` to it."""
+    attempt = max(layout.attempts(), default=0) + 1
+    layout.log_dir(attempt).mkdir(parents=True)
+    latest = layout.logs_dir / "latest"
+    latest.unlink(missing_ok=True)
+    latest.symlink_to(layout.log_dir(attempt).name)
+    return attempt
+
+
+def announce_changes(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+    """Tell what differs from the recipe this run was started with.
+
+    Raises:
+        RecipeError: A key differs that recorded data depends on.
+    """
+    if not layout.recipe.exists():
+        return
+    before = _flat(yaml.safe_load(layout.recipe.read_text()))
+    now = _flat(recipe.model_dump(mode="json"))
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    problems = [
+        Problem(
+            f"this run was started with {before.get(key)!r}, got {now.get(key)!r}",
+            key,
+            "give another trial_name, or start anew with --fresh",
+        )
+        for key in changed
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in BAKED_IN)
+    ]
+    if problems:
+        raise RecipeError.of(problems)
+    for key in changed:
+        say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the leaves of a nested mapping."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= _flat(value, f"{prefix}{key}.")
+        else:
+            leaves[f"{prefix}{key}"] = value
+    return leaves
+
+
+def record_provenance(
+    recipe: Recipe, layout: RunLayout, attempt: int, command_line: Sequence[str]
+) -> None:
+    """Write the resolved recipe, and add this launch to the provenance file."""
+    text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
+    if layout.recipe.exists() and layout.recipe.read_text() != text:
+        layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
+    layout.recipe.write_text(text)
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"],
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout.strip()
+    launches = []
+    if layout.provenance.exists():
+        launches = json.loads(layout.provenance.read_text())["launches"]
+    launches.append(
+        {
+            "attempt": attempt,
+            "time": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": list(command_line),
+            "areal_hpc": importlib.metadata.version("areal-hpc"),
+            "git_commit": commit or None,
+            "python": platform.python_version(),
+            "host": platform.node(),
+        }
+    )
+    layout.provenance.write_text(json.dumps({"launches": launches}, indent=2) + "\n")

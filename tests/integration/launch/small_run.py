@@ -1,0 +1,129 @@
+"""A run of the quick-start recipe, cut down to seconds: the real stack, little of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.layout import RunLayout
+
+REPOSITORY = Path(__file__).parents[3]
+TIMEOUT_S = 240.0
+
+CUT_DOWN = (
+    "train_dataset.kwargs.size=64",
+    "valid_dataset.kwargs.size=8",
+    "warmup.dataset.kwargs.size=640",
+    "warmup.total_steps=40",
+    "warmup.batch_size=16",
+    "warmup.commit_every_steps=20",
+    "warmup.log_every_steps=5",
+    "evaluation.every_steps=2",
+    "evaluation.tasks=8",
+    "rollout.n_samples=4",
+    "rollout.max_concurrent_rollouts=16",
+    "trainer.total_steps=3",
+    "trainer.batch_size=4",
+    "trainer.commit_every_steps=1",
+)
+
+
+class SmallRun:
+    """One run directory and the command that works in it."""
+
+    def __init__(self, fileroot: Path, *overrides: str) -> None:
+        self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
+        self.layout = RunLayout(fileroot / "quickstart" / "demo")
+        self._log = fileroot / "launcher.log"
+        fileroot.mkdir(parents=True, exist_ok=True)
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Run the command in a process group of its own, as a shell would."""
+        with self._log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "areal_hpc", "run", "recipes/quickstart.yaml"),
+                    *self._overrides,
+                ],
+                cwd=REPOSITORY,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def wait(self, timeout_s: float = TIMEOUT_S) -> int:
+        """The exit code."""
+        assert self.process is not None
+        return self.process.wait(timeout_s)
+
+    def finish(self) -> None:
+        """Start, and expect the run to complete."""
+        self.start()
+        assert self.wait() == 0, self.said()
+
+    def interrupt_when(self, condition: Callable[[], bool]) -> float:
+        """Start, press Ctrl-C once `condition` holds; the seconds until the command returned."""
+        self.start()
+        self.await_true(condition)
+        return self.press_ctrl_c()
+
+    def press_ctrl_c(self) -> float:
+        """SIGINT to the whole foreground group, as a terminal sends it; seconds to the end."""
+        assert self.process is not None
+        began = time.monotonic()
+        os.killpg(self.process.pid, signal.SIGINT)
+        assert self.wait() == 130, self.said()
+        return time.monotonic() - began
+
+    def await_true(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Wait for the run to reach a state."""
+        assert self.process is not None
+        give_up_at = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < give_up_at, self.said()
+            time.sleep(0.05)
+
+    def said(self) -> str:
+        """What the launcher printed, and the end of every log of the newest attempt."""
+        parts = [self._log.read_text(errors="replace")]
+        for log in sorted(self.layout.logs_dir.glob("latest/*/*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            parts.append("\n".join([f"--- {log.name}", *lines[-15:]]))
+        return "\n".join(parts)
+
+    def processes(self) -> list[str]:
+        """Command lines of live processes that belong to this run."""
+        return processes_of(self.layout.root)
+
+
+def processes_of(run_dir: Path) -> list[str]:
+    """Live processes whose command line or environment mentions the run directory."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.status() == psutil.STATUS_ZOMBIE or process.pid == os.getpid():
+                continue
+            command = " ".join(process.cmdline())
+            variables = " ".join(process.environ().values())
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+        if str(run_dir) in command or str(run_dir) in variables:
+            found.append(command)
+    return found
+
+
+def await_none_left(run: SmallRun, timeout_s: float) -> None:
+    """Assert that every process of the run is gone in time."""
+    give_up_at = time.monotonic() + timeout_s
+    while left := run.processes():
+        assert time.monotonic() < give_up_at, left
+        time.sleep(0.1)

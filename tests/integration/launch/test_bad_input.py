@@ -1,0 +1,145 @@
+"""Bad input is refused before anything starts: exit code 78, the place, and a next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+QUICKSTART = "recipes/quickstart.yaml"
+
+
+def areal_hpc(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_hpc", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
+
+
+def refused(tmp_path: Path, *overrides: str) -> str:
+    """What the launcher says; asserts that it refused and left no job behind."""
+    answer = areal_hpc("run", QUICKSTART, f"cluster.fileroot={tmp_path / 'runs'}", *overrides)
+    assert answer.returncode == 78, answer.stderr + answer.stdout
+    assert not list(tmp_path.glob("runs/quickstart/demo/jobs/*"))
+    assert "Traceback" not in answer.stderr
+    return answer.stderr
+
+
+def test_unknown_key(tmp_path: Path) -> None:
+    said = refused(tmp_path, "trainer.optimiser.lr=1")
+    assert "unknown key 'optimiser'" in said
+    assert "did you mean optimizer?" in said
+
+
+def test_wrong_type(tmp_path: Path) -> None:
+    said = refused(tmp_path, "trainer.batch_size=big")
+    assert "at: trainer.batch_size" in said
+    assert "'big'" in said
+
+
+def test_missing_dataset(tmp_path: Path) -> None:
+    said = refused(tmp_path, "train_dataset.generator=null", "train_dataset.path=data/none.jsonl")
+    assert "there is no data set at" in said
+    assert "at: train_dataset.path" in said
+
+
+def test_a_generator_that_does_not_import(tmp_path: Path) -> None:
+    said = refused(tmp_path, "train_dataset.generator=examples.quickstart.task:no_such_tasks")
+    assert "at: train_dataset.generator" in said
+    assert "no_such_tasks" in said
+
+
+@pytest.mark.parametrize(
+    "workflow",
+    ["examples.quickstart.agent.ArithmeticAgnt", "no_such_package.agent.Agent", "nodots"],
+)
+def test_agent_path_that_does_not_import(tmp_path: Path, workflow: str) -> None:
+    said = refused(tmp_path, f"rollout.workflow={workflow}")
+    assert "at: rollout.workflow" in said
+    assert "try:" in said
+
+
+def test_agent_misspelt_names_the_nearest_class(tmp_path: Path) -> None:
+    said = refused(tmp_path, "rollout.workflow=examples.quickstart.agent.ArithmeticAgnt")
+    assert "ArithmeticAgent" in said
+
+
+def test_model_directory_without_tokenizer(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
+    (model / "model.safetensors").write_bytes(b"")
+    said = refused(tmp_path, "model.tiny=null", f"model.path={model}")
+    assert "has no tokenizer.json" in said
+    assert "copy the tokenizer files" in said
+
+
+def test_a_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
+    said = refused(tmp_path, "model.tiny=null", f"model.path={model}", "trainer.parallel.tp=3")
+    assert "2 key-value heads cannot be split over 3 ranks" in said
+
+
+def test_batch_sizes_that_do_not_divide(tmp_path: Path) -> None:
+    said = refused(tmp_path, "trainer.batch_size=10", "trainer.minibatches=4")
+    assert "batch_size=10 tickets do not divide into minibatches=4" in said
+
+
+def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
+    said = refused(tmp_path, "cluster.serve.python=/no/such/python")
+    assert "no Python for the role serve at /no/such/python" in said
+    assert "make setup" in said
+
+
+@pytest.mark.parametrize(
+    ("mount_options", "expected"),
+    [("ro", "Read-only file system"), ("size=1m", "is full: 1 MiB free")],
+)
+def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    # A mount namespace of its own: real file-system errors, no privileges, nothing to clean up.
+    script = (
+        f"mount -t tmpfs -o {mount_options} none {disk} && "
+        f"exec {sys.executable} -m areal_hpc run {QUICKSTART} cluster.fileroot={disk}"
+    )
+    answer = subprocess.run(
+        ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        env=dict(os.environ),
+    )
+    assert answer.returncode == 78, answer.stderr
+    assert expected in answer.stderr
+    assert "at: cluster.fileroot" in answer.stderr
+
+
+def test_all_missing_things_are_reported_together(tmp_path: Path) -> None:
+    said = refused(
+        tmp_path,
+        "model.tiny=null",
+        "model.path=/no/model",
+        "rollout.workflow=nowhere.Agent",
+        "valid_dataset.generator=null",
+        "valid_dataset.path=/no/data.jsonl",
+    )
+    assert "3 errors:" in said
+
+
+def test_help_lists_the_commands() -> None:
+    answer = areal_hpc("--help")
+    assert answer.returncode == 0
+    assert "train a recipe in the foreground" in answer.stdout
+
+
+def test_status_of_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    answer = areal_hpc("status", str(tmp_path))
+    assert answer.returncode == 78
+    assert "there is no run at" in answer.stderr

@@ -1,0 +1,108 @@
+"""The whole product, end to end: real SGLang, real Megatron-core, real submitit, real shards."""
+
+from __future__ import annotations
+
+import json
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
+    run = SmallRun(tmp_path_factory.mktemp("small") / "runs")
+    run.finish()
+    yield run
+    await_none_left(run, 5.0)
+
+
+def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)]
+    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+
+
+def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
+    rows = read_json_lines(finished.layout.metrics)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
+    for row in rows[1:]:
+        assert row["tokens/trained"] > 0
+        assert row["staleness/max"] == 0
+        assert row["version"] == f"1.{row['step']}"
+        assert {"time/wait_s", "time/train_s", "time/publish_s"} <= row.keys()
+
+
+def test_the_engine_and_the_trainer_agree_on_every_sampled_token(finished: SmallRun) -> None:
+    for row in read_json_lines(finished.layout.metrics)[1:]:
+        assert row["logprob/engine_trainer_max_abs_diff"] <= 1e-4
+        assert row["logprob/metered_tokens"] == row["tokens/sampled"]
+
+
+def test_nothing_is_left_running(finished: SmallRun) -> None:
+    assert finished.processes() == []
+
+
+def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
+    layout = finished.layout
+    (launch,) = json.loads(layout.provenance.read_text())["launches"]
+    assert "recipes/quickstart.yaml" in launch["command"]
+    assert layout.recipe.exists()
+    assert layout.curve.stat().st_size > 10_000
+    assert list(layout.tensorboard_dir.glob("events*"))
+    assert (layout.export("step_00000003") / "model.safetensors.index.json").exists() or list(
+        layout.export("step_00000003").glob("*.safetensors")
+    )
+
+
+def test_secrets_are_private(finished: SmallRun) -> None:
+    for file in finished.layout.rendezvous_dir.iterdir():
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
+
+
+def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(finished: SmallRun) -> None:
+    answer = verify(finished)
+    assert answer.returncode == 0, answer.stdout
+    shard = sorted(finished.layout.shards_dir.glob("*.h5"))[0]
+    whole = shard.read_bytes()
+    for position in (0, 100, len(whole) // 3, len(whole) // 2, len(whole) - 1):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1
+        shard.write_bytes(damaged)
+        answer = verify(finished)
+        assert answer.returncode == 65
+        assert shard.name in answer.stdout
+    shard.write_bytes(whole)
+    assert verify(finished).returncode == 0
+
+
+def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
+    before = finished.layout.metrics.read_bytes()
+    finished.finish()
+    assert "this run is finished" in finished.said()
+    assert finished.layout.metrics.read_bytes() == before
+
+
+def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = finished.layout.export("step_00000003")
+    model = AutoModelForCausalLM.from_pretrained(path)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    assert model.config.model_type == "qwen3"
+    assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
+
+
+def test_a_relative_run_directory_is_found_from_the_command_line(finished: SmallRun) -> None:
+    command = [sys.executable, "-m", "areal_hpc", "shards", "ls", str(finished.layout.root)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path("/"))
+    assert answer.returncode == 0
+    assert ".h5" in answer.stdout
