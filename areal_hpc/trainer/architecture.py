@@ -1,0 +1,133 @@
+"""What a model directory's `config.json` says about the network. Pure, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+
+FAMILIES = ("llama", "qwen2", "qwen3")
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Stretched rotary frequencies of Llama 3.1 (transformers' rope type `llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes and switches of a dense decoder."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Rope | None
+    tied: bool
+    """Input embedding and output head are one matrix."""
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Query, key and value projections carry biases."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys are normalised per head."""
+        return self.family == "qwen3"
+
+    def rope_frequencies(self) -> list[float]:
+        """Angle per position of each of the `head_dim / 2` rotary pairs."""
+        pairs = range(0, self.head_dim, 2)
+        plain = [self.rope_theta ** -(pair / self.head_dim) for pair in pairs]
+        scaling = self.rope_scaling
+        if scaling is None:
+            return plain
+        return [_stretch(frequency, scaling) for frequency in plain]
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """The architecture of a Hugging Face model directory.
+
+    Raises:
+        RecipeError: The directory holds no `config.json`, or a network that is not supported.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise RecipeError(
+            f"a model directory holds config.json, found none in {model_dir}",
+            key="model.path",
+            hint="point at a directory saved by save_pretrained",
+        )
+    return parse_architecture(json.loads(path.read_bytes()), str(path))
+
+
+def parse_architecture(config: dict[str, Any], where: str) -> Architecture:
+    """The same from the parsed file; `where` names it in errors.
+
+    Raises:
+        RecipeError: The network is not supported.
+    """
+    family = config.get("model_type", "")
+    if family not in FAMILIES:
+        raise RecipeError(
+            f"model_type must be one of {', '.join(FAMILIES)}, got {family!r}", key=where
+        )
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise RecipeError(f"attention_bias and mlp_bias are not supported for {family}", key=where)
+    if config.get("use_sliding_window"):
+        raise RecipeError("sliding-window attention is not supported", key=where)
+    heads = int(config["num_attention_heads"])
+    rope = config.get("rope_parameters") or {}
+    return Architecture(
+        family=family,
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        ffn=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        norm_eps=float(config["rms_norm_eps"]),
+        # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        rope_scaling=_parse_scaling(rope or config.get("rope_scaling") or {}, where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _parse_scaling(rope: dict[str, Any], where: str) -> Llama3Rope | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise RecipeError(f"rope type must be default or llama3, got {kind!r}", key=where)
+    return Llama3Rope(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _stretch(frequency: float, scaling: Llama3Rope) -> float:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    turns = scaling.original_positions * frequency / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = min(1.0, max(0.0, (turns - scaling.low_freq_factor) / span))
+    return frequency * (kept + (1 - kept) / scaling.factor)

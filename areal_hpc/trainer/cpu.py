@@ -1,0 +1,82 @@
+"""Megatron-core without a GPU. Import this before anything of megatron.
+
+Megatron-core asks `torch.cuda` for its current device, random state and synchronisation, and
+writes `device="cuda"` in a few literals (megatron/core/pipeline_parallel/schedules.py,
+optimizer/clip_grads.py). On a machine without a GPU those few names are replaced; with a GPU
+nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+with warnings.catch_warnings():
+    # Six modules announce that Transformer Engine and Apex are absent, which is on purpose.
+    warnings.simplefilter("ignore")
+    from megatron.core.tensor_parallel import random as parallel_random
+
+
+def install() -> bool:
+    """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
+    # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
+    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):
+        return True
+    # "CPU RNG state changed within GPU RNG context": here they are the same state.
+    logging.getLogger(parallel_random.__name__).setLevel(logging.ERROR)
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    stand_ins: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (torch.cuda, "current_device", _cpu_device),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "get_rng_state", lambda *_, **__: get_state()),
+        (torch.cuda, "set_rng_state", lambda state, *_, **__: set_state(state)),
+        (parallel_random, "_get_cuda_rng_state", lambda *_, **__: get_state()),
+        (parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: set_state(state)),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        (torch.Tensor, "type", _type_as_on_gpu(torch.Tensor.type)),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
+    )
+    for owner, name, value in stand_ins:
+        setattr(owner, name, value)
+    return True
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+_cpu_device.is_cpu_stand_in = True  # type: ignore[attr-defined]
+
+
+def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Optimizers compare a parameter's type string with `torch.cuda.FloatTensor`."""
+
+    @functools.wraps(original)
+    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(tensor, *args, **kwargs)
+        return original(tensor).replace("torch.", "torch.cuda.")
+
+    return type_
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """The tensor factory with `cuda` devices and pinned memory taken out of its arguments."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create

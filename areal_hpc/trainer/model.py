@@ -1,0 +1,186 @@
+"""This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core import parallel_state
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.architecture import Architecture
+from areal_hpc.trainer.attention import (
+    PackedAttention,
+    PackedCausalAttention,
+    RMSNorm,
+    plan_attention,
+)
+from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.packing import Pack, Split
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(slots=True, eq=False)
+class Policy:
+    """The network being trained, as this rank holds it."""
+
+    arch: Architecture
+    gpt: GPTModel
+    replica: DistributedDataParallel
+    """Wraps `gpt`; owns the gradient buffers."""
+    dtype: torch.dtype
+    device: torch.device
+    split: Split
+    frequencies: torch.Tensor
+
+    @property
+    def table(self) -> list[Parameter]:
+        """Every parameter of the whole network."""
+        return name_table(self.arch)
+
+    def local(self, parameter: Parameter) -> torch.Tensor | None:
+        """This rank's part of a parameter; None when another pipeline stage holds it."""
+        name = parameter.megatron
+        if parameter.layer is not None:
+            first = self.gpt.decoder.layers[0].layer_number - 1
+            place = parameter.layer - first
+            if not 0 <= place < len(self.gpt.decoder.layers):
+                return None
+            name = f"decoder.layers.{place}.{name}"
+        return dict(self.gpt.named_parameters()).get(name)
+
+    @property
+    def tied_copy(self) -> torch.Tensor | None:
+        """The last stage's copy of a tied embedding, when that stage is not the first."""
+        if not self.arch.tied or self.gpt.pre_process:
+            return None
+        return dict(self.gpt.named_parameters()).get(OUTPUT)
+
+    def attention(self, pack: Pack) -> PackedAttention:
+        """The attention tables of one pack."""
+        return plan_attention(
+            pack.lengths, pack.positions_T, self.frequencies,
+            cp=self.split.cp, cp_rank=self.split.cp_rank, dtype=self.dtype,
+        )  # fmt: skip
+
+
+def build_policy(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
+) -> Policy:
+    """An uninitialised network on this rank; load weights into it before use.
+
+    Process groups must exist (`parallel.open_world`).
+
+    Raises:
+        RecipeError: The sizes do not divide by the parallel sizes.
+    """
+    _check_divisible(arch, parallel)
+    config = transformer_config(arch, parallel, dtype, device)
+    gpt = GPTModel(
+        config,
+        _block_spec(config),
+        vocab_size=padded_vocab(arch, parallel.tp),
+        max_sequence_length=0,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=arch.tied,
+        # PackedCausalAttention rotates queries and keys itself.
+        position_embedding_type="none",
+    ).to(device=device, dtype=dtype)
+    replica = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
+        gpt,
+    )
+    return Policy(
+        arch=arch,
+        gpt=gpt,
+        replica=replica,
+        dtype=dtype,
+        device=device,
+        split=Split(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
+        frequencies=torch.tensor(arch.rope_frequencies(), dtype=torch.float32, device=device),
+    )
+
+
+def transformer_config(
+    arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
+    return TransformerConfig(
+        num_layers=arch.layers,
+        hidden_size=arch.hidden,
+        num_attention_heads=arch.heads,
+        num_query_groups=arch.kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.ffn,
+        normalization="RMSNorm",
+        layernorm_epsilon=arch.norm_eps,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        sequence_parallel=parallel.tp > 1,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_cpu_initialization=device.type == "cpu",
+        perform_initialization=False,
+        calculate_per_token_loss=True,
+        variable_seq_lengths=True,
+        # variable_seq_lengths refuses the default dispatcher even for dense networks.
+        moe_token_dispatcher_type="alltoall",
+        finalize_model_grads_func=finalize_model_grads,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedCausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
+
+
+def _check_divisible(arch: Architecture, parallel: ParallelConfig) -> None:
+    for what, size, parts, key in (
+        ("num_hidden_layers", arch.layers, parallel.pp, "pp"),
+        ("num_key_value_heads", arch.kv_heads, parallel.tp, "tp"),
+        ("intermediate_size", arch.ffn, parallel.tp, "tp"),
+    ):
+        if size % parts:
+            raise RecipeError(
+                f"{what} {size} must be a multiple of {key} {parts}",
+                key=f"trainer.parallel.{key}",
+                hint=f"choose a divisor of {size}",
+            )

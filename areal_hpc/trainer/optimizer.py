@@ -1,0 +1,68 @@
+"""AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer, and its schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+
+from areal_hpc.trainer.config import OptimizerConfig
+from areal_hpc.trainer.model import Policy
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    progress = min(1.0, step / total_steps)
+    if config.decay == "constant":
+        return config.lr * warmup
+    linear = 1.0 - progress
+    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
+
+
+def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
+    """Megatron's optimizer over the policy's parameters, its moments already zeroed.
+
+    Moments exist from the start because Megatron's loader reads their step count before it
+    loads them (megatron/core/optimizer/distrib_optimizer.py, state_dict).
+    """
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=policy.dtype == torch.bfloat16,
+            params_dtype=policy.dtype,
+            use_distributed_optimizer=True,
+        ),
+        [policy.replica],
+    )
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            # Megatron leaves this product to its own scheduler, which is not used here.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            for parameter in group["params"]:
+                part.optimizer.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+    return optimizer
+
+
+def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
+    """Apply the accumulated gradients at learning rate `rate`; their norm before clipping."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    _, norm, _ = optimizer.step()
+    policy.replica.zero_grad_buffer()
+    optimizer.zero_grad()
+    return float(norm)

@@ -1,0 +1,155 @@
+"""Which sequences share a forward pass, and what that pass is fed. Pure numpy.
+
+Sequences are laid end to end (THD). Padding exists only where parallelism demands equal parts:
+under context parallelism every sequence is cut into `2 cp` equal chunks of which rank r holds
+chunks r and 2cp-1-r (zig-zag, so that causal work is even), and under sequence parallelism each
+rank's tokens are a multiple of tp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float32]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """One sequence to learn from. Every array has length T and speaks of the token at its place."""
+
+    input_ids_T: npt.NDArray[np.int32]
+    loss_mask_T: npt.NDArray[np.uint8]
+    channels: Mapping[str, Floats]
+    """Per-token numbers the loss needs; read where `loss_mask_T` is 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The parallel sizes that shape a pack."""
+
+    tp: int = 1
+    cp: int = 1
+    cp_rank: int = 0
+
+    @property
+    def sequence_multiple(self) -> int:
+        """Every sequence is padded to a multiple of this."""
+        return 2 * self.cp if self.cp > 1 else 1
+
+    @property
+    def pack_multiple(self) -> int:
+        """The whole pack is padded to a multiple of this."""
+        return math.lcm(self.sequence_multiple, self.cp * self.tp)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack:
+    """One forward pass of one context-parallel rank. T: its tokens; N: those it is scored on."""
+
+    lengths: Ints
+    """Padded length of each sequence over all context-parallel ranks [S]."""
+    input_ids_T: Ints
+    positions_T: Ints
+    """Position of each local token within its sequence."""
+    targets_N: Ints
+    """Local places whose logits predict a token of the loss."""
+    labels_N: Ints
+    """The tokens they predict."""
+    channels_N: dict[str, Floats]
+    """The rows' channels at the predicted tokens."""
+
+
+def padded_length(length: int, split: Split) -> int:
+    """Tokens a sequence takes in a pack."""
+    return -(-length // split.sequence_multiple) * split.sequence_multiple
+
+
+def plan_packs(
+    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: Split
+) -> list[list[list[int]]]:
+    """Sequences by data-parallel rank and micro-batch: `plan[rank][micro_batch]` lists indices.
+
+    Every rank gets the same number of micro-batches, since each is a collective. Longest
+    sequences are placed first, always into the least loaded pack. Packs hold at most `max_tokens`
+    tokens, except that a longer sequence gets a pack of its own.
+    """
+    sizes = [padded_length(length, split) for length in lengths]
+    order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
+    needed = -(-sum(sizes) // max_tokens)
+    rounds = max(1, -(-needed // ranks))
+    while True:
+        packs = _least_loaded(order, sizes, rounds * ranks)
+        if all(len(pack) <= 1 or sum(sizes[i] for i in pack) <= max_tokens for pack in packs):
+            return [packs[rank::ranks] for rank in range(ranks)]
+        rounds += 1
+
+
+def _least_loaded(order: Sequence[int], sizes: Sequence[int], packs: int) -> list[list[int]]:
+    loads = np.zeros(packs, dtype=np.int64)
+    plan: list[list[int]] = [[] for _ in range(packs)]
+    for index in order:
+        pack = int(loads.argmin())
+        plan[pack].append(index)
+        loads[pack] += sizes[index]
+    return plan
+
+
+def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pack:
+    """Lay rows end to end and keep this context-parallel rank's part.
+
+    A pack without rows holds one filler sequence that is scored nowhere: the rank must still
+    take part in the collectives of the pass.
+
+    The logits at a token's place predict the next token, so the first token of a sequence is
+    never scored, whatever its mask says.
+    """
+    lengths = np.array([padded_length(len(row.input_ids_T), split) for row in rows] or [0])
+    lengths[-1] += -int(lengths.sum()) % split.pack_multiple or (0 if rows else split.pack_multiple)
+    total = int(lengths.sum())
+    starts = np.cumsum(lengths) - lengths
+    ids_T = np.zeros(total, dtype=np.int64)
+    labels_T = np.zeros(total, dtype=np.int64)
+    scored_T = np.zeros(total, dtype=bool)
+    values = {name: np.zeros(total, dtype=np.float32) for name in channels}
+    for row, start in zip(rows, starts, strict=False):
+        size = len(row.input_ids_T)
+        ids_T[start : start + size] = row.input_ids_T
+        labels_T[start : start + size - 1] = row.input_ids_T[1:]
+        scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
+        for name in channels:
+            values[name][start : start + size - 1] = row.channels[name][1:]
+    places_T, positions_T = _local_places(lengths, split)
+    targets_N = np.flatnonzero(scored_T[places_T])
+    global_N = places_T[targets_N]
+    return Pack(
+        lengths=lengths,
+        input_ids_T=ids_T[places_T],
+        positions_T=positions_T,
+        targets_N=targets_N,
+        labels_N=labels_T[global_N],
+        channels_N={name: value[global_N] for name, value in values.items()},
+    )
+
+
+def _local_places(lengths: Ints, split: Split) -> tuple[Ints, Ints]:
+    """Global place and in-sequence position of each token this context-parallel rank holds."""
+    starts = np.cumsum(lengths) - lengths
+    if split.cp == 1:
+        places_T = np.arange(int(lengths.sum()))
+        return places_T, places_T - np.repeat(starts, lengths)
+    positions = [zig_zag(int(length), split.cp, split.cp_rank) for length in lengths]
+    places = [start + position for start, position in zip(starts, positions, strict=True)]
+    return np.concatenate(places), np.concatenate(positions)
+
+
+def zig_zag(length: int, cp: int, rank: int) -> Ints:
+    """Positions of a sequence held by context-parallel rank `rank`: chunks rank and 2cp-1-rank."""
+    chunk = length // (2 * cp)
+    first = np.arange(chunk)
+    return np.concatenate([first + rank * chunk, first + (2 * cp - 1 - rank) * chunk])

@@ -1,0 +1,160 @@
+"""One optimizer step: forward and backward over micro-batches, gradient reduction, update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from areal_hpc.trainer.attention import PackedAttention
+from areal_hpc.trainer.logprobs import token_logprobs
+from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.optimizer import optimizer_step
+from areal_hpc.trainer.packing import Pack, Row, build_pack, plan_packs
+
+TEMPERATURE = "temperature"
+"""The channel that, where a batch has it, divides the logits."""
+
+
+@dataclass(slots=True, eq=False)
+class MicroBatch:
+    """One forward pass of this rank, on its device. N: tokens it is scored on."""
+
+    input_ids_1T: torch.Tensor
+    targets_N: torch.Tensor
+    labels_N: torch.Tensor
+    channels_N: dict[str, torch.Tensor]
+    attention: PackedAttention
+    places: int
+    """Tokens of the pass, padding included."""
+
+
+@dataclass(slots=True, eq=False)
+class Tally:
+    """What loss functions add up over tokens: sums and maxima by name."""
+
+    sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)
+
+    def add(self, other: Tally) -> None:
+        """Merge another tally into this one."""
+        for name, value in other.sums.items():
+            self.sums[name] = self.sums.get(name, 0.0) + value
+        for name, value in other.maxima.items():
+            self.maxima[name] = max(self.maxima.get(name, value), value)
+
+    def over_all_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> Tally:
+        """The same numbers over the whole world, on every rank. A collective.
+
+        Only the first tensor-parallel rank of the last stage counts: the others saw the same
+        tokens, or none.
+        """
+        counts = (
+            parallel_state.is_pipeline_last_stage()
+            and parallel_state.get_tensor_model_parallel_rank() == 0
+        )
+        sums = torch.tensor(
+            [self.sums.get(name, 0.0) if counts else 0.0 for name in names], dtype=torch.float64
+        )
+        tops = torch.tensor(
+            [self.maxima.get(name, 0.0) if counts else 0.0 for name in maxima], dtype=torch.float64
+        )
+        if dist.get_world_size() > 1:
+            dist.all_reduce(sums)
+            dist.all_reduce(tops, op=dist.ReduceOp.MAX)
+        return Tally(
+            dict(zip(names, sums.tolist(), strict=True)),
+            dict(zip(maxima, tops.tolist(), strict=True)),
+        )
+
+
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Tally]]
+"""From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
+
+
+def make_micro_batches(
+    policy: Policy, rows: Sequence[Row], channels: Sequence[str], max_tokens: int
+) -> list[MicroBatch]:
+    """This rank's share of the rows, packed. All ranks must pass the same rows."""
+    plan = plan_packs(
+        [len(row.input_ids_T) for row in rows],
+        ranks=parallel_state.get_data_parallel_world_size(),
+        max_tokens=max_tokens,
+        split=policy.split,
+    )
+    own = plan[parallel_state.get_data_parallel_rank()]
+    packs = (build_pack([rows[i] for i in part], channels, policy.split) for part in own)
+    return [_to_device(policy, pack) for pack in packs]
+
+
+def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
+    def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(policy.device, non_blocking=True)
+
+    return MicroBatch(
+        input_ids_1T=move(pack.input_ids_T)[None],
+        targets_N=move(pack.targets_N),
+        labels_N=move(pack.labels_N),
+        channels_N={name: move(values) for name, values in pack.channels_N.items()},
+        attention=policy.attention(pack),
+        places=len(pack.input_ids_T),
+    )
+
+
+def run_passes(
+    policy: Policy, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
+) -> Tally:
+    """Forward (and backward) over all micro-batches. A collective over all ranks.
+
+    With `backward`, gradients are summed over ranks and divided by the number of scored tokens
+    of the whole batch. The tally is complete only on the last pipeline stage.
+    """
+    tally = Tally()
+
+    def score(
+        batch: MicroBatch, logits_1TV: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        logprobs_N = token_logprobs(
+            logits_1TV[0],
+            batch.targets_N,
+            batch.labels_N,
+            batch.channels_N.get(TEMPERATURE),
+            policy.arch.vocab,
+        )
+        total, seen = loss(batch, logprobs_N)
+        tally.add(seen)
+        return total, torch.tensor(len(batch.targets_N), dtype=torch.int, device=total.device), {}
+
+    def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        batch = next(batches)
+        output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
+        return output, partial(score, batch)
+
+    run = get_forward_backward_func()
+    with torch.set_grad_enabled(backward):
+        run(
+            forward_step_func=forward,
+            data_iterator=iter(batches),
+            model=[policy.replica],
+            num_microbatches=len(batches),
+            # Shapes travel with the tensors (variable_seq_lengths).
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=not backward,
+        )
+    return tally
+
+
+def train_once(
+    policy: Policy, optimizer: Any, batches: Sequence[MicroBatch], loss: LossFunction, rate: float
+) -> tuple[Tally, float]:
+    """One update at learning rate `rate`: this rank's tally, the gradient norm before clipping."""
+    tally = run_passes(policy, batches, loss, backward=True)
+    return tally, optimizer_step(policy, optimizer, rate)
