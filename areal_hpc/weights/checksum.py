@@ -1,0 +1,197 @@
+"""What SGLang's `/weights_checker` must answer when every byte arrived and was loaded in place.
+
+Reproduced from sglang 0.5.23: `srt/utils/weight_checker.py` hashes each tensor the server
+holds, under the server's own names (q/k/v fused to `qkv_proj`, gate/up to `gate_up_proj`,
+vocabulary rows padded to a multiple of 64) and after tensor-parallel slicing. On a CPU
+replica the hash is the first eight bytes of SHA-256; on a GPU it is the tiled word hash of
+`kernels/ops/memory/gpu_tensor_hash.py`. Comparing what the server holds, and not what it
+received, also catches a loader that puts right bytes in the wrong place.
+
+Experts of mixtures are not compared: their layout after loading depends on the kernel chosen.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.plan import fused_name
+
+_VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
+_SHOWN = 4
+_FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
+_WORD = (1 << 32) - 1
+
+Digests = dict[str, frozenset[str]]
+"""For each of the server's tensors the acceptable hashes (several where KV heads are repeated)."""
+
+
+def rank_digests(
+    tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int, replica_device: str
+) -> Digests:
+    """Hashes that one tensor-parallel rank must report after loading `tensors`.
+
+    Args:
+        tensors: Parameters in Hugging Face naming; fused sets must be complete.
+        tp_rank: The rank.
+        tp: How many ranks share the replica's tensors.
+        replica_device: `cpu` or `cuda`: decides the kind of hash.
+    """
+    fused: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if not is_expert(name):
+            fused.setdefault(fused_name(name), []).append((name, tensor))
+    return {
+        name: frozenset(
+            _hash(torch.cat(pieces) if len(pieces) > 1 else pieces[0], replica_device)
+            for pieces in _held_by(name, parts, tp_rank, tp)
+        )
+        for name, parts in fused.items()
+    }
+
+
+def is_expert(name: str) -> bool:
+    """True for the parameters of one expert of a mixture."""
+    return ".experts." in name
+
+
+def compare(expected: Digests, reported: Mapping[str, str], who: str) -> None:
+    """Check one rank's report.
+
+    Raises:
+        WeightSyncError: A tensor differs, or only one side has it.
+    """
+    server_names = {name for name in reported if not is_expert(name)}
+    missing = sorted(expected.keys() - server_names)
+    unsent = sorted(server_names - expected.keys())
+    different = sorted(
+        name for name in server_names & expected.keys() if reported[name] not in expected[name]
+    )
+    if not (missing or unsent or different):
+        return
+    hint = "resend all weights"
+    if len(different) == len(server_names):
+        hint = "export parameters in the server's dtype (inference.dtype)"
+    raise WeightSyncError(
+        f"{who}: expected the sent weights, got {len(different)} different {different[:_SHOWN]}, "
+        f"{len(missing)} unknown to the server {missing[:_SHOWN]}, "
+        f"{len(unsent)} never sent {unsent[:_SHOWN]}",
+        hint=hint,
+    )
+
+
+def _held_by(
+    name: str, parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
+) -> list[list[torch.Tensor]]:
+    """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
+    if name.startswith(("model.embed_tokens.", "lm_head.")):
+        return [[_slice(_pad_vocabulary(parts[0][1], tp), 0, tp_rank, tp)]]
+    if name.endswith((".o_proj.weight", ".down_proj.weight")):
+        return [[_slice(parts[0][1], 1, tp_rank, tp)]]
+    ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
+    tensors = [tensor for _, tensor in ordered]
+    if ".gate_up_proj." in name:
+        return [[_slice(tensor, 0, tp_rank, tp) for tensor in tensors]]
+    if ".qkv_proj." in name:
+        query, *key_value = tensors
+        # With fewer KV heads than ranks, `copies` neighbours hold the same head.
+        return [
+            [
+                _slice(query, 0, tp_rank, tp),
+                *(_slice(tensor, 0, tp_rank // copies, tp // copies) for tensor in key_value),
+            ]
+            for copies in range(1, tp + 1)
+            if tp % copies == 0 and key_value[0].shape[0] % (tp // copies) == 0
+        ]
+    return [tensors]
+
+
+def _slice(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tensor:
+    length = tensor.shape[dim] // ranks
+    return tensor.narrow(dim, rank * length, length)
+
+
+def _pad_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
+    """Zero rows up to the multiple that SGLang's embedding allocates."""
+    multiple = _VOCABULARY_PADDING
+    rows = tensor.shape[0]
+    if -(-rows // multiple) * multiple % tp:
+        multiple *= tp
+    padding = -rows % multiple
+    return torch.nn.functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
+
+
+def _hash(tensor: torch.Tensor, replica_device: str) -> str:
+    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
+    value = sha_hash(flat) if replica_device == "cpu" else word_hash(flat)
+    return f"{value:016x}"
+
+
+def sha_hash(flat: torch.Tensor) -> int:
+    """The first eight bytes of SHA-256 of a uint8 vector, as a big-endian number."""
+    digest = hashlib.sha256(flat.cpu().numpy().tobytes()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def word_hash(flat: torch.Tensor, *, seed: int = 0x243F6A88, tile_words: int = 8192) -> int:
+    """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat` is.
+
+    Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;
+    tiles are finished, joined to 64 bits and added up.
+
+    Args:
+        flat: uint8 vector.
+        seed: Source of the two 32-bit seeds.
+        tile_words: Words of one tile.
+    """
+    if not flat.numel():
+        return 0
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
+    words = padded.view(torch.int32)
+    seeds = (seed & _WORD, ((seed * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
+    total = 0
+    chunk = tile_words * 512  # bounds the 64-bit temporaries
+    for start in range(0, words.numel(), chunk):
+        total += _tiles_sum(words[start : start + chunk], start, words.numel(), seeds, tile_words)
+    return _splitmix64(total)
+
+
+def _tiles_sum(
+    words: torch.Tensor, start: int, all_words: int, seeds: tuple[int, int], tile_words: int
+) -> int:
+    value = words.to(torch.int64) & _WORD
+    position = torch.arange(start, start + words.numel(), device=words.device) & _WORD
+    halves = []
+    for seed, factor, turn in zip(seeds, (0x27D4EB2D, 0x165667B1), (15, 13), strict=True):
+        place = ((position * factor + seed) & _WORD) ^ _rotate(position, turn)
+        mixed = _fmix32(value ^ place)
+        mixed = torch.nn.functional.pad(mixed, (0, -words.numel() % tile_words))
+        sums = mixed.view(-1, tile_words).sum(1) & _WORD
+        halves.append(_fmix32(sums ^ (all_words * 4 & _WORD)))
+    # Summed as two halves: a 64-bit signed sum would overflow into the wrong sign.
+    high, low = (int(half.sum().item()) for half in halves)
+    return (high << 32) + low
+
+
+def _rotate(word: torch.Tensor, turn: int) -> torch.Tensor:
+    return ((word << turn) | (word >> (32 - turn))) & _WORD
+
+
+def _fmix32(word: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's finaliser on 32-bit words kept in int64."""
+    word = word ^ (word >> 16)
+    word = (word * 0x85EBCA6B) & _WORD
+    word = word ^ (word >> 13)
+    word = (word * 0xC2B2AE35) & _WORD
+    return word ^ (word >> 16)
+
+
+def _splitmix64(value: int) -> int:
+    mask = (1 << 64) - 1
+    value &= mask
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)

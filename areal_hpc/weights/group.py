@@ -1,0 +1,132 @@
+"""The trainer's end of one update group: rank 0 of a process group with a few replicas.
+
+SGLang joins with `init_custom_process_group` (sglang/srt/utils/common.py): a TCP store, a
+prefix of the group's name, and torch's own group constructor without a default group. The
+same steps are taken here, because both ends must derive the same store keys. Other than
+SGLang, every wait here ends: an operation that does not finish in time, or that has become
+pointless because a receiver refused, is given up and the group is void.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from areal_hpc.errors import WeightSyncError
+
+_POLL_S = 0.0002
+
+
+class UpdateGroup:
+    """Rank 0 of a group whose other ranks are the tensor-parallel ranks of replicas."""
+
+    def __init__(self, name: str, host: str, world_size: int, backend: str, timeout_s: float):
+        self.name = name
+        self.host = host
+        self.world_size = world_size
+        self.backend = backend
+        self._timeout_s = timeout_s
+        self._listener = socket.create_server((host, 0), backlog=world_size)
+        self.port: int = self._listener.getsockname()[1]
+        """Where the store listens, on `host` alone: it knows no passwords."""
+        self._store = c10d.TCPStore(
+            host,
+            self.port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            master_listen_fd=self._listener.detach(),
+        )
+        self._group: dist.ProcessGroup | None = None
+
+    def join(self, refused: Callable[[], bool]) -> None:
+        """Wait until every rank is there.
+
+        Args:
+            refused: True when a member will not come: there is then nothing to wait for.
+
+        Raises:
+            WeightSyncError: Not all came in time.
+        """
+        # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
+        forming = _start_daemon(self._construct)
+        self._await(forming.done, refused, "the group did not form")
+        try:
+            self._group = forming.result()
+        except RuntimeError as error:
+            raise WeightSyncError(f"group {self.name} did not form: {error}") from error
+
+    def _construct(self) -> dist.ProcessGroup:
+        timeout = timedelta(seconds=self._timeout_s)
+        group, _ = c10d._new_process_group_helper(
+            self.world_size,
+            0,
+            [],
+            c10d.Backend(self.backend),
+            c10d.PrefixStore(self.name, self._store),
+            group_name=c10d.GroupName(self.name),
+            timeout=timeout,
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        # torch's broadcast translates ranks through this table.
+        c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
+        return group
+
+    def broadcast(self, flat: torch.Tensor, refused: Callable[[], bool]) -> None:
+        """Send a packed bucket from here to every member.
+
+        Args:
+            flat: uint8, on the device of the group's backend.
+            refused: True when a member answered that it will not receive.
+
+        Raises:
+            WeightSyncError: The send failed, or a member did not take it in time.
+        """
+        assert self._group is not None, "join first"
+        try:
+            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+            self._await(work.is_completed, refused, "the broadcast did not complete")
+            work.wait()
+        except (RuntimeError, dist.DistBackendError) as error:
+            raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error
+
+    def _await(self, done: Callable[[], bool], refused: Callable[[], bool], trouble: str) -> None:
+        give_up_at = time.monotonic() + self._timeout_s
+        while not done():
+            if refused():
+                raise WeightSyncError(f"{trouble}: a member refused (group {self.name})")
+            if time.monotonic() >= give_up_at:
+                raise WeightSyncError(
+                    f"{trouble} within {self._timeout_s:.0f} s (group {self.name})"
+                )
+            time.sleep(_POLL_S)
+
+    def close(self) -> None:
+        """Leave, and so cut off members that still wait for bytes."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        group.abort()  # before the destructor, which would wait for operations under way
+        dist.destroy_process_group(group)
+
+
+def _start_daemon(work: Callable[[], dist.ProcessGroup]) -> Future[dist.ProcessGroup]:
+    """Run `work` in a thread that never keeps the process from exiting."""
+    future: Future[dist.ProcessGroup] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # boundary: carried to the thread that waits
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="update-group", daemon=True).start()
+    return future

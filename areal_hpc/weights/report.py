@@ -1,0 +1,51 @@
+"""What an update concerns and what came of it. Pure, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.version import WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaKey:
+    """One start of one SGLang server. A restarted server, or relay, makes a different key."""
+
+    cell: str
+    index: int
+    incarnation: int
+    tp: int
+    """Ranks it brings into an update group."""
+    relay_url: str
+    relay_started_at: float
+
+    def __str__(self) -> str:
+        return f"replica {self.index} of {self.cell} (incarnation {self.incarnation})"
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateReport:
+    """The outcome of one `Publisher.publish`."""
+
+    version: WeightVersion
+    ok: tuple[ReplicaKey, ...]
+    """Verified and open to agents."""
+    failed: dict[ReplicaKey, WeightSyncError]
+    """Left out of service; `Publisher.outdated` names them again for a full resend."""
+    size_bytes: int
+    """Bytes of all parameters (sent once to each group)."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Wall time of the phases `join`, `pause`, `transfer`, `verify` and `resume`; generation
+    stands still during all but the first."""
+
+    def raise_if_failed(self) -> None:
+        """Raise one error that names every replica left out.
+
+        Raises:
+            WeightSyncError: At least one replica failed.
+        """
+        if self.failed:
+            raise WeightSyncError.of(
+                problem for error in self.failed.values() for problem in error.problems
+            )
