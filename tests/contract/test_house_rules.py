@@ -30,7 +30,7 @@ class Module:
 
     @property
     def nodes(self) -> Iterator[ast.AST]:
-        return ast.walk(ast.parse(self.text))
+        return ast.walk(ast.parse(self.text, self.name))
 
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -81,7 +81,7 @@ def broad_excepts_say_why(module: Module) -> Iterator[str]:
 
 
 def public_things_are_documented(module: Module) -> Iterator[str]:
-    tree = ast.parse(module.text)
+    tree = ast.parse(module.text, module.name)
     if not ast.get_docstring(tree):
         yield module.name
     yield from _undocumented(tree, module.name)
@@ -104,7 +104,11 @@ def _undocumented(scope: ast.Module | ast.ClassDef, where: str) -> Iterator[str]
 def package_files_hold_only_a_docstring(module: Module) -> Iterator[str]:
     path = Path(module.name)
     if path.name == "__init__.py" and len(path.parts) > 1:
-        extra = [node for node in ast.parse(module.text).body if not isinstance(node, ast.Expr)]
+        extra = [
+            node
+            for node in ast.parse(module.text, module.name).body
+            if not isinstance(node, ast.Expr)
+        ]
         if extra:
             yield f"{module.name}:{extra[0].lineno}"
 

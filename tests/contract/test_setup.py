@@ -22,7 +22,9 @@ echo "$*" >>"$ASKED"
 case "$*" in
   *"import ensurepip"*) echo "$0" ;;
   "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-  "-m pip install --no-deps -r "*) sleep "${PIP_TAKES_S:-0}"; [ ! -e "$PIP_FAILS" ] || { echo "no such wheel"; exit 1; } ;;
+  "-m pip install --no-deps -r "*)
+    sleep "${PIP_TAKES_S:-0}"
+    [ ! -e "$PIP_FAILS" ] || { echo "no such wheel"; exit 1; } ;;
 esac
 """
 
@@ -151,8 +153,20 @@ def test_a_missing_python_is_named_with_the_command_that_installs_it(tree: Tree)
 def test_missing_system_packages_are_named(tree: Tree, tmp_path: Path) -> None:
     commands = tmp_path / "commands"
     commands.mkdir()
-    needed = "bash cat cut dirname env getconf head mkdir sha256sum sort tail uname".split()
-    for name in needed:
+    for name in (
+        "bash",
+        "cat",
+        "cut",
+        "dirname",
+        "env",
+        "getconf",
+        "head",
+        "mkdir",
+        "sha256sum",
+        "sort",
+        "tail",
+        "uname",
+    ):
         found = shutil.which(name)
         assert found
         (commands / name).symlink_to(found)
