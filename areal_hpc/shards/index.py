@@ -1,0 +1,124 @@
+"""The index: which shards are sealed, what they hold, and the digest that proves it.
+
+`index/<writer>.jsonl` has one line per sealed shard and is only ever appended to. A shard
+counts as sealed when its line is there; the line is written last.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.shards.schema import parse_shard_name
+
+
+class ShardTicket(msgspec.Struct, frozen=True):
+    """One issue of one ticket inside one shard."""
+
+    ticket_id: int
+    attempt: int
+    rows: list[int]
+    """Row numbers in the shard."""
+    rewards: list[float]
+    """One per row, exactly as stored (float32)."""
+
+
+class SealedShard(msgspec.Struct, frozen=True):
+    """One line of the index."""
+
+    file: str
+    """Name in the run's shards directory."""
+    bytes: int
+    digest: str
+    """`crc32:<8 hex digits>` over every byte of the file."""
+    rows: int
+    tokens: int
+    tickets: list[ShardTicket]
+
+
+def group_tickets(
+    ticket_ids: npt.NDArray[np.int64],
+    attempts: npt.NDArray[np.int32],
+    rewards: npt.NDArray[np.float32],
+) -> list[ShardTicket]:
+    """The tickets of a shard in order of first row. All arguments have one element per row."""
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    for row, key in enumerate(zip(ticket_ids.tolist(), attempts.tolist(), strict=True)):
+        rows_of.setdefault(key, []).append(row)
+    return [
+        ShardTicket(ticket_id, attempt, rows, rewards[rows].tolist())
+        for (ticket_id, attempt), rows in rows_of.items()
+    ]
+
+
+def append_to_index(index_dir: Path, shard: SealedShard) -> None:
+    """Add the shard's line durably. The shard is sealed when this returns.
+
+    Raises:
+        ValueError: `shard.file` is not a shard's name.
+    """
+    named = parse_shard_name(shard.file)
+    if named is None:
+        raise ValueError(f"{shard.file!r} is not the name of a shard")
+    index_dir.mkdir(parents=True, exist_ok=True)
+    path = index_dir / f"{named[0]}.jsonl"
+    is_new = not path.exists()
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size = os.fstat(descriptor).st_size
+        # A crash may have left half a line: end it, or it would swallow this one.
+        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        os.write(descriptor, b"\n" * torn + msgspec.json.encode(shard) + b"\n")
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if is_new:
+        sync_directory(index_dir)
+
+
+def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
+    """Every sealed shard of the run (or of one writer), ordered by writer, then as sealed.
+
+    Half a line is the trace of a crash and is left out: its shard is an orphan, which
+    `verify_run` reports and `repair` indexes again.
+    """
+    if not index_dir.is_dir():
+        return []
+    paths = [index_dir / f"{writer}.jsonl"] if writer else sorted(index_dir.glob("*.jsonl"))
+    return [shard for path in paths if path.exists() for shard in _whole_lines(path)]
+
+
+def _whole_lines(path: Path) -> Iterable[SealedShard]:
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            yield msgspec.json.decode(line, type=SealedShard)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+
+
+def locate_tickets(
+    shards: Iterable[SealedShard],
+) -> dict[tuple[int, int], tuple[str, ShardTicket]]:
+    """Where each `(ticket_id, attempt)` lies: shard file and rows.
+
+    A writer that died right after sealing may seal the same tickets again; the first copy counts.
+    """
+    places: dict[tuple[int, int], tuple[str, ShardTicket]] = {}
+    for shard in shards:
+        for ticket in shard.tickets:
+            places.setdefault((ticket.ticket_id, ticket.attempt), (shard.file, ticket))
+    return places
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new files in the directory survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,281 @@
+"""The node-local journal: what a process must not lose if it dies before the next seal.
+
+A file of records, each one `write()`:
+
+| field   | bytes  | meaning                                   |
+|---------|--------|-------------------------------------------|
+| magic   | 4      | `AHJ1`                                    |
+| kind    | 4      | the caller's own numbering                |
+| length  | 4      | bytes of payload                          |
+| crc     | 4      | CRC-32 of kind, length and payload        |
+| payload | length | opaque here                               |
+
+Integers are little-endian. A record is safe from the death of the process when `append`
+returns, and from the death of the node one sync interval later. Whatever follows the last
+whole record is the trace of a crash.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.shards.index import sync_directory
+
+_MAGIC = b"AHJ1"
+_HEADER = struct.Struct("<4sIII")
+_CHECKED = struct.Struct("<II")
+_MOST_PAYLOAD_BYTES = 1 << 30
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class JournalRecord:
+    """One whole record."""
+
+    kind: int
+    payload: bytes
+
+
+def encode_header(kind: int, payload: bytes) -> bytes:
+    """The header of a record; the payload follows it in the file.
+
+    Raises:
+        ValueError: `kind` is not an unsigned 32-bit number, or the payload is above 1 GiB.
+    """
+    if not 0 <= kind < 1 << 32 or len(payload) > _MOST_PAYLOAD_BYTES:
+        raise ValueError(
+            f"a record has a kind of 32 bits and at most {_MOST_PAYLOAD_BYTES} bytes, "
+            f"got kind {kind} and {len(payload)} bytes"
+        )
+    crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, len(payload))))
+    return _HEADER.pack(_MAGIC, kind, len(payload), crc)
+
+
+class JournalReading:
+    """The whole records of a journal, in order, each time it is iterated.
+
+    `whole_bytes` and `torn_bytes` describe the last complete iteration: what the records take,
+    and what a crash left over behind them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.whole_bytes = 0
+        self.torn_bytes = 0
+
+    def __iter__(self) -> Iterator[JournalRecord]:
+        self.whole_bytes = self.torn_bytes = 0
+        with self.path.open("rb") as stream:
+            size_bytes = os.fstat(stream.fileno()).st_size
+            if not size_bytes:
+                return
+            with mmap.mmap(stream.fileno(), size_bytes, access=mmap.ACCESS_READ) as mapped:
+                while (record := _record_at(mapped, self.whole_bytes)) is not None:
+                    yield record
+                    self.whole_bytes += _HEADER.size + len(record.payload)
+        self.torn_bytes = size_bytes - self.whole_bytes
+
+
+def read_journal(path: Path) -> JournalReading:
+    """The journal's whole records; stops cleanly at a torn tail and counts its bytes."""
+    return JournalReading(path)
+
+
+def _record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
+    begin = offset + _HEADER.size
+    if begin > len(data):
+        return None
+    magic, kind, length, crc = _HEADER.unpack_from(data, offset)
+    if magic != _MAGIC or length > _MOST_PAYLOAD_BYTES or begin + length > len(data):
+        return None
+    payload = data[begin : begin + length]
+    if zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, length))) != crc:
+        return None
+    return JournalRecord(kind, payload)
+
+
+class JournalWriter:
+    """Appends records from any thread; a background thread makes them durable.
+
+    Opening an existing journal cuts off a torn tail. The file has mode 0600 and belongs to one
+    process at a time.
+
+    Raises:
+        ClusterError: Another process holds the journal, or the disk refuses.
+    """
+
+    def __init__(self, path: Path, sync_interval_s: float) -> None:
+        self.path = path
+        self._sync_interval_s = sync_interval_s
+        self._appending = threading.Lock()
+        # Guards the descriptor against being closed by `rotate` during a sync. Taken first.
+        self._syncing = threading.Lock()
+        self._dirty = threading.Event()
+        self._stop = threading.Event()
+        self._sync_error: OSError | None = None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._descriptor = _open_exclusively(path)
+        self._size_bytes = _cut_torn_tail(self._descriptor, path)
+        sync_directory(path.parent)
+        self._thread = threading.Thread(target=self._sync_loop, name="journal-sync", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes_written(self) -> int:
+        """Size of the journal."""
+        return self._size_bytes
+
+    def append(self, kind: int, payload: bytes) -> None:
+        """Write one record; on return it survives the death of this process.
+
+        Raises:
+            ClusterError: The disk refuses, now or at an earlier sync. The journal stays whole.
+        """
+        header = encode_header(kind, payload)
+        with self._appending:
+            if self._sync_error is not None:
+                raise _disk_trouble(self.path, self._sync_error) from self._sync_error
+            try:
+                _write_whole(self._descriptor, (header, payload))
+            except OSError as error:
+                os.ftruncate(self._descriptor, self._size_bytes)
+                raise _disk_trouble(self.path, error) from error
+            self._size_bytes += len(header) + len(payload)
+        self._dirty.set()
+
+    def sync(self) -> None:
+        """Make every record appended so far survive the death of the node.
+
+        Raises:
+            ClusterError: The disk refuses.
+        """
+        try:
+            with self._syncing:
+                os.fdatasync(self._descriptor)
+        except OSError as error:
+            raise _disk_trouble(self.path, error) from error
+
+    def rotate(self, is_needed: Callable[[JournalRecord], bool]) -> None:
+        """Replace the journal by one that holds only the records still needed.
+
+        Old records are sifted while other threads go on appending; what they append meanwhile
+        is kept. A crash leaves the old journal or the new one, whole.
+
+        Raises:
+            ClusterError: The disk refuses. The old journal stays in use.
+        """
+        fresh_path = self.path.with_name(self.path.name + ".new")
+        fresh = -1
+        try:
+            fresh_path.unlink(missing_ok=True)
+            fresh = _open_exclusively(fresh_path)
+            sifted_bytes = self._sift(fresh, is_needed)
+            os.fdatasync(fresh)
+            with self._syncing, self._appending:
+                _copy_range(self._descriptor, sifted_bytes, fresh)
+                os.fdatasync(fresh)
+                fresh_path.rename(self.path)
+                sync_directory(self.path.parent)
+                os.close(self._descriptor)
+                self._descriptor, fresh = fresh, -1
+                self._size_bytes = os.fstat(self._descriptor).st_size
+        except OSError as error:
+            raise _disk_trouble(self.path, error) from error
+        finally:
+            if fresh >= 0:
+                os.close(fresh)
+
+    def close(self) -> None:
+        """Sync and close; the file stays. Closing again does nothing.
+
+        Raises:
+            ClusterError: The disk refuses.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        self._dirty.set()
+        self._thread.join()
+        try:
+            self.sync()
+        finally:
+            os.close(self._descriptor)
+
+    def _sift(self, target: int, is_needed: Callable[[JournalRecord], bool]) -> int:
+        """Copy the needed records to `target`; return how many bytes of this journal were read."""
+        reading = read_journal(self.path)
+        for record in reading:
+            if is_needed(record):
+                header = encode_header(record.kind, record.payload)
+                _write_whole(target, (header, record.payload))
+        return reading.whole_bytes
+
+    def _sync_loop(self) -> None:
+        while True:
+            self._dirty.wait()
+            if self._stop.wait(self._sync_interval_s):
+                return
+            self._dirty.clear()
+            try:
+                with self._syncing:
+                    os.fdatasync(self._descriptor)
+            except OSError as error:
+                # After a failed sync the kernel may have dropped the data: never try again.
+                self._sync_error = error
+                return
+
+
+def _open_exclusively(path: Path) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(descriptor)
+        raise ClusterError(
+            "another process writes this journal",
+            key=str(path),
+            hint="stop the other process, or give this one its own journal_dir",
+        ) from error
+    return descriptor
+
+
+def _cut_torn_tail(descriptor: int, path: Path) -> int:
+    """Truncate the file behind its last whole record; return the size in bytes."""
+    reading = read_journal(path)
+    for _ in reading:
+        pass
+    if reading.torn_bytes:
+        _LOG.warning("%s: cut off a torn tail of %d bytes", path, reading.torn_bytes)
+        os.ftruncate(descriptor, reading.whole_bytes)
+    return reading.whole_bytes
+
+
+def _copy_range(source: int, offset: int, target: int) -> None:
+    while block := os.pread(source, 1 << 20, offset):
+        _write_whole(target, (block,))
+        offset += len(block)
+
+
+def _write_whole(descriptor: int, buffers: Sequence[bytes]) -> None:
+    total_bytes = sum(map(len, buffers))
+    written_bytes = os.writev(descriptor, buffers)
+    if written_bytes != total_bytes:
+        raise OSError(f"wrote {written_bytes} of {total_bytes} bytes: is the disk full?")
+
+
+def _disk_trouble(path: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"cannot write the journal: {error}",
+        key=str(path),
+        hint="make room on the node-local disk, or set shards.journal_dir",
+    )

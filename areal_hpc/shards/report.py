@@ -1,0 +1,163 @@
+"""What `areal-hpc shards ls|show|verify` print. Text in columns, fit for pipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import SealedShard, read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.verify import VerifyReport
+from areal_hpc.trajectory import Trajectory
+
+VersionText = Callable[[int], str]
+"""How a packed weight version is shown: shards store versions without knowing their meaning."""
+
+
+def list_shards(layout: RunLayout, version_text: VersionText = str) -> str:
+    """One line per sealed shard and a total."""
+    shards = read_index(layout.index_dir)
+    if not shards:
+        return f"no sealed shards in {layout.index_dir}"
+    head = ("shard", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
+    lines = [_shard_line(layout.shards_dir / shard.file, shard, version_text) for shard in shards]
+    total = (
+        f"{len(shards)} shards, {sum(shard.rows for shard in shards)} rows, "
+        f"{sum(shard.tokens for shard in shards)} tokens, "
+        f"{sum(shard.bytes for shard in shards) / 2**20:.1f} MiB"
+    )
+    return f"{_in_columns([head, *lines])}\n{total}"
+
+
+def show_trajectory(
+    path: Path,
+    row: int,
+    tokenizer_json: Path | None = None,
+    version_text: VersionText = str,
+) -> str:
+    """One trajectory, token by token, decoded if a `tokenizer.json` is given.
+
+    Args:
+        path: A shard, or a run directory whose rows are then counted over all its shards.
+        row: From 0.
+        tokenizer_json: The tokenizer file of the model that was trained.
+        version_text: How to write a packed weight version.
+
+    Raises:
+        RecipeError: There is no such row or tokenizer.
+        ShardError: The shard is damaged.
+    """
+    tokenizer = _load_tokenizer(tokenizer_json) if tokenizer_json else None
+    shard_path, row = _find_row(path, row)
+    (trajectory,) = ShardReader(shard_path).read_rows([row])
+    sampled = int(trajectory.loss_mask_T.sum())
+    title = (
+        f"{shard_path.name} row {row}: ticket {trajectory.ticket_id} "
+        f"attempt {trajectory.attempt} episode {trajectory.episode} row {trajectory.row}, "
+        f"reward {trajectory.reward:g}, temperature {trajectory.temperature:g}, "
+        f"{trajectory.num_tokens} tokens, {sampled} sampled"
+    )
+    head: tuple[str, ...] = ("position", "id", "mask", "logprob", "version")
+    lines = [
+        _token_line(trajectory, position, version_text) for position in range(trajectory.num_tokens)
+    ]
+    if tokenizer is not None:
+        texts = [
+            tokenizer.decode([token], skip_special_tokens=False)
+            for token in trajectory.input_ids_T.tolist()
+        ]
+        head = (*head, "text")
+        lines = [(*line, repr(text)) for line, text in zip(lines, texts, strict=True)]
+    return f"{title}\n{_in_columns([head, *lines])}"
+
+
+def describe_verification(report: VerifyReport) -> str:
+    """One line per problem, then `N shards, M rows verified, K problems`."""
+    lines = [f"{problem.key}: {problem.message}" for problem in report.problems]
+    lines.append(
+        f"{report.shards} shards, {report.rows} rows verified, {len(report.problems)} problems"
+    )
+    return "\n".join(lines)
+
+
+def _shard_line(path: Path, shard: SealedShard, version_text: VersionText) -> tuple[str, ...]:
+    rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
+    return (
+        shard.file,
+        str(shard.rows),
+        str(shard.tokens),
+        str(len(shard.tickets)),
+        f"{shard.bytes / 2**20:.2f}",
+        _version_range(path, version_text),
+        f"{np.mean(rewards):.3f}",
+    )
+
+
+def _version_range(path: Path, version_text: VersionText) -> str:
+    try:
+        versions = ShardReader(path).columns["versions"]
+    except ShardError:
+        return "unreadable"
+    sampled = versions[versions >= 0]
+    if not len(sampled):
+        return "-"
+    oldest, newest = version_text(int(sampled.min())), version_text(int(sampled.max()))
+    return oldest if oldest == newest else f"{oldest}..{newest}"
+
+
+def _find_row(path: Path, row: int) -> tuple[Path, int]:
+    """The shard and the row in it that `row` of a shard or of a run means."""
+    if path.is_file():
+        total = ShardReader(path).num_rows
+        if 0 <= row < total:
+            return path, row
+    else:
+        layout = RunLayout(path)
+        total = 0
+        for shard in read_index(layout.index_dir):
+            if 0 <= row - total < shard.rows:
+                return layout.shards_dir / shard.file, row - total
+            total += shard.rows
+    raise RecipeError(
+        f"there is no row {row}: {path} holds {total} rows",
+        key="row",
+        hint=f"give a row from 0 to {total - 1}" if total else "wait for the first sealed shard",
+    )
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    if not path.is_file():
+        raise RecipeError("there is no tokenizer", key=str(path), hint="give a tokenizer.json")
+    return Tokenizer.from_file(str(path))
+
+
+def _token_line(
+    trajectory: Trajectory, position: int, version_text: VersionText
+) -> tuple[str, ...]:
+    version = int(trajectory.versions_T[position])
+    sampled = bool(trajectory.loss_mask_T[position])
+    return (
+        str(position),
+        str(trajectory.input_ids_T[position]),
+        str(trajectory.loss_mask_T[position]),
+        f"{trajectory.logprobs_T[position]:.4f}" if sampled else "-",
+        version_text(version) if version >= 0 else "-",
+    )
+
+
+def _in_columns(lines: Sequence[Sequence[str]]) -> str:
+    """Left-aligned text in the first and last column, right-aligned numbers between."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    last = len(widths) - 1
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if index in (0, last) else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )

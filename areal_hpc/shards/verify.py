@@ -1,0 +1,152 @@
+"""Every sealed shard is what its index line says, byte for byte; what a crash left is mended."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_hpc.errors import Problem, ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.schema import PARTIAL_SUFFIX, SUFFIX, parse_shard_name
+from areal_hpc.shards.writer import format_digest
+
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """What `verify_run` looked at and what is wrong with it."""
+
+    shards: int = 0
+    rows: int = 0
+    problems: list[Problem] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class RepairReport:
+    """What `repair` changed."""
+
+    indexed: list[str] = field(default_factory=list)
+    """Whole shards that had no index line."""
+    removed: list[str] = field(default_factory=list)
+    """Shards that were still being written when their writer died."""
+    damaged: list[Problem] = field(default_factory=list)
+    """Shards without index line that cannot be read; left as they are."""
+
+
+def verify_run(layout: RunLayout) -> VerifyReport:
+    """Check every index line against its file, and every file against the index.
+
+    Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
+    burst of up to 32 bits with certainty, and any other damage but for one in 4 billion.
+    """
+    # Files first: a shard sealed in between is then in the index, and no false orphan.
+    files = _shard_files(layout.shards_dir)
+    report = VerifyReport()
+    shards = read_index(layout.index_dir)
+    for shard in shards:
+        path = layout.shards_dir / shard.file
+        report.shards += 1
+        report.rows += shard.rows
+        report.problems += [
+            Problem(message, str(path), hint="restore the file from a copy")
+            for message in check_shard(path, shard)
+        ]
+    known = {shard.file for shard in shards}
+    report.problems += [
+        Problem(
+            "no index line names this shard: its writer died right after sealing",
+            str(path),
+            hint="start the run again: its proxies index what they left behind",
+        )
+        for path in files
+        if path.name not in known
+    ]
+    return report
+
+
+def check_shard(path: Path, shard: SealedShard) -> list[str]:
+    """Everything in which the file differs from its index line; empty when all is well."""
+    if not path.is_file():
+        return ["the file is missing"]
+    size_bytes, digest = digest_file(path)
+    if size_bytes != shard.bytes:
+        return [f"size: expected {shard.bytes} bytes, got {size_bytes}"]
+    if digest != shard.digest:
+        return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
+    try:
+        actual = describe_shard(path)
+    except ShardError as error:
+        return [error.problems[0].message]
+    return [
+        f"{name}: the index says {getattr(shard, name)}, the file {getattr(actual, name)}"
+        for name in ("rows", "tokens", "tickets")
+        if getattr(shard, name) != getattr(actual, name)
+    ]
+
+
+def digest_file(path: Path) -> tuple[int, str]:
+    """Size in bytes and digest of a whole file, read once from start to end."""
+    size_bytes = crc = 0
+    block = memoryview(bytearray(_BLOCK_BYTES))
+    with path.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            crc = zlib.crc32(block[:count], crc)
+            size_bytes += count
+    return size_bytes, format_digest(crc)
+
+
+def describe_shard(path: Path) -> SealedShard:
+    """The index line that belongs to a whole shard.
+
+    Raises:
+        ShardError: The file is not a whole shard.
+    """
+    reader = ShardReader(path)
+    columns = reader.columns
+    size_bytes, digest = digest_file(path)
+    return SealedShard(
+        file=path.name,
+        bytes=size_bytes,
+        digest=digest,
+        rows=reader.num_rows,
+        tokens=reader.num_tokens,
+        tickets=group_tickets(columns["ticket_id"], columns["attempt"], columns["reward"]),
+    )
+
+
+def repair(layout: RunLayout, writer: str | None = None) -> RepairReport:
+    """Index whole shards that a crash left without a line, and remove half-written ones.
+
+    Call it only while the writers concerned are not running: for one `writer` by its own next
+    incarnation, for all of them when the run has stopped. Repairing again changes nothing.
+    """
+    report = RepairReport()
+    known = {shard.file for shard in read_index(layout.index_dir, writer)}
+    for path in _shard_files(layout.shards_dir, writer):
+        if path.name in known:
+            continue
+        try:
+            append_to_index(layout.index_dir, describe_shard(path))
+            report.indexed.append(path.name)
+        except ShardError as error:
+            report.damaged += error.problems
+    for path in _shard_files(layout.shards_dir, writer, PARTIAL_SUFFIX):
+        path.unlink()
+        report.removed.append(path.name)
+    return report
+
+
+def _shard_files(shards_dir: Path, writer: str | None = None, suffix: str = SUFFIX) -> list[Path]:
+    if not shards_dir.is_dir():
+        return []
+    return [
+        path
+        for path in sorted(shards_dir.iterdir())
+        if path.name.endswith(suffix)
+        and (named := parse_shard_name(path.name))
+        and writer in (None, named[0])
+    ]

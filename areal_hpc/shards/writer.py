@@ -1,0 +1,212 @@
+"""Trajectories become one sealed shard: written under a temporary name, synced, renamed, indexed.
+
+HDF5 only lays the file out (headers, and space for contiguous datasets). The arrays then go
+straight from the trajectories into that space with `pwritev`: nothing is copied in memory,
+while one-shot `create_dataset(data=...)` concatenates first and measures 0.6 times as fast.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h5py
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from h5py import h5d, h5p, h5s, h5t
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.shards.index import (
+    SealedShard,
+    append_to_index,
+    group_tickets,
+    read_index,
+    sync_directory,
+)
+from areal_hpc.shards.schema import (
+    ALIGNMENT_BYTES,
+    DATASETS,
+    FORMAT,
+    PARTIAL_SUFFIX,
+    SUFFIX,
+    VERSION,
+    Axis,
+    parse_shard_name,
+    shard_name,
+)
+from areal_hpc.trajectory import Trajectory
+
+Array = npt.NDArray[Any]
+Pieces = Mapping[str, Sequence[Array]]
+"""Per dataset, the arrays whose concatenation is its content."""
+
+_MOST_BUFFERS = 1024
+"""IOV_MAX of Linux: buffers one `pwritev` may take."""
+
+
+def seal(
+    trajectories: Sequence[Trajectory], shards_dir: Path, index_dir: Path, writer_name: str
+) -> SealedShard:
+    """Write the trajectories as rows 0..N-1 of a new shard; durable and indexed on return.
+
+    A crash leaves a `.h5.tmp` file, or a whole shard without index line; never half a shard.
+    A writer's name belongs to one live process.
+
+    Raises:
+        ValueError: There is nothing to seal, or a reward is not finite.
+        ClusterError: The storage refused (full, read-only, gone). Sealing again is safe.
+    """
+    if not trajectories:
+        raise ValueError("a shard holds at least one trajectory, got none")
+    pieces = _pieces(trajectories)
+    try:
+        shards_dir.mkdir(parents=True, exist_ok=True)
+        partial = _claim(shards_dir, index_dir, writer_name)
+        try:
+            offsets = _lay_out(partial, pieces, writer_name)
+            size_bytes, digest = _fill(partial, pieces, offsets)
+        except BaseException:
+            partial.unlink()
+            raise
+        path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX) + SUFFIX)
+        partial.rename(path)
+        sync_directory(shards_dir)
+        shard = SealedShard(
+            file=path.name,
+            bytes=size_bytes,
+            digest=digest,
+            rows=len(trajectories),
+            tokens=sum(trajectory.num_tokens for trajectory in trajectories),
+            tickets=group_tickets(
+                pieces["ticket_id"][0], pieces["attempt"][0], pieces["reward"][0]
+            ),
+        )
+        append_to_index(index_dir, shard)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot seal {len(trajectories)} trajectories: {error}",
+            key=str(shards_dir),
+            hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
+        ) from error
+    return shard
+
+
+def format_digest(crc: int) -> str:
+    """The index's form of a CRC-32 over a whole file."""
+    return f"crc32:{crc:08x}"
+
+
+def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[Array]]:
+    metas = [
+        np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
+    ]
+    lengths = {
+        "offsets": [trajectory.num_tokens for trajectory in trajectories],
+        "meta_offsets": [len(meta) for meta in metas],
+    }
+    pieces: dict[str, list[Array]] = {"meta": list(metas)}
+    for dataset in DATASETS:
+        name, dtype = dataset.name, dataset.dtype
+        if dataset.axis is Axis.TOKEN:
+            arrays = (getattr(trajectory, f"{name}_T") for trajectory in trajectories)
+            pieces[name] = [
+                np.ascontiguousarray(array.astype(dtype, casting="same_kind", copy=False))
+                for array in arrays
+            ]
+        elif dataset.axis is Axis.ROW:
+            values = [getattr(trajectory, name) for trajectory in trajectories]
+            pieces[name] = [np.array(values, dtype)]
+        elif dataset.axis is Axis.ROW_BOUND:
+            pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
+    if not np.isfinite(pieces["reward"][0]).all():
+        raise ValueError(f"rewards must be finite numbers, got {pieces['reward'][0].tolist()}")
+    return pieces
+
+
+def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
+    """Create the temporary file of the writer's next number, exclusively."""
+    names = [entry.name for entry in shards_dir.iterdir()]
+    names += [shard.file for shard in read_index(index_dir, writer)]
+    used = {named[1] for name in names if (named := parse_shard_name(name)) and named[0] == writer}
+    partial = shards_dir / (shard_name(writer, max(used, default=-1) + 1) + ".tmp")
+    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+    return partial
+
+
+def _lay_out(path: Path, pieces: Pieces, writer: str) -> dict[str, int]:
+    """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_layout(h5d.CONTIGUOUS)
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+    creation.set_fill_time(h5d.FILL_TIME_NEVER)
+    offsets = {}
+    # Default libver: files of `libver="latest"` cannot be opened after kill -9.
+    with h5py.File(
+        path, "w", alignment_threshold=1, alignment_interval=ALIGNMENT_BYTES, locking=False
+    ) as file:
+        file.attrs["format"] = FORMAT
+        file.attrs["version"] = VERSION
+        file.attrs["writer"] = writer
+        file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+        for dataset in DATASETS:
+            length = sum(len(piece) for piece in pieces[dataset.name])
+            created = h5d.create(
+                file.id,
+                dataset.name.encode(),
+                h5t.py_create(dataset.dtype),
+                h5s.create_simple((length,)),
+                creation,
+            )
+            if length:
+                offsets[dataset.name] = created.get_offset()
+    return offsets
+
+
+def _fill(path: Path, pieces: Pieces, offsets: Mapping[str, int]) -> tuple[int, str]:
+    """Write the arrays, make the file durable, return its size in bytes and its digest."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        for name, offset in offsets.items():
+            _write_at(descriptor, pieces[name], offset)
+        size_bytes = os.fstat(descriptor).st_size
+        # Both release the interpreter lock: the digest costs no time while the disk is busy.
+        with ThreadPoolExecutor(1) as pool:
+            synced = pool.submit(os.fsync, descriptor)
+            crc = 0
+            for block in _blocks(descriptor, size_bytes, pieces, offsets):
+                crc = zlib.crc32(block, crc)
+            synced.result()
+    finally:
+        os.close(descriptor)
+    return size_bytes, format_digest(crc)
+
+
+def _write_at(descriptor: int, arrays: Sequence[Array], offset: int) -> None:
+    for first in range(0, len(arrays), _MOST_BUFFERS):
+        buffers = [array.data for array in arrays[first : first + _MOST_BUFFERS]]
+        expected_bytes = sum(buffer.nbytes for buffer in buffers)
+        written_bytes = os.pwritev(descriptor, buffers, offset)
+        if written_bytes != expected_bytes:
+            raise OSError(f"wrote {written_bytes} of {expected_bytes} bytes: is the disk full?")
+        offset += written_bytes
+
+
+def _blocks(
+    descriptor: int, size_bytes: int, pieces: Pieces, offsets: Mapping[str, int]
+) -> Iterator[memoryview | bytes]:
+    """The whole file in order: arrays as they are in memory, what lies between read back.
+
+    Taking the arrays from memory makes the digest cover the way to the disk as well.
+    """
+    position = 0
+    for name, offset in sorted(offsets.items(), key=lambda item: item[1]):
+        yield os.pread(descriptor, offset - position, position)
+        yield from (piece.data for piece in pieces[name])
+        position = offset + sum(piece.nbytes for piece in pieces[name])
+    yield os.pread(descriptor, size_bytes - position, position)
