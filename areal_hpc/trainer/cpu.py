@@ -24,9 +24,12 @@ with warnings.catch_warnings():
 
 def install() -> bool:
     """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
+    logging.getLogger("megatron").setLevel(logging.WARNING)
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+    # Megatron's default of an option that is not used here.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
     if torch.cuda.is_available():
         return False
     if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):

@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.config import ParallelConfig
 
 STORE_NAME = "trainer-store"
@@ -38,6 +37,8 @@ def open_world(
 ) -> torch.device:
     """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
 
+    Without a GPU `cpu.install` must come first.
+
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.
         ClusterError: The other ranks did not come in time, or `is_cancelled` became true.
@@ -48,7 +49,6 @@ def open_world(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    cpu.install()
     own = _device(device, task.local_rank)
     store = _join_store(task, rendezvous_dir, is_cancelled)
     dist.init_process_group(

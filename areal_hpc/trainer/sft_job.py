@@ -1,0 +1,173 @@
+"""The supervised warm-up as a process: `areal_hpc.trainer.sft_job:run`."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.config import StageConfig
+from areal_hpc.layout import RunLayout
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.architecture import read_architecture
+from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
+from areal_hpc.trainer.huggingface import Checkpoint, load_hf, save_hf
+from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.model import DTYPES, Policy, build_policy
+from areal_hpc.trainer.optimizer import build_optimizer, learning_rate
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.sft import (
+    Messages,
+    Tokenizer,
+    batch_indices,
+    imitation_loss,
+    read_demonstrations,
+)
+from areal_hpc.trainer.step import make_micro_batches, train_once
+
+logger = logging.getLogger(__name__)
+
+KEPT_COMMITS = 2
+
+
+class SftJobConfig(StageConfig):
+    """What the launcher tells the warm-up."""
+
+    run_dir: Path
+    """The run directory."""
+    model_path: Path
+    """The model to start from."""
+    dataset_path: Path
+    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+    seed: int
+    """Of the order of demonstrations."""
+    warmup: WarmupConfig
+    """How long and how fast."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How model and batch are split."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU when the node has one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Fine-tune, and leave the model in `export/warmup`.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end; the work so far is committed.
+    """
+    job = SftJobConfig.model_validate(config)
+    layout = RunLayout(job.run_dir)
+    stop = StopRequest.install()
+    cpu.install()
+    device = open_world(
+        current_task(),
+        job.parallel,
+        job.device,
+        layout.rendezvous_dir,
+        is_cancelled=lambda: stop.requested,
+    )
+    policy = build_policy(
+        read_architecture(job.model_path), job.parallel, DTYPES[job.dtype], device
+    )
+    trainer = SftTrainer(job, layout, policy)
+    finished = trainer.train(stop)
+    if finished:
+        save_hf(policy, job.model_path, layout.export("warmup"))
+    close_world()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+class SftTrainer:
+    """The warm-up's loop, resumed from its latest commit when there is one."""
+
+    def __init__(self, job: SftJobConfig, layout: RunLayout, policy: Policy) -> None:
+        self._job = job
+        self._policy = policy
+        self._commits = CommitStore(layout.warmup_dir, KEPT_COMMITS)
+        self._tokenizer = Tokenizer(job.model_path)
+        self._demonstrations = read_demonstrations(job.dataset_path)
+        load_hf(policy, Checkpoint(job.model_path).read)
+        self._optimizer = build_optimizer(policy, job.warmup.optimizer)
+        self._step = self._committed = 0
+        self._parent: str | None = None
+        if (commit := self._commits.latest()) is not None:
+            load_commit(policy, self._optimizer, commit)
+            self._step = self._committed = commit.state.step
+            self._parent = commit.path.name
+            logger.info("resuming the warm-up after step %d", self._step)
+        self._metrics = None
+        if dist.get_rank() == 0:
+            self._commits.clean()
+            self._metrics = MetricsLog(layout.warmup_metrics, None, self._step)
+
+    def train(self, stop: StopRequest) -> bool:
+        """Train to the end; false when a stop was asked for on any rank before it."""
+        warmup = self._job.warmup
+        while self._step < warmup.total_steps:
+            if _any_rank(stop.requested):
+                if self._step > self._committed:
+                    self._commit()
+                return False
+            self._train_step()
+            if self._step % warmup.commit_every_steps == 0 or self._step == warmup.total_steps:
+                self._commit()
+        return True
+
+    def _train_step(self) -> None:
+        warmup, began = self._job.warmup, time.perf_counter()
+        batches = make_micro_batches(
+            self._policy,
+            self._tokenizer.rows(self._batch()),
+            (),
+            warmup.max_tokens_per_microbatch,
+        )
+        rate = learning_rate(self._step, warmup.total_steps, warmup.optimizer)
+        tally, grad_norm = train_once(self._policy, self._optimizer, batches, imitation_loss, rate)
+        self._step += 1
+        if self._step % warmup.log_every_steps and self._step != warmup.total_steps:
+            return
+        total = tally.over_all_ranks(("loss", "tokens", "places"), ()).sums
+        seconds = time.perf_counter() - began
+        if self._metrics is not None:
+            self._metrics.write(
+                self._step,
+                {
+                    "loss": total["loss"] / max(1, total["tokens"]),
+                    "grad_norm": grad_norm,
+                    "lr": rate,
+                    "tokens/learnt": int(total["tokens"]),
+                    "tokens/trained": int(total["places"]),
+                    "tokens_per_s": total["places"] / seconds,
+                    "time/step_s": round(seconds, 4),
+                },
+            )
+
+    def _batch(self) -> list[Messages]:
+        size, data = self._job.warmup.batch_size, self._demonstrations
+        chosen = batch_indices(self._step, size, len(data), self._job.seed)
+        return [data[index] for index in chosen]
+
+    def _commit(self) -> None:
+        state = TrainerState(step=self._step, epoch=0, seed=self._job.seed, parent=self._parent)
+        self._parent = self._commits.commit(self._policy, self._optimizer, state).name
+        self._committed = self._step
+
+
+def _any_rank(flag: bool) -> bool:
+    """True on every rank when it is true on one. A collective."""
+    if dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(int(flag))
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags)
