@@ -90,6 +90,11 @@ class RunLayout:
         return self.manifests_dir / f"batch_{step:08d}.json"
 
     @property
+    def ledger_state(self) -> Path:
+        """The ledger's incarnation, newest epoch and published step."""
+        return self.root / "ledger.json"
+
+    @property
     def evaluations_dir(self) -> Path:
         """One result file per evaluated step."""
         return self.root / "evaluations"

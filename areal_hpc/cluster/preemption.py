@@ -31,7 +31,7 @@ class StopRequest:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, _ignore)
+            signal.signal(number, request._hear)
         threading.Thread(
             target=request._watch, args=(reader, writer), name="stop-watcher", daemon=True
         ).start()
@@ -42,8 +42,12 @@ class StopRequest:
         while writer.fileno() >= 0:
             for number in reader.recv(64):
                 if number in STOP_SIGNALS:
-                    self.signal_number = self.signal_number or int(number)
-                    self._event.set()
+                    self._hear(number)
+
+    def _hear(self, number: int, frame: FrameType | None = None) -> None:
+        """Also the Python-level handler: uvloop takes the wake-up descriptor for itself."""
+        self.signal_number = self.signal_number or int(number)
+        self._event.set()
 
     @property
     def requested(self) -> bool:
@@ -57,10 +61,6 @@ class StopRequest:
     def wait(self, timeout_s: float) -> bool:
         """Sleep up to `timeout_s`; true as soon as a stop is asked for."""
         return self._event.wait(timeout_s)
-
-
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """The wake-up descriptor has told the watcher; a handler must exist for it to be written."""
 
 
 def is_alive(pid: int) -> bool:

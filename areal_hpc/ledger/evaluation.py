@@ -1,0 +1,74 @@
+"""One evaluation: its tickets and their rewards. Pure: time is passed in."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from areal_hpc.ledger.leases import Lease, LeaseTable
+from areal_hpc.wire.ledger import TicketRef
+
+
+class Evaluation:
+    """Held-out tasks 0..n_tasks-1, one episode each, on the weights of one step.
+
+    A ticket is pending, leased or done. Results are taken from any attempt, once.
+    """
+
+    def __init__(self, step: int, n_tasks: int, first_attempt: int = 1) -> None:
+        self.step = step
+        self.n_tasks = n_tasks
+        self.rewards: dict[int, float] = {}
+        """Task index -> reward, of the tickets that are done."""
+        self.failures: dict[int, str] = {}
+        """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
+        self._pending = OrderedDict.fromkeys(range(n_tasks), first_attempt)
+        self._leased = LeaseTable()
+
+    @property
+    def pending(self) -> int:
+        """Tickets that can be granted now."""
+        return len(self._pending)
+
+    @property
+    def is_done(self) -> bool:
+        """True once every task has a reward."""
+        return len(self.rewards) == self.n_tasks
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean over all tasks; None until the evaluation is done."""
+        return sum(self.rewards.values()) / self.n_tasks if self.is_done else None
+
+    def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
+        """Hand up to `count` pending tickets to `cell`."""
+        refs: list[TicketRef] = []
+        while self._pending and len(refs) < count:
+            index, attempt = self._pending.popitem(last=False)
+            self._leased.add(index, Lease(cell, attempt, attempt, now_s))
+            refs.append(TicketRef(index, attempt, self.step))
+        return refs
+
+    def report(self, cell: str, ref: TicketRef, now_s: float) -> None:
+        """Note that `cell` still runs `ref`."""
+        self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
+
+    def settle(self, ref: TicketRef, reward: float) -> bool:
+        """Take a result; False if the task had one already or is none of ours."""
+        if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
+            return False
+        self._leased.pop(ref.ticket_id)
+        self._pending.pop(ref.ticket_id, None)  # a lost cell's result arrived after all
+        self.rewards[ref.ticket_id] = reward
+        return True
+
+    def fail(self, ref: TicketRef, reason: str) -> None:
+        """The agent kept failing on this task: it scores 0."""
+        if self.settle(ref, 0.0):
+            self.failures[ref.ticket_id] = reason
+
+    def expire(self, before_s: float) -> int:
+        """Make tickets not reported since `before_s` pending again; return how many."""
+        silent = self._leased.pop_silent(before_s)
+        for index, lease in silent:
+            self._pending[index] = lease.newest_attempt + 1
+        return len(silent)

@@ -1,0 +1,131 @@
+"""The ledger's process: rebuild from the run directory, serve until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import uvicorn
+import uvloop
+from pydantic import Field
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.config import StageConfig
+from areal_hpc.errors import ClusterError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.app import LedgerApp
+from areal_hpc.ledger.service import LedgerService
+from areal_hpc.ledger.stream import TaskStream
+from areal_hpc.ledger.tickets import TicketPolicy
+
+log = logging.getLogger(__name__)
+
+NAME = "ledger"
+STOP_POLL_S = 0.1
+SWEEPS_PER_TIMEOUT = 30
+
+
+class LedgerJobConfig(StageConfig):
+    """What the ledger needs to know of a recipe."""
+
+    run_dir: Path
+    """The run directory."""
+    batch_size: Annotated[int, Field(ge=1)]
+    """Tickets per batch."""
+    n_samples: Annotated[int, Field(ge=1)]
+    """Episodes per training ticket."""
+    max_head_offpolicyness: Annotated[int, Field(ge=0)]
+    """How many versions old a ticket's first weights may be when it is trained on."""
+    max_concurrent_rollouts: Annotated[int, Field(ge=1)]
+    """Episodes in flight over all cells."""
+    seed: int
+    """Decides the order of tasks and the seed of every ticket."""
+    n_train_tasks: Annotated[int, Field(ge=1)]
+    """Lines of the training set."""
+    n_valid_tasks: Annotated[int, Field(ge=0)]
+    """Lines of the held-out set."""
+    total_steps: Annotated[int, Field(ge=1)]
+    """Batches of the run."""
+    cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A cell silent for longer has lost its tickets."""
+
+    @property
+    def policy(self) -> TicketPolicy:
+        """Admission in units of tickets."""
+        return TicketPolicy(
+            batch_size=self.batch_size,
+            max_head_offpolicyness=self.max_head_offpolicyness,
+            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
+            total_steps=self.total_steps,
+            cell_timeout_s=self.cell_timeout_s,
+        )
+
+
+def run(config: dict[str, Any]) -> None:
+    """Serve the ledger of a run until a stop signal."""
+    parsed = LedgerJobConfig.model_validate(config)
+    stop = StopRequest.install()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(parsed, stop))
+
+
+async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
+    """Rebuild, listen, publish the address, sweep; return soon after `stop` is requested.
+
+    Raises:
+        ClusterError: The run directory cannot be written, or its manifests have a gap.
+        ShardError: A file of the ledger is damaged.
+    """
+    layout = RunLayout(config.run_dir)
+    try:
+        service = LedgerService(
+            layout,
+            config.policy,
+            TaskStream(config.n_train_tasks, config.n_samples, config.seed),
+            n_valid_tasks=config.n_valid_tasks,
+            clock=time.monotonic,
+        )
+        key = rendezvous.ensure_admin_key(layout.admin_key)
+    except OSError as error:
+        raise ClusterError(
+            f"the ledger cannot write to the run directory: {error}",
+            key=str(layout.root),
+            hint="check free space, quota and permissions",
+        ) from error
+    app = LedgerApp(service, key, time.monotonic)
+    listener = socket.create_server((advertised_host(), 0), backlog=1024)
+    server = _Server(
+        uvicorn.Config(
+            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    host, port = listener.getsockname()[:2]
+    rendezvous.publish(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
+    log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
+    sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
+    swept_at_s = time.monotonic()
+    while not stop.requested and not serving.done():
+        await asyncio.sleep(STOP_POLL_S)
+        if time.monotonic() - swept_at_s >= sweep_every_s:
+            service.sweep()
+            swept_at_s = time.monotonic()
+    app.close()
+    server.should_exit = True
+    await serving
+
+
+class _Server(uvicorn.Server):
+    """Leaves the signals to `StopRequest`."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield

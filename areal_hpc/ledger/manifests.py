@@ -1,0 +1,115 @@
+"""What the ledger keeps on disk: batch manifests, evaluation results, its own incarnation."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.errors import ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import read_index, sync_directory
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+Record = TypeVar("Record")
+
+
+class LedgerState(msgspec.Struct, frozen=True):
+    """What a restarted ledger cannot learn from manifests and shards."""
+
+    incarnation: int = 0
+    """How many times the ledger was started."""
+    epoch: int = 0
+    """The newest epoch a trainer opened."""
+    version_step: int = 0
+    """The last step that trainer published, or resumed from."""
+
+
+class EvaluationResult(msgspec.Struct, frozen=True):
+    """Held-out rewards of one step's weights, as kept in `evaluations/`."""
+
+    step: int
+    n_tasks: int
+    mean_reward: float
+    rewards: list[float]
+    """By task index."""
+    failures: dict[int, str] = {}
+    """Task index -> reason, of episodes that could not be run; they count as reward 0."""
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Put a file in place so that after a crash it is there whole or not at all.
+
+    Raises:
+        OSError: The file system refused; the old content, if any, still stands.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with partial.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(path)
+    sync_directory(path.parent)
+
+
+def write_manifest(layout: RunLayout, manifest: BatchManifest) -> None:
+    """Make a batch durable. It may be handed out only after this returns."""
+    write_durably(layout.manifest(manifest.step), msgspec.json.encode(manifest))
+
+
+def read_manifest(layout: RunLayout, step: int) -> BatchManifest | None:
+    """The batch of `step` exactly as it was handed out; None if there was none yet."""
+    return _read(layout.manifest(step), BatchManifest)
+
+
+def read_manifests(layout: RunLayout) -> Iterator[BatchManifest]:
+    """Every batch handed out, in the order of steps. Files left by a crash are skipped."""
+    for path in sorted(layout.manifests_dir.glob("batch_*.json")):
+        manifest = _read(path, BatchManifest)
+        if manifest is not None:
+            yield manifest
+
+
+def read_settled(layout: RunLayout) -> Iterator[SettledTicket]:
+    """Every ticket of every sealed shard, those of old batches and of lost races included."""
+    for shard in read_index(layout.index_dir):
+        for ticket in shard.tickets:
+            ref = TicketRef(ticket.ticket_id, ticket.attempt)
+            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards)
+
+
+def write_state(layout: RunLayout, state: LedgerState) -> None:
+    """Make the ledger's own state durable."""
+    write_durably(layout.ledger_state, msgspec.json.encode(state))
+
+
+def read_state(layout: RunLayout) -> LedgerState:
+    """The state last written; that of a ledger never started when there is none."""
+    return _read(layout.ledger_state, LedgerState) or LedgerState()
+
+
+def write_evaluation(layout: RunLayout, result: EvaluationResult) -> None:
+    """Make the result of an evaluation durable."""
+    write_durably(layout.evaluation(result.step), msgspec.json.encode(result))
+
+
+def read_evaluation(layout: RunLayout, step: int) -> EvaluationResult | None:
+    """The result of evaluating `step`; None if there is none yet."""
+    return _read(layout.evaluation(step), EvaluationResult)
+
+
+def _read(path: Path, kind: type[Record]) -> Record | None:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        raise ShardError(
+            f"{path} is not a {kind.__name__}: {error}",
+            key=str(path),
+            hint="restore the file from a backup of the run directory",
+        ) from error

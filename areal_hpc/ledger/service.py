@@ -1,0 +1,369 @@
+"""The ledger's answers: the pure state machine, made durable and made to wait.
+
+Handlers change state between two awaits only, so each is atomic on the event loop. What must
+be durable is written before it is answered, by blocking writes: a few per training step.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import msgspec
+
+from areal_hpc.cluster.epochs import newest_epoch
+from areal_hpc.errors import ArealError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger import manifests
+from areal_hpc.ledger.evaluation import Evaluation
+from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
+from areal_hpc.ledger.stream import TaskStream
+from areal_hpc.ledger.tickets import TicketPolicy, Tickets
+from areal_hpc.ledger.waiting import News, Patience
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchManifest,
+    BatchReply,
+    BatchRequest,
+    DropRequest,
+    Empty,
+    EvaluatedRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishRequest,
+    LeaseReply,
+    LeaseRequest,
+    LedgerStatus,
+    OpenEpochRequest,
+    PublishRequest,
+    SettleRequest,
+    TicketGrant,
+)
+
+log = logging.getLogger(__name__)
+
+ACKNOWLEDGED = Acknowledged()
+TRAINER_POLL_SLACK_S = 1.0
+"""A trainer that waits for a batch asks again within this."""
+
+
+class Refused(ArealError):
+    """The request is wrong (400) or comes from a superseded trainer (409)."""
+
+    def __init__(self, status: int, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        problem = self.problems[0]
+        return (_refused, (self.status, problem.message, problem.hint))
+
+
+def _refused(status: int, message: str, hint: str) -> Refused:
+    return Refused(status, message, hint=hint)
+
+
+class LedgerService:
+    """One method per route of `wire.ledger`."""
+
+    def __init__(
+        self,
+        layout: RunLayout,
+        policy: TicketPolicy,
+        stream: TaskStream,
+        *,
+        n_valid_tasks: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """Rebuild the state from the run directory and count this start as an incarnation.
+
+        Args:
+            layout: The run directory.
+            policy: Admission limits.
+            stream: What tickets stand for.
+            n_valid_tasks: Held-out tasks there are.
+            clock: Monotonic seconds.
+
+        Raises:
+            ClusterError: The manifests have a gap.
+            ShardError: A file of the ledger is damaged.
+            OSError: The run directory cannot be written.
+        """
+        self._layout = layout
+        self._policy = policy
+        self._stream = stream
+        self._n_valid_tasks = n_valid_tasks
+        self._clock = clock
+        before = manifests.read_state(layout)
+        self._state = msgspec.structs.replace(before, incarnation=before.incarnation + 1)
+        is_restart = before.incarnation > 0
+        now_s = clock()
+        self._tickets = Tickets.rebuilt(
+            policy,
+            incarnation=self._state.incarnation,
+            version_step=before.version_step,
+            manifests=manifests.read_manifests(layout),
+            settled=manifests.read_settled(layout),
+            grants_from_s=now_s + policy.report_within_s if is_restart else now_s,
+        )
+        manifests.write_state(layout, self._state)
+        self._evaluations: dict[int, Evaluation] = {}
+        self._evaluated_step = -1
+        self._cells: dict[str, float] = {}  # name -> last heard of
+        self._batch_wanted_until_s = float("-inf")
+        self._stopped = layout.finished.exists()
+        self._work = News()
+        self._progress = News()
+
+    @property
+    def incarnation(self) -> int:
+        """Which start of the run's ledger this is, from 1."""
+        return self._state.incarnation
+
+    # Cells -----------------------------------------------------------------------------------
+
+    async def lease(self, request: LeaseRequest, patience: Patience) -> LeaseReply:
+        """Take a heartbeat; grant work, if need be as soon as there is some."""
+        self._hear(request)
+        wait_s = min(request.wait_s, self._policy.report_within_s)
+        until_s = self._clock() + wait_s
+        while not self._stopped:
+            grants = self._grant(request)
+            seal_now = self._is_sealing_urgent() and self._tickets.any_finished(
+                reversed(request.finished)
+            )
+            if grants or seal_now or not await patience.wait_for(self._work, until_s):
+                return LeaseReply(grants, seal_now)
+        return LeaseReply(stop=True)
+
+    async def settle(self, request: SettleRequest, patience: Patience) -> Acknowledged:
+        """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
+        for ticket in request.tickets:
+            if len(ticket.rows) != len(ticket.rewards):
+                raise Refused(
+                    400,
+                    f"ticket {ticket.ref.ticket_id} of {ticket.shard} has {len(ticket.rows)} rows "
+                    f"and {len(ticket.rewards)} rewards",
+                    hint="send one reward per row",
+                )
+        for ticket in request.tickets:
+            if not self._tickets.settle(ticket):
+                state = self._tickets.state_of(ticket.ref.ticket_id)
+                log.info("%s settled %s, which is %s", request.cell, ticket.ref, state)
+        self._spread_news()
+        return ACKNOWLEDGED
+
+    async def drop(self, request: DropRequest, patience: Patience) -> Acknowledged:
+        """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
+        ref = request.ref
+        if ref.eval_step >= 0:
+            if evaluation := self._evaluations.get(ref.eval_step):
+                evaluation.fail(ref, request.reason)
+        elif self._tickets.drop(ref, request.reason):
+            log.warning("%s dropped ticket %d: %s", request.cell, ref.ticket_id, request.reason)
+        self._spread_news()
+        return ACKNOWLEDGED
+
+    async def evaluated(self, request: EvaluatedRequest, patience: Patience) -> Acknowledged:
+        """Take the rewards of one held-out task; results nobody waits for are forgotten."""
+        if not request.rewards:
+            raise Refused(400, "an evaluated ticket needs at least one reward, got none")
+        if evaluation := self._evaluations.get(request.ref.eval_step):
+            evaluation.settle(request.ref, sum(request.rewards) / len(request.rewards))
+        self._spread_news()
+        return ACKNOWLEDGED
+
+    def sweep(self) -> None:
+        """Re-issue what silent cells held. Call about every second."""
+        now_s = self._clock()
+        before_s = now_s - self._policy.cell_timeout_s
+        lost = self._tickets.expire(now_s)
+        lost += sum(evaluation.expire(before_s) for evaluation in self._evaluations.values())
+        if lost:
+            log.warning("%d tickets were not reported for %s s", lost, self._policy.cell_timeout_s)
+        self._cells = {cell: heard for cell, heard in self._cells.items() if heard >= before_s}
+        self._spread_news()
+
+    # The trainer -----------------------------------------------------------------------------
+
+    async def open_epoch(self, request: OpenEpochRequest, patience: Patience) -> Acknowledged:
+        """Follow a new incarnation of the trainer, back to the step it resumes from."""
+        self._check_newest_on_disk(request.epoch)
+        self._set_version(request.epoch, request.base_step)
+        # Its weights are not yet those an unfinished evaluation began with; it asks again.
+        self._evaluated_step = -1
+        log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
+        return ACKNOWLEDGED
+
+    async def batch(self, request: BatchRequest, patience: Patience) -> BatchReply:
+        """The batch of a step: as handed out before, or formed now and durable first."""
+        until_s = self._clock() + request.wait_s
+        while True:
+            self._check_epoch(request.epoch)
+            manifest = self._manifest_of(request)
+            trouble = "" if manifest else self._tickets.trouble()
+            if manifest is None and not trouble:
+                self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
+                if self._is_sealing_urgent():
+                    self._work.spread()
+                if await patience.wait_for(self._progress, until_s):
+                    continue
+            return BatchReply(manifest, self._tickets.settled, trouble)
+
+    async def publish(self, request: PublishRequest, patience: Patience) -> Acknowledged:
+        """Every replica serves the weights of `step`: admit tickets accordingly."""
+        self._check_epoch(request.epoch)
+        if request.step > self._tickets.version_step:
+            self._set_version(request.epoch, request.step)
+        return ACKNOWLEDGED
+
+    async def evaluate(self, request: EvaluateRequest, patience: Patience) -> EvaluateReply:
+        """The evaluation of a step: started by the first call, followed by later ones."""
+        if not 1 <= request.n_tasks <= self._n_valid_tasks:
+            raise Refused(
+                400, f"cannot evaluate {request.n_tasks} tasks: there are {self._n_valid_tasks}"
+            )
+        until_s = self._clock() + request.wait_s
+        while True:
+            self._check_epoch(request.epoch)
+            done, mean_reward = self._follow_evaluation(request.step, request.n_tasks)
+            if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
+                return EvaluateReply(done, request.n_tasks, mean_reward)
+
+    async def finish(self, request: FinishRequest, patience: Patience) -> Acknowledged:
+        """Tell every cell to go. The trainer has made `FINISHED` durable."""
+        self._check_epoch(request.epoch)
+        self._stopped = True
+        self._spread_news()
+        return ACKNOWLEDGED
+
+    async def status(self, request: Empty, patience: Patience) -> LedgerStatus:
+        """Where everything is."""
+        tickets = self._tickets
+        evaluation = self._evaluations.get(self._evaluated_step)
+        return LedgerStatus(
+            epoch=self._state.epoch,
+            version_step=tickets.version_step,
+            leased=tickets.leased,
+            finished=tickets.finished,
+            settled=tickets.settled,
+            trained=tickets.trained,
+            dropped=tickets.dropped,
+            eval_done=len(evaluation.rewards) if evaluation else 0,
+            eval_total=evaluation.n_tasks if evaluation else 0,
+            cells=len(self._cells),
+        )
+
+    # Inside ----------------------------------------------------------------------------------
+
+    def _hear(self, request: LeaseRequest) -> None:
+        now_s = self._clock()
+        self._cells[request.cell] = now_s
+        held = [ref for ref in request.held if ref.eval_step < 0]
+        self._tickets.report(request.cell, held, request.finished, now_s)
+        for ref in request.held:
+            if evaluation := self._evaluations.get(ref.eval_step):
+                evaluation.report(request.cell, ref, now_s)
+        if request.finished:
+            self._spread_news()
+
+    def _grant(self, request: LeaseRequest) -> list[TicketGrant]:
+        """Evaluation tickets first: the trainer waits for them."""
+        now_s, refs = self._clock(), []
+        if evaluation := self._evaluations.get(self._evaluated_step):
+            refs = evaluation.lease(request.cell, request.capacity, now_s)
+        groups = (request.capacity - len(refs)) // self._stream.n_samples
+        refs += self._tickets.lease(request.cell, groups, now_s)
+        return [self._stream.grant(ref) for ref in refs]
+
+    def _is_sealing_urgent(self) -> bool:
+        """True when nothing but a seal stands between the trainer and its batch."""
+        tickets = self._tickets
+        return tickets.sealing_completes_batch() and (
+            self._clock() < self._batch_wanted_until_s or tickets.capacity() <= 0
+        )
+
+    def _spread_news(self) -> None:
+        self._progress.spread()
+        evaluation = self._evaluations.get(self._evaluated_step)
+        if (
+            self._stopped
+            or (evaluation is not None and evaluation.pending)
+            or self._tickets.capacity() > 0
+            or self._is_sealing_urgent()
+        ):
+            self._work.spread()
+
+    def _manifest_of(self, request: BatchRequest) -> BatchManifest | None:
+        step, tickets = request.step, self._tickets
+        if 1 <= step <= tickets.formed_steps:
+            return manifests.read_manifest(self._layout, step)
+        if step != tickets.formed_steps + 1 or step > self._policy.total_steps:
+            raise Refused(
+                400,
+                f"there is no batch for step {step}: {tickets.formed_steps} of "
+                f"{self._policy.total_steps} were handed out",
+                hint="ask for the steps in order",
+            )
+        manifest = tickets.next_batch(request.epoch)
+        if manifest is not None:
+            # A ledger left over from an earlier trainer must not overwrite the new one's batch.
+            self._check_newest_on_disk(request.epoch)
+            manifests.write_manifest(self._layout, manifest)
+            tickets.record_batch(manifest)
+            self._batch_wanted_until_s = float("-inf")
+        return manifest
+
+    def _follow_evaluation(self, step: int, n_tasks: int) -> tuple[int, float | None]:
+        """Tasks done, and the mean reward once all are. Starts the evaluation if it is new."""
+        evaluation = self._evaluations.get(step)
+        if evaluation is None or evaluation.n_tasks != n_tasks:
+            result = manifests.read_evaluation(self._layout, step)
+            if result is not None and result.n_tasks == n_tasks:
+                return n_tasks, result.mean_reward
+            evaluation = Evaluation(step, n_tasks, self._tickets.first_attempt)
+            self._evaluations[step] = evaluation
+        if self._evaluated_step != step:
+            self._evaluated_step = step
+            self._spread_news()
+        if (mean_reward := evaluation.mean_reward) is not None:
+            rewards = [evaluation.rewards[index] for index in range(n_tasks)]
+            result = EvaluationResult(step, n_tasks, mean_reward, rewards, evaluation.failures)
+            manifests.write_evaluation(self._layout, result)
+            del self._evaluations[step]
+        return len(evaluation.rewards), mean_reward
+
+    def _set_version(self, epoch: int, step: int) -> None:
+        """Durable first: a restarted ledger admits tickets by the version written here."""
+        if not 0 <= step <= self._tickets.formed_steps:
+            raise Refused(
+                400,
+                f"step {step} cannot be served: batches were handed out for steps 1 to "
+                f"{self._tickets.formed_steps}",
+                hint="check that manifests/ and checkpoints/ belong to the same run",
+            )
+        state = LedgerState(self._state.incarnation, epoch, step)
+        if state != self._state:
+            manifests.write_state(self._layout, state)
+            self._state = state
+        self._tickets.publish(step)
+        self._spread_news()
+
+    def _check_epoch(self, epoch: int) -> None:
+        if epoch != self._state.epoch:
+            raise Refused(
+                409,
+                f"this run is in epoch {self._state.epoch}, the request came from epoch {epoch}",
+                hint="stop this trainer: another one took over"
+                if epoch < self._state.epoch
+                else "call /open_epoch first",
+            )
+
+    def _check_newest_on_disk(self, epoch: int) -> None:
+        newest = max(self._state.epoch, newest_epoch(self._layout.epochs_dir))
+        if epoch < newest:
+            raise Refused(
+                409,
+                f"epoch {epoch} was superseded by epoch {newest}",
+                hint="stop this trainer: another one took over",
+            )

@@ -1,0 +1,348 @@
+"""The state machine of training tickets: admission, staleness, batches. Pure: no I/O, no clock.
+
+A ticket is the permission to run `n_samples` episodes of one task. Its id is its position in
+the task stream. It is in exactly one of these states:
+
+    unissued -> leased -> finished -> settled -> batched -> trained
+                  |  ^        |
+          silence v  | lease  v silence
+                 waiting <----+          leased | finished | waiting -> dropped
+
+`waiting` tickets lost their cell and are issued again, with a higher attempt, before any new
+one. A ticket that a late cell settles counts once, whatever its attempt. The version that
+trains batch `step` is `step`; tickets of batches above the published step are unconsumed.
+
+Admission is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`),
+with every term read off the containers below, so that no counter can drift.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Literal
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.ledger.leases import Lease, LeaseTable
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+ATTEMPTS_PER_INCARNATION = 1000
+"""Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
+written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
+
+State = Literal[
+    "unissued", "waiting", "leased", "finished", "settled", "batched", "trained", "dropped"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPolicy:
+    """What admission depends on. Sizes count tickets, not episodes."""
+
+    batch_size: int
+    max_head_offpolicyness: int
+    max_concurrent_tickets: int
+    total_steps: int
+    cell_timeout_s: float
+
+    @property
+    def report_within_s(self) -> float:
+        """A live cell reports at least this often; the rest of the timeout is slack."""
+        return self.cell_timeout_s / 3
+
+
+class Tickets:
+    """Every training ticket of a run and what may happen to it next. Every event is O(1)."""
+
+    def __init__(
+        self, policy: TicketPolicy, *, incarnation: int = 1, grants_from_s: float = float("-inf")
+    ) -> None:
+        """An empty ledger.
+
+        Args:
+            policy: Sizes and limits of the run.
+            incarnation: Which start of the ledger this is, from 1.
+            grants_from_s: Grant nothing earlier: after a restart, cells first report what they
+                still hold, so that running work is not issued a second time.
+        """
+        self.policy = policy
+        self.version_step = 0
+        """Every replica serves the weights of this step, or will before the next episode."""
+        self.grants_from_s = grants_from_s
+        self.last_drop_reason = ""
+        self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
+        """Attempts below this were issued by an earlier start of the ledger."""
+        self._next_id = 0
+        self._waiting: OrderedDict[int, int] = OrderedDict()  # id -> newest attempt issued
+        self._leased = LeaseTable()
+        self._finished = LeaseTable()
+        self._settled: OrderedDict[int, SettledTicket] = OrderedDict()  # in arrival order
+        self._batched: dict[int, int] = {}  # id -> step
+        self._batch_sizes: list[int] = []  # of steps 1, 2, ...
+        self._dropped: dict[int, str] = {}
+        self._drops_in_a_row = 0
+
+    @classmethod
+    def rebuilt(
+        cls,
+        policy: TicketPolicy,
+        *,
+        incarnation: int,
+        version_step: int,
+        manifests: Iterable[BatchManifest],
+        settled: Iterable[SettledTicket],
+        grants_from_s: float,
+    ) -> Tickets:
+        """The state after a restart, from what is on disk.
+
+        Manifests win over the shard index: a ticket sealed twice is in the batch that took it.
+        Ids in between that left no trace are waiting; a cell that still holds one says so in
+        its next report.
+        """
+        tickets = cls(policy, incarnation=incarnation, grants_from_s=grants_from_s)
+        for manifest in manifests:
+            for ticket in manifest.tickets:
+                tickets._note_issued_up_to(ticket.ref.ticket_id)
+            tickets.record_batch(manifest)
+        for ticket in settled:
+            tickets._note_issued_up_to(ticket.ref.ticket_id)
+            tickets.settle(ticket)
+        tickets.publish(min(version_step, tickets.formed_steps))
+        return tickets
+
+    # What is where ---------------------------------------------------------------------------
+
+    @property
+    def issued(self) -> int:
+        """Ids below this have been issued at least once."""
+        return self._next_id
+
+    @property
+    def leased(self) -> int:
+        """Tickets running in some cell."""
+        return len(self._leased)
+
+    @property
+    def finished(self) -> int:
+        """Tickets that ended and lie unsealed in some cell's journal."""
+        return len(self._finished)
+
+    @property
+    def settled(self) -> int:
+        """Tickets sealed in a shard and in no batch yet."""
+        return len(self._settled)
+
+    @property
+    def dropped(self) -> int:
+        """Tickets whose agent kept failing."""
+        return len(self._dropped)
+
+    @property
+    def formed_steps(self) -> int:
+        """Batches handed out so far are those of steps 1 to this."""
+        return len(self._batch_sizes)
+
+    @property
+    def trained(self) -> int:
+        """Tickets in batches up to the published step."""
+        return sum(self._batch_sizes[: self.version_step])
+
+    @property
+    def unconsumed(self) -> int:
+        """Tickets settled or batched that no published step has trained on."""
+        return len(self._settled) + sum(self._batch_sizes[self.version_step :])
+
+    def state_of(self, ticket_id: int) -> State:
+        """Where one ticket is."""
+        if ticket_id in self._batched:
+            return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
+        containers: tuple[tuple[State, Container[int]], ...] = (
+            ("waiting", self._waiting),
+            ("leased", self._leased),
+            ("finished", self._finished),
+            ("settled", self._settled),
+            ("dropped", self._dropped),
+        )
+        return next((state for state, ids in containers if ticket_id in ids), "unissued")
+
+    def capacity(self) -> int:
+        """How many more tickets may be leased now; may be negative.
+
+        The least of three limits: concurrency, staleness (a ticket leased at version v joins a
+        batch no later than v + 1 + max_head_offpolicyness, in order of lease), and what the
+        remaining steps still need.
+        """
+        policy = self.policy
+        held = len(self._leased) + len(self._finished)
+        steps_to_form = policy.total_steps - self.formed_steps
+        return min(
+            policy.max_concurrent_tickets - len(self._leased),
+            (policy.max_head_offpolicyness + 1) * policy.batch_size - held - self.unconsumed,
+            steps_to_form * policy.batch_size - held - len(self._settled),
+        )
+
+    def any_finished(self, refs: Iterable[TicketRef]) -> bool:
+        """True if one of `refs` is finished and not yet settled."""
+        return any(ref.ticket_id in self._finished for ref in refs)
+
+    def sealing_completes_batch(self) -> bool:
+        """True when the next batch lacks only tickets that are finished and not sealed."""
+        settled, batch_size = len(self._settled), self.policy.batch_size
+        return settled < batch_size <= settled + len(self._finished)
+
+    def trouble(self) -> str:
+        """Why no batch will form, when agents do nothing but fail; else empty."""
+        if self._drops_in_a_row < 2 * self.policy.batch_size:
+            return ""
+        return (
+            f"{self._drops_in_a_row} tickets in a row were dropped and none succeeded; "
+            f"the last reason: {self.last_drop_reason}"
+        )
+
+    # What cells do ---------------------------------------------------------------------------
+
+    def report(
+        self, cell: str, held: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
+    ) -> None:
+        """Take a cell's word on what it runs and what it finished.
+
+        A waiting ticket goes back to the cell that turns out to hold it. Reports on tickets
+        that went elsewhere in the meantime are ignored.
+        """
+        for ref in held:
+            if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
+                self._take_back(cell, ref, self._leased, now_s)
+        for ref in finished:
+            if self._finished.touch(ref.ticket_id, cell, ref.attempt, now_s):
+                continue
+            if self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
+                lease = self._leased.pop(ref.ticket_id)
+                assert lease is not None
+                self._finished.add(ref.ticket_id, lease)
+            else:
+                self._take_back(cell, ref, self._finished, now_s)
+
+    def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
+        """Issue up to `count` tickets to `cell`, re-issues first."""
+        if now_s < self.grants_from_s:
+            return []
+        refs: list[TicketRef] = []
+        for _ in range(min(count, self.capacity())):
+            if self._waiting:
+                ticket_id, newest = self._waiting.popitem(last=False)
+            else:
+                ticket_id, newest = self._next_id, self.first_attempt - 1
+                self._next_id += 1
+            self._leased.add(ticket_id, Lease(cell, newest + 1, newest + 1, now_s))
+            refs.append(TicketRef(ticket_id, newest + 1))
+        return refs
+
+    def settle(self, ticket: SettledTicket) -> bool:
+        """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
+        ticket_id = ticket.ref.ticket_id
+        self._note_claim(ticket.ref)
+        if not self._pop_open(ticket_id):
+            return False
+        self._settled[ticket_id] = ticket
+        self._drops_in_a_row = 0
+        return True
+
+    def drop(self, ref: TicketRef, reason: str) -> bool:
+        """Give up on a ticket; False if it is no longer this attempt's to give up."""
+        self._note_claim(ref)
+        lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
+        if lease is not None and lease.attempt != ref.attempt:
+            return False
+        if not self._pop_open(ref.ticket_id):
+            return False
+        self._dropped[ref.ticket_id] = reason
+        self._drops_in_a_row += 1
+        self.last_drop_reason = reason
+        return True
+
+    def expire(self, now_s: float) -> int:
+        """Make tickets whose cell fell silent waiting; return how many."""
+        before_s = now_s - self.policy.cell_timeout_s
+        silent = self._leased.pop_silent(before_s) + self._finished.pop_silent(before_s)
+        for ticket_id, lease in silent:
+            self._waiting[ticket_id] = lease.newest_attempt
+        return len(silent)
+
+    # What the trainer does -------------------------------------------------------------------
+
+    def next_batch(self, epoch: int) -> BatchManifest | None:
+        """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
+
+        Changes nothing: the caller makes it durable and then calls `record_batch`.
+        """
+        size = self.policy.batch_size
+        if len(self._settled) < size or self.formed_steps >= self.policy.total_steps:
+            return None
+        tickets = list(islice(self._settled.values(), size))
+        return BatchManifest(self.formed_steps + 1, epoch, tickets)
+
+    def record_batch(self, manifest: BatchManifest) -> None:
+        """Take a durable manifest into account.
+
+        Raises:
+            ClusterError: It does not follow the last one, or repeats a ticket of another batch.
+        """
+        if manifest.step != self.formed_steps + 1:
+            raise ClusterError(
+                f"the manifest of step {self.formed_steps + 1} is missing: "
+                f"found step {manifest.step} next",
+                key="manifests/",
+                hint="restore the run's manifests directory; it only ever grows",
+            )
+        for ticket in manifest.tickets:
+            ticket_id = ticket.ref.ticket_id
+            if ticket_id in self._batched:
+                raise ClusterError(
+                    f"ticket {ticket_id} is in the batches of steps {self._batched[ticket_id]} "
+                    f"and {manifest.step}",
+                    key="manifests/",
+                )
+            self._pop_open(ticket_id)
+            self._settled.pop(ticket_id, None)
+            self._batched[ticket_id] = manifest.step
+        self._batch_sizes.append(len(manifest.tickets))
+
+    def publish(self, step: int) -> None:
+        """Weights of `step` are served; also how a resuming trainer goes back to its last commit.
+
+        Raises:
+            ValueError: No batch of that step was ever handed out.
+        """
+        if not 0 <= step <= self.formed_steps:
+            raise ValueError(
+                f"step {step} cannot be served: batches were handed out for steps 1 to "
+                f"{self.formed_steps}"
+            )
+        self.version_step = step
+
+    # Inside ----------------------------------------------------------------------------------
+
+    def _pop_open(self, ticket_id: int) -> bool:
+        """Take a ticket out of waiting, leased or finished; False if it was in none of them."""
+        if ticket_id in self._waiting:
+            del self._waiting[ticket_id]
+            return True
+        return (self._leased.pop(ticket_id) or self._finished.pop(ticket_id)) is not None
+
+    def _take_back(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
+        self._note_claim(ref)
+        if ref.ticket_id in self._waiting:
+            newest = max(self._waiting.pop(ref.ticket_id), ref.attempt)
+            table.add(ref.ticket_id, Lease(cell, ref.attempt, newest, now_s))
+
+    def _note_claim(self, ref: TicketRef) -> None:
+        """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
+        if 0 < ref.attempt < self.first_attempt:
+            self._note_issued_up_to(ref.ticket_id)
+
+    def _note_issued_up_to(self, ticket_id: int) -> None:
+        for unseen in range(self._next_id, ticket_id + 1):
+            self._waiting[unseen] = self.first_attempt - 1
+        self._next_id = max(self._next_id, ticket_id + 1)

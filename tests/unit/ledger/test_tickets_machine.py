@@ -1,0 +1,262 @@
+"""Random histories of cells, trainers and crashes against the ticket state machine.
+
+The machine keeps what is real apart from the ledger: a disk (manifests, shard index, ledger
+state, commits) and cells that go on working whatever the ledger thinks of them. A crash at any
+point is modelled by rebuilding the ledger from the disk alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
+
+from areal_hpc.ledger.tickets import State, TicketPolicy, Tickets
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+TIMEOUT_S = 30.0
+CELLS = ("cell-0", "cell-1", "cell-2")
+
+
+@dataclass
+class Cell:
+    """What a cell really holds."""
+
+    name: str
+    held: list[TicketRef] = field(default_factory=list)
+    finished: list[TicketRef] = field(default_factory=list)
+    undelivered: list[SettledTicket] = field(default_factory=list)
+
+
+@dataclass
+class Disk:
+    """Everything that survives a crash of the ledger or the trainer."""
+
+    manifests: list[BatchManifest] = field(default_factory=list)
+    index: list[SettledTicket] = field(default_factory=list)
+    incarnation: int = 1
+    version_step: int = 0
+    committed_step: int = 0
+
+
+class TicketHistories(RuleBasedStateMachine):
+    @initialize(
+        batch_size=st.integers(1, 3),
+        offpolicyness=st.integers(0, 2),
+        concurrent=st.integers(1, 6),
+        total_steps=st.integers(1, 4),
+    )
+    def start_run(
+        self, batch_size: int, offpolicyness: int, concurrent: int, total_steps: int
+    ) -> None:
+        self.policy = TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, TIMEOUT_S)
+        self.now_s = 0.0
+        self.disk = Disk()
+        self.epoch = 1
+        self.cells = {name: Cell(name) for name in CELLS}
+        self.granted: Counter[TicketRef] = Counter()
+        self.drops = 0
+        self.ledger = Tickets(self.policy)
+
+    # Cells -----------------------------------------------------------------------------------
+
+    def heartbeat(self, cell: Cell) -> None:
+        self.ledger.report(cell.name, cell.held, cell.finished, self.now_s)
+
+    def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
+        refs = self.ledger.lease(cell.name, count, self.now_s)
+        self.granted.update(refs)
+        if refs:
+            outstanding = self.count("leased", "finished", "settled", "batched")
+            bound = (self.policy.max_head_offpolicyness + 1) * self.policy.batch_size
+            assert outstanding <= bound, "the staleness bound was broken by a lease"
+            assert self.count("leased") <= self.policy.max_concurrent_tickets
+        if reply_arrives:
+            cell.held.extend(refs)
+        return len(refs)
+
+    @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), reply_arrives=st.booleans())
+    def lease(self, name: str, count: int, reply_arrives: bool) -> None:
+        self.heartbeat(self.cells[name])
+        self.take(self.cells[name], count, reply_arrives=reply_arrives)
+
+    @rule(name=st.sampled_from(CELLS), data=st.data())
+    def finish(self, name: str, data: st.DataObject) -> None:
+        cell = self.cells[name]
+        if cell.held:
+            cell.finished.append(cell.held.pop(data.draw(st.integers(0, len(cell.held) - 1))))
+
+    @rule(name=st.sampled_from(CELLS), reported=st.booleans(), delivered=st.booleans())
+    def seal(self, name: str, reported: bool, delivered: bool) -> None:
+        cell = self.cells[name]
+        if reported:
+            self.heartbeat(cell)
+        sealed = [SettledTicket(ref, f"{name}.h5", [0], [1.0]) for ref in cell.finished]
+        cell.finished.clear()
+        self.disk.index.extend(sealed)
+        cell.undelivered.extend(sealed)
+        if delivered:
+            self.deliver(name, again=False)
+
+    @rule(name=st.sampled_from(CELLS), count=st.integers(1, 4), again=st.booleans())
+    def work(self, name: str, count: int, again: bool) -> None:
+        """A cell that does its duty, so that histories get as far as batches."""
+        cell = self.cells[name]
+        self.lease(name, count, reply_arrives=True)
+        cell.finished.extend(cell.held)
+        cell.held.clear()
+        self.seal(name, reported=True, delivered=False)
+        self.deliver(name, again=again)
+
+    @rule(name=st.sampled_from(CELLS), again=st.booleans())
+    def deliver(self, name: str, again: bool) -> None:
+        cell = self.cells[name]
+        for ticket in cell.undelivered:
+            self.ledger.settle(ticket)
+        if not again:
+            cell.undelivered.clear()
+
+    @precondition(lambda self: self.drops < 5)
+    @rule(name=st.sampled_from(CELLS))
+    def drop(self, name: str) -> None:
+        cell = self.cells[name]
+        if cell.held:
+            self.ledger.drop(cell.held.pop(), "the agent raised ValueError")
+            self.drops += 1
+
+    @rule(name=st.sampled_from(CELLS))
+    def lose_cell(self, name: str) -> None:
+        """The node is gone with its journal; undelivered settles die with it."""
+        self.cells[name] = Cell(name)
+
+    @rule(talking=st.sets(st.sampled_from(CELLS)))
+    def let_time_pass(self, talking: set[str]) -> None:
+        """Silent cells are fenced, but as zombies they go on and may come back."""
+        self.now_s += TIMEOUT_S + 1
+        for name in sorted(talking):
+            self.heartbeat(self.cells[name])
+        self.ledger.expire(self.now_s)
+
+    # Trainer ---------------------------------------------------------------------------------
+
+    @rule(crash=st.sampled_from(["no", "before write", "after write"]))
+    def form_batch(self, crash: str) -> None:
+        manifest = self.ledger.next_batch(self.epoch)
+        if manifest is None:
+            return
+        if crash != "before write":
+            self.disk.manifests.append(manifest)
+        if crash == "no":
+            self.ledger.record_batch(manifest)
+        else:
+            self.restart_ledger()
+
+    @rule(crash=st.sampled_from(["no", "before write", "after write"]))
+    def publish(self, crash: str) -> None:
+        if self.ledger.version_step == self.ledger.formed_steps:
+            return
+        step = self.ledger.version_step + 1
+        if crash != "before write":
+            self.disk.version_step = step
+        if crash == "no":
+            self.ledger.publish(step)
+        else:
+            self.restart_ledger()
+
+    @rule()
+    def commit(self) -> None:
+        self.disk.committed_step = max(self.disk.committed_step, self.ledger.version_step)
+
+    @rule()
+    def restart_trainer(self) -> None:
+        before = list(self.disk.manifests)
+        self.epoch += 1
+        self.disk.version_step = self.disk.committed_step
+        self.ledger.publish(self.disk.committed_step)
+        assert self.disk.manifests == before, "uncommitted batches must be re-issued verbatim"
+
+    @rule()
+    def restart_ledger(self) -> None:
+        self.disk.incarnation += 1
+        self.ledger = Tickets.rebuilt(
+            self.policy,
+            incarnation=self.disk.incarnation,
+            version_step=self.disk.version_step,
+            manifests=list(self.disk.manifests),
+            settled=list(self.disk.index),
+            grants_from_s=self.now_s + self.policy.report_within_s,
+        )
+
+    # What must always hold -------------------------------------------------------------------
+
+    def count(self, *states: State) -> int:
+        """Counted ticket by ticket, so independently of the sizes admission goes by."""
+        return sum(self.ledger.state_of(i) in states for i in range(self.ledger.issued))
+
+    @invariant()
+    def each_ticket_is_in_at_most_one_batch(self) -> None:
+        batched = [t.ref.ticket_id for m in self.disk.manifests for t in m.tickets]
+        assert len(batched) == len(set(batched))
+
+    @invariant()
+    def batches_are_full_and_come_from_sealed_shards(self) -> None:
+        for manifest in self.disk.manifests:
+            assert len(manifest.tickets) == self.policy.batch_size
+            assert all(ticket in self.disk.index for ticket in manifest.tickets)
+
+    @invariant()
+    def no_issued_ticket_is_forgotten(self) -> None:
+        assert self.count("unissued") == 0
+        ledger = self.ledger
+        assert ledger.leased == self.count("leased")
+        assert ledger.finished == self.count("finished")
+        assert ledger.settled == self.count("settled")
+        assert ledger.dropped == self.count("dropped")
+        assert ledger.trained == self.count("trained")
+        assert ledger.unconsumed == self.count("settled", "batched")
+
+    @invariant()
+    def no_ticket_is_issued_twice_as_the_same_attempt(self) -> None:
+        assert all(times == 1 for times in self.granted.values())
+
+    def teardown(self) -> None:
+        """Nothing starves: as long as cells work, every batch of the run forms.
+
+        Nothing is wasted either: what is issued from here on is what the steps need.
+        """
+        if not hasattr(self, "ledger"):
+            return
+        budget = 50 * self.policy.total_steps
+        while self.ledger.version_step < self.policy.total_steps:
+            budget -= 1
+            assert budget > 0, "the run stopped making progress"
+            self.work_one_round()
+        assert self.ledger.capacity() <= 0
+
+    def work_one_round(self) -> None:
+        self.now_s += self.policy.report_within_s
+        for cell in self.cells.values():
+            self.heartbeat(cell)
+        self.ledger.expire(self.now_s)
+        for cell in self.cells.values():
+            self.take(cell, 2)
+            cell.finished.extend(cell.held)
+            cell.held.clear()
+            self.seal(cell.name, reported=True, delivered=True)
+        self.form_batch("no")
+        self.publish("no")
+
+
+TicketHistories.TestCase.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None
+)
+test_any_history_keeps_the_promises_of_the_ledger = TicketHistories.TestCase
