@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +85,32 @@ def test_make_targets_named_as_code_exist(document: Path) -> None:
     lines = [*fences(document).splitlines(), *code_spans(document)]
     named = {match[1] for line in lines if (match := re.match(r"\s*(?:\$ )?make ([a-z]+)", line))}
     assert named <= targets
+
+
+def commands(document: Path) -> set[tuple[str, ...]]:
+    """The `areal-hpc` subcommands that a document shows, such as `("shards", "verify")`."""
+    shown = "\n".join([fences(document), *code_spans(document)])
+    return {
+        tuple(found.split())
+        for found in re.findall(r"(?:^|/|\$ )areal-hpc((?: [a-z]+(?= |$))+)", shown, re.MULTILINE)
+    }
+
+
+@pytest.mark.parametrize(
+    "command",
+    sorted({found for document in DOCUMENTS for found in commands(document)}),
+    ids=" ".join,
+)
+def test_commands_named_as_code_exist(command: tuple[str, ...]) -> None:
+    asked = subprocess.run(
+        [sys.executable, "-m", "areal_hpc", *command, "--help"],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert asked.stdout.startswith(f"usage: areal-hpc {' '.join(command)}")
 
 
 def words() -> dict[str, tuple[str, list[str]]]:

@@ -4,10 +4,13 @@ The base Python is a stand-in, a shell script that writes down what it was asked
 installation takes minutes and needs a package index.
 """
 
+import ast
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 import tomllib
 from pathlib import Path
@@ -16,6 +19,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 ROLES = ("serve", "train", "agents")
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
 STAND_IN = r"""#!/bin/bash
 echo "$*" >>"$ASKED"
@@ -195,7 +199,7 @@ def locked(role: str) -> dict[str, str]:
     """Package -> version of a lock."""
     lines = (CHECKOUT / "requirements" / f"{role}.txt").read_text().splitlines()
     pins = [line.split("==") for line in lines if not line.startswith("#")]
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins}
+    return {normal(name): version for name, version in pins}
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -203,21 +207,47 @@ def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
 
 
-@pytest.mark.parametrize("role", ["train", "agents"])
-def test_a_lock_holds_what_the_package_declares(role: str) -> None:
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
-    extras = {"train": ("train", "dev"), "agents": ("agents",)}[role]
-    declared = [
-        *project["dependencies"],
-        *(name for extra in extras for name in project["optional-dependencies"][extra]),
-    ]
-    names = {re.sub(r"[-_.]+", "-", re.split(r"[<>=\[]", line)[0]).lower() for line in declared}
-    assert names <= locked(role).keys()
+def normal(name: str) -> str:
+    """One spelling of a distribution's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared(*extras: str) -> set[str]:
+    """What pyproject.toml asks for, always and with the extras named."""
+    requirements = [*PROJECT["dependencies"]]
+    for extra in extras:
+        requirements += PROJECT["optional-dependencies"][extra]
+    return {normal(re.split(r"[<>=\[]", line)[0]) for line in requirements}
+
+
+@pytest.mark.parametrize(("role", "extras"), [("train", ["train", "dev"]), ("agents", ["agents"])])
+def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) -> None:
+    assert declared(*extras) <= locked(role).keys()
+
+
+def test_everything_imported_is_declared() -> None:
+    imported: set[str] = set()
+    for path in (CHECKOUT / "areal_hpc").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(), str(path))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                imported.add(node.module.partition(".")[0])
+    origins = {
+        **importlib.metadata.packages_distributions(),
+        "flash_attn": ["flash-attn"],  # these two are not in the environment of the tests
+        "sglang": ["sglang"],
+        "pydantic_core": ["pydantic"],  # a part of pydantic, which pins it exactly
+    }
+    foreign = imported - sys.stdlib_module_names - {"areal_hpc"}
+    allowed = declared("serve", "train", "gpu", "agents")
+    assert [
+        name for name in sorted(foreign) if not allowed & {normal(d) for d in origins.get(name, [])}
+    ] == []
 
 
 def test_the_exact_pins_of_the_extras_are_those_of_the_locks() -> None:
-    project = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
     for role in ("serve", "train"):
-        pins = [line.split("==") for line in project["optional-dependencies"][role] if "==" in line]
+        pins = [line.split("==") for line in PROJECT["optional-dependencies"][role] if "==" in line]
         assert pins
         assert {name: locked(role)[name] for name, _ in pins} == dict(pins)
