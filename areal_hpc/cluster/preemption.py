@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import threading
-from types import FrameType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)
 
@@ -31,7 +31,7 @@ class StopRequest:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, request._hear)
+            signal.signal(number, lambda number, frame: _tell(writer, number))
         threading.Thread(
             target=request._watch, args=(reader, writer), name="stop-watcher", daemon=True
         ).start()
@@ -42,12 +42,8 @@ class StopRequest:
         while writer.fileno() >= 0:
             for number in reader.recv(64):
                 if number in STOP_SIGNALS:
-                    self._hear(number)
-
-    def _hear(self, number: int, frame: FrameType | None = None) -> None:
-        """Also the Python-level handler: uvloop takes the wake-up descriptor for itself."""
-        self.signal_number = self.signal_number or int(number)
-        self._event.set()
+                    self.signal_number = self.signal_number or int(number)
+                    self._event.set()
 
     @property
     def requested(self) -> bool:
@@ -61,6 +57,15 @@ class StopRequest:
     def wait(self, timeout_s: float) -> bool:
         """Sleep up to `timeout_s`; true as soon as a stop is asked for."""
         return self._event.wait(timeout_s)
+
+
+def _tell(writer: socket.socket, number: int) -> None:
+    """Tell the watcher from a Python-level handler too: uvloop takes the wake-up descriptor.
+
+    Setting the event here could deadlock: the main thread may hold its lock in `wait`.
+    """
+    with contextlib.suppress(BlockingIOError):  # full: the watcher has plenty to read
+        writer.send(bytes((number,)))
 
 
 def is_alive(pid: int) -> bool:
