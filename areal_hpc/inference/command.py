@@ -1,0 +1,120 @@
+"""One replica's command line. Pure: configuration and facts in, argv and environment out."""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal_hpc.inference.config import InferenceConfig
+
+Device = Literal["cpu", "cuda"]
+
+LOOPBACK = "127.0.0.1"
+"""SGLang has no passwords for its control routes, so nothing else may reach it."""
+UNSET_VERSION = "unset"
+"""What an SGLang server calls weights that no trainer has vouched for."""
+CPU_MAX_TOTAL_TOKENS = 16384
+"""KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The TCP ports of one SGLang server, all on loopback."""
+
+    http: int
+    rendezvous: int
+    """Where its own tensor-parallel ranks meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to execute."""
+
+    argv: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    """Added to the environment of the job."""
+
+
+def replica_command(
+    config: InferenceConfig,
+    *,
+    python: str,
+    model_path: str,
+    device: Device,
+    index: int,
+    ports: Ports,
+    random_seed: int,
+) -> Command:
+    """The command that serves `model_path` as replica `index` of its cell."""
+    launcher = "areal_hpc.inference.cpu_engine" if device == "cpu" else "sglang.launch_server"
+    argv = [
+        *(python, "-m", launcher),
+        *("--model-path", model_path),
+        *("--host", LOOPBACK),
+        *("--port", str(ports.http)),
+        *("--nccl-port", str(ports.rendezvous)),
+        *("--device", device),
+        *("--dtype", config.dtype),
+        *("--tp", str(config.tp)),
+        *("--max-running-requests", str(config.max_running_requests)),
+        *("--random-seed", str(random_seed)),
+        *("--weight-version", UNSET_VERSION),
+        *("--log-level-http", "warning"),
+        *(_cpu_arguments(config) if device == "cpu" else _cuda_arguments(config, index)),
+    ]
+    if config.context_tokens is not None:
+        argv += ["--context-length", str(config.context_tokens)]
+    if config.tool_call_parser is not None:
+        argv += ["--tool-call-parser", config.tool_call_parser]
+    if config.reasoning_parser is not None:
+        argv += ["--reasoning-parser", config.reasoning_parser]
+    environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
+    if device == "cpu":
+        environment |= _cpu_environment(config.tp)
+    return Command((*argv, *config.extra_args), environment)
+
+
+def replica_seed(seed: int, cell: str, index: int, incarnation: int) -> int:
+    """A sampling seed that repeats with the run's seed and differs between all replicas.
+
+    Replicas that shared one would give the same samples to the same sequence of requests.
+    """
+    return zlib.crc32(f"{seed}/{cell}/{index}/{incarnation}".encode()) & 0x7FFFFFFF
+
+
+def _cpu_arguments(config: InferenceConfig) -> list[str]:
+    """What makes SGLang use plain torch operators, and little memory."""
+    return [
+        *("--attention-backend", "torch_native"),
+        *("--sampling-backend", "pytorch"),
+        "--disable-overlap-schedule",
+        *("--cuda-graph-backend-decode", "disabled"),
+        *("--cuda-graph-backend-prefill", "disabled"),
+        *("--max-total-tokens", str(config.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),
+        *("--mem-fraction-static", "0.1"),
+    ]
+
+
+def _cuda_arguments(config: InferenceConfig, index: int) -> list[str]:
+    arguments = [
+        *("--base-gpu-id", str(index * config.tp)),
+        *("--mem-fraction-static", str(config.mem_fraction)),
+    ]
+    if config.max_total_tokens is not None:
+        arguments += ["--max-total-tokens", str(config.max_total_tokens)]
+    return arguments
+
+
+def _cpu_environment(tp: int) -> dict[str, str]:
+    environment = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        # OpenMP threads that spin for one another cost 10x on shared cores.
+        "OMP_NUM_THREADS": "1",
+        # Compiled functions need a real Triton.
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    if tp > 1:
+        # SGLang wants one NUMA node per rank unless the cores are named.
+        environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(rank) for rank in range(tp))
+    return environment

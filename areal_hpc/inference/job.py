@@ -1,0 +1,107 @@
+"""The inference process of one cell: SGLang replicas behind one control relay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.config import StageConfig
+from areal_hpc.inference.command import Command, Device, Ports, replica_command, replica_seed
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.inference.relay import RelayApp, RelayServer
+from areal_hpc.inference.replica import Replica
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import EventLog
+
+POLL_S = 0.1
+
+
+class InferenceJobConfig(StageConfig):
+    """What the launcher tells the inference process of one cell."""
+
+    run_dir: Path
+    """The run directory."""
+    cell: str
+    """`cell-0`, `cell-1`, ..."""
+    inference: InferenceConfig
+    """The recipe's section."""
+    model_path: Path
+    """Weights to start with, in Hugging Face format; the trainer sends its own before any use."""
+    serve_python: str
+    """The Python that has SGLang."""
+    seed: int = 0
+    """The run's seed."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Serve until told to stop.
+
+    Raises:
+        RecipeError: SGLang does not understand its arguments.
+        ClusterError: A replica keeps dying.
+    """
+    job = InferenceJobConfig.model_validate(config)
+    layout = RunLayout(job.run_dir)
+    stop = StopRequest.install()
+    replicas = make_replicas(job, layout)
+    admin_key = rendezvous.ensure_admin_key(layout.admin_key)
+    relay = RelayServer(RelayApp(job.cell, replicas, admin_key), advertised_host())
+    relay.start()
+    rendezvous.publish(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
+    try:
+        while not stop.requested:
+            for replica in replicas:
+                replica.tick()
+            stop.wait(POLL_S)
+    finally:
+        rendezvous.withdraw(layout.rendezvous_dir, f"relay-{job.cell}")
+        for replica in replicas:
+            replica.request_stop()
+        for replica in replicas:
+            replica.kill()
+        relay.stop()
+
+
+def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
+    """The cell's replicas, none of them started."""
+    inference = job.inference
+    device = resolve_device(inference)
+    events = EventLog(layout.events, job.cell)
+    log_dir = layout.log_dir(max(layout.attempts(), default=1)) / job.cell
+
+    def launch_of(index: int) -> Any:
+        def launch(incarnation: int, ports: Ports) -> Command:
+            return replica_command(
+                inference,
+                python=job.serve_python,
+                model_path=str(job.model_path),
+                device=device,
+                index=index,
+                ports=ports,
+                random_seed=replica_seed(job.seed, job.cell, index, incarnation),
+            )
+
+        return launch
+
+    return [
+        Replica(
+            index,
+            tp=inference.tp,
+            launch=launch_of(index),
+            log_dir=log_dir,
+            events=events,
+            startup_timeout_s=inference.startup_timeout_s,
+            max_restarts=inference.max_restarts,
+        )
+        for index in range(inference.replicas_per_cell)
+    ]
+
+
+def resolve_device(config: InferenceConfig) -> Device:
+    """The device named in the recipe, or the GPU if this node has one."""
+    if config.device != "auto":
+        return config.device
+    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"

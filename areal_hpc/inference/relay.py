@@ -1,0 +1,199 @@
+"""The cell's control relay: the only door through which a trainer reaches SGLang.
+
+SGLang listens on loopback without passwords. The relay listens on the advertised host, wants
+the run's admin key, and lets through the routes of `wire.replicas` and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+import uvicorn
+
+from areal_hpc.inference.replica import Replica
+from areal_hpc.wire.replicas import (
+    DEADLINE_HEADER,
+    EPOCH_HEADER,
+    INCARNATION_HEADER,
+    RELAYED_ROUTES,
+    ReplicaList,
+    ServeRequest,
+)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+_READ_WITH_GET = frozenset({"model_info"})
+_DEFAULT_DEADLINE_S = 300.0
+_START_TIMEOUT_S = 10.0
+
+
+class _Refusal(Exception):
+    """An answer that says no."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class RelayApp:
+    """The ASGI application."""
+
+    def __init__(self, cell: str, replicas: Sequence[Replica], admin_key: str) -> None:
+        self._cell = cell
+        self._replicas = replicas
+        self._key = f"Bearer {admin_key}".encode()
+        self._upstream: aiohttp.ClientSession | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            return
+        try:
+            status, body = await self._answer(scope, receive)
+        except _Refusal as refusal:
+            status, body = refusal.status, msgspec.json.encode({"error": refusal.reason})
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            raise _Refusal(401, "the run's admin key is needed")
+        match scope["method"], scope["path"].strip("/").split("/"):
+            case "GET", ["replicas"]:
+                views = [replica.view() for replica in self._replicas]
+                return 200, msgspec.json.encode(ReplicaList(self._cell, views))
+            case "POST", ["replicas", index, "serve"]:
+                return _serve(self._replica(index), await _body(receive))
+            case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
+                return await self._relay(self._replica(index), route, headers, receive)
+        raise _Refusal(404, "no such route")
+
+    def _replica(self, index: str) -> Replica:
+        if not index.isdecimal() or int(index) >= len(self._replicas):
+            raise _Refusal(404, "no such replica")
+        return self._replicas[int(index)]
+
+    async def _relay(
+        self, replica: Replica, route: str, headers: dict[bytes, bytes], receive: Receive
+    ) -> tuple[int, bytes]:
+        incarnation = int(_number(headers, INCARNATION_HEADER, None))
+        epoch = int(_number(headers, EPOCH_HEADER, None))
+        deadline_s = _number(headers, DEADLINE_HEADER, _DEFAULT_DEADLINE_S)
+        body = await _body(receive)
+        if reason := replica.refusal(incarnation, epoch):
+            raise _Refusal(409, f"replica {replica.index}: {reason}")
+        if route == "begin_weight_update":
+            replica.note_weights_change()
+        try:
+            async with self._session().request(
+                "GET" if route in _READ_WITH_GET else "POST",
+                f"{replica.view().url}/{route}",
+                data=None if route in _READ_WITH_GET else body,
+                headers={"content-type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=deadline_s),
+            ) as answer:
+                status, content = answer.status, await answer.read()
+        except TimeoutError:
+            raise _Refusal(504, f"SGLang did not answer {route} in {deadline_s:.0f} s") from None
+        except aiohttp.ClientError as error:
+            raise _Refusal(502, f"SGLang is away: {error}") from error
+        if status < 400:
+            replica.note_relayed(route, incarnation, deadline_s)
+        return status, content
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._upstream is None:
+            self._upstream = aiohttp.ClientSession()
+        return self._upstream
+
+    async def close(self) -> None:
+        """Close connections to SGLang."""
+        if self._upstream is not None:
+            await self._upstream.close()
+
+
+def _serve(replica: Replica, body: bytes) -> tuple[int, bytes]:
+    try:
+        request = msgspec.json.decode(body, type=ServeRequest)
+    except msgspec.DecodeError as error:
+        raise _Refusal(400, str(error)) from error
+    view = replica.serve(request)
+    if view is None:
+        raise _Refusal(409, f"replica {replica.index}: incarnation {request.incarnation} is gone")
+    return 200, msgspec.json.encode(view)
+
+
+def _number(headers: dict[bytes, bytes], name: str, default: float | None) -> float:
+    text = headers.get(name.encode())
+    if text is None and default is not None:
+        return default
+    try:
+        return float(text or b"")
+    except ValueError:
+        raise _Refusal(400, f"the header {name} must be a number") from None
+
+
+async def _body(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    more = True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _Refusal(400, "the caller left")
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY_BYTES:
+            raise _Refusal(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+class RelayServer:
+    """The relay on a port of its own, in a thread of its own: the main thread minds processes."""
+
+    def __init__(self, app: RelayApp, host: str) -> None:
+        self._app = app
+        self._socket = socket.create_server((host, 0))
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+            )
+        )
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """Listen."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            try:
+                await self._server.serve(sockets=[self._socket])
+            finally:
+                await self._app.close()
+
+        asyncio.run(serve())
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._server.should_exit = True
+        self._thread.join(_START_TIMEOUT_S)
+        self._socket.close()

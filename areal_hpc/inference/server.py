@@ -1,0 +1,118 @@
+"""One SGLang process: started on free ports, watched, killed as a whole."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.inference.command import LOOPBACK, Command, Ports
+
+_PROBE_TIMEOUT_S = 0.5
+_PORT_TAKEN = ("address already in use", "Port is already in use")
+_LOG_TAIL_BYTES = 16384
+
+
+def free_ports() -> Ports:
+    """Ports nobody listens on now. Another process may still take one before SGLang does."""
+    with socket.socket() as first, socket.socket() as second:
+        first.bind((LOOPBACK, 0))
+        second.bind((LOOPBACK, 0))
+        return Ports(first.getsockname()[1], second.getsockname()[1])
+
+
+class ServerProcess:
+    """A running SGLang server with all its processes.
+
+    Start it from a thread that lives as long as the server may: the kernel's death signal is
+    tied to the thread, not to the process, that started the child.
+    """
+
+    def __init__(self, command: Command, ports: Ports, log_path: Path) -> None:
+        self.url = f"http://{LOOPBACK}:{ports.http}"
+        self.log_path = log_path
+        self.started_at = time.monotonic()
+        self._http_port = ports.http
+        self._members: list[psutil.Process] = []
+        leash = "areal_hpc.inference.leash"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", leash, str(os.getpid()), *command.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **command.environment},
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first process, which leads the group of all the others."""
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
+        connection = http.client.HTTPConnection(LOOPBACK, self._http_port, timeout=_PROBE_TIMEOUT_S)
+        try:
+            connection.request("GET", "/ready")
+            ready = connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+        if ready and not self._members:
+            self._members = psutil.Process(self.pid).children(recursive=True)
+        return ready
+
+    def death(self) -> str:
+        """Why the server is dead, in words; empty while it lives.
+
+        A server whose scheduler was killed lingers for up to a minute without one, so every
+        process it had when it became ready must be there.
+        """
+        code = self._process.poll()
+        if code is not None:
+            return f"exited with code {code}"
+        for member in self._members:
+            if not member.is_running() or member.status() == psutil.STATUS_ZOMBIE:
+                return f"lost its process {member.pid}"
+        return ""
+
+    @property
+    def usage_error(self) -> bool:
+        """True when SGLang did not understand its command line."""
+        return self._process.poll() == 2  # argparse's exit code
+
+    def lost_port_race(self) -> bool:
+        """True when it died because another process had taken one of its ports."""
+        return any(sign in self.log_tail() for sign in _PORT_TAKEN)
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of its log."""
+        with self.log_path.open("rb") as log_file:
+            size = log_file.seek(0, os.SEEK_END)
+            log_file.seek(max(0, size - _LOG_TAIL_BYTES))
+            text = log_file.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def request_stop(self) -> None:
+        """Ask it to end."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End all its processes: by force after `grace_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
