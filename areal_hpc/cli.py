@@ -77,8 +77,8 @@ def _add_model_commands(
     tiny = kinds.add_parser(
         "tiny",
         help="a tiny, randomly initialised Qwen3 with its own tokenizer",
-        description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its byte-level "
-        "BPE tokenizer is trained on the text you give.",
+        description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
+        "byte-level BPE tokenizer is trained on the text you give.",
     )
     tiny.add_argument("--out", type=Path, required=True, help="directory to make")
     tiny.add_argument(
@@ -190,3 +190,81 @@ def _existing_run(path: Path) -> RunLayout:
             f"there is no run at {path}", hint="give a directory that holds a recipe.yaml"
         )
     return layout
+
+
+def _model_tiny(arguments: argparse.Namespace) -> int:
+    from areal_hpc.tiny_model import make_tiny_model
+
+    make_tiny_model(arguments.out, _texts(arguments.texts), seed=arguments.seed)
+    print(f"made a tiny Qwen3 in {arguments.out}")
+    return 0
+
+
+def _texts(path: Path | None) -> list[str]:
+    """The lines of a file, or the quick start's demonstrations."""
+    from areal_hpc.errors import RecipeError
+
+    if path is not None:
+        if not path.is_file():
+            raise RecipeError(f"there is no text file at {path}", key="--texts")
+        return path.read_text().splitlines()
+    try:
+        from areal_hpc.dataset import DatasetConfig, rows
+
+        sys.path.insert(0, str(Path.cwd()))
+        source = DatasetConfig(
+            generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
+        )
+        return [
+            message["content"] for row in rows(source, "--texts") for message in row["messages"]
+        ]
+    except RecipeError as error:
+        raise RecipeError(
+            "the quick start's demonstrations are found only in a checkout",
+            key="--texts",
+            hint="start this in the checkout, or give --texts FILE",
+        ) from error
+
+
+def _shards_ls(arguments: argparse.Namespace) -> int:
+    from areal_hpc.shards.report import list_shards
+
+    print(list_shards(_existing_run(arguments.run), _version_text))
+    return 0
+
+
+def _shards_show(arguments: argparse.Namespace) -> int:
+    from areal_hpc.shards.report import show_trajectory
+
+    path = arguments.run.resolve()
+    run_dir = path.parent.parent if path.is_file() else path
+    print(show_trajectory(path, arguments.row, _tokenizer_of(RunLayout(run_dir)), _version_text))
+    return 0
+
+
+def _shards_verify(arguments: argparse.Namespace) -> int:
+    from areal_hpc.errors import ShardError
+    from areal_hpc.shards.report import describe_verification
+    from areal_hpc.shards.verify import verify_run
+
+    report = verify_run(_existing_run(arguments.run))
+    print(describe_verification(report))
+    return ShardError.exit_code if report.problems else 0
+
+
+def _version_text(packed: int) -> str:
+    from areal_hpc.weights.version import WeightVersion
+
+    return str(WeightVersion.unpack(packed))
+
+
+def _tokenizer_of(layout: RunLayout) -> Path | None:
+    """The tokenizer file of the model that a run trains, if it can be found."""
+    import yaml
+
+    folders = [layout.export("warmup"), layout.tiny_model_dir]
+    if layout.recipe.exists():
+        named = yaml.safe_load(layout.recipe.read_text())["model"]["path"]
+        folders += [Path(named)] if named else []
+    files = (folder / "tokenizer.json" for folder in folders)
+    return next((file for file in files if file.is_file()), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
@@ -24,8 +24,6 @@ class ClusterConfig(StageConfig):
 
     fileroot: Path
     """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
-    executor: Literal["local", "slurm"] = "local"
-    """`local` runs the jobs on this machine, through the same entry points."""
     serve: EnvironmentConfig = EnvironmentConfig()
     """SGLang's environment."""
     train: EnvironmentConfig = EnvironmentConfig()
