@@ -62,6 +62,23 @@ CHAT_TEMPLATE = """\
 """ChatML with tools in the form that SGLang's `qwen25` parser reads."""
 
 
+_FIXED_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "dtype": "float32",
+    "hidden_act": "silu",
+    "model_type": "qwen3",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "sliding_window": None,
+    # The name before transformers 5.
+    "torch_dtype": "float32",
+    "use_cache": True,
+    "use_sliding_window": False,
+}
+
+
 def make_tiny_model(
     out: Path,
     texts: Iterable[str],
@@ -97,41 +114,27 @@ def make_tiny_model(
         initializer_std: Standard deviation of the initial weights.
         tie: Use the embedding as output layer too.
     """
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(texts, vocab)
     config = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+        **_FIXED_CONFIG,
         "bos_token_id": tokenizer.token_to_id(PAD),
-        "dtype": "float32",
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "head_dim": head_dim,
-        "hidden_act": "silu",
         "hidden_size": hidden,
         "initializer_range": initializer_std,
         "intermediate_size": ffn,
         "max_position_embeddings": max_position_embeddings,
         "max_window_layers": layers,
-        "model_type": "qwen3",
         "num_attention_heads": heads,
         "num_hidden_layers": layers,
         "num_key_value_heads": kv_heads,
         "pad_token_id": tokenizer.token_to_id(PAD),
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "sliding_window": None,
         "tie_word_embeddings": tie,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        "use_sliding_window": False,
         "vocab_size": tokenizer.get_vocab_size(),
     }
-    save_file(
-        initial_weights(config, np.random.default_rng(seed)),
-        out / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    out.mkdir(parents=True, exist_ok=True)
+    weights = initial_weights(config, np.random.default_rng(seed))
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
@@ -152,7 +155,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=vocab,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),

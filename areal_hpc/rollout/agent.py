@@ -16,9 +16,7 @@ from areal_hpc.errors import RecipeError
 EXTRA_KWARGS = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""
 
-_SHAPE = (
-    "class MyAgent: async def run(self, data: dict, **extra_kwargs) -> float | dict[str, float]"
-)
+_SHAPE = "a class with `async def run(self, data, **extra_kwargs) -> float | dict[str, float]`"
 
 
 class Agent(Protocol):
@@ -72,7 +70,7 @@ def _import_along(module_path: str, dotted_path: str) -> ModuleType:
     for end in range(1, len(parts) + 1):
         prefix = ".".join(parts[:end])
         try:
-            parent, module = module, importlib.import_module(prefix)
+            module = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name != prefix:
                 raise _broken(prefix, dotted_path, error) from error
@@ -91,19 +89,19 @@ def _import_along(module_path: str, dotted_path: str) -> ModuleType:
 def _check_shape(agent_class: object, dotted_path: str) -> None:
     if not inspect.isclass(agent_class):
         raise _refused(
-            f"{dotted_path!r} is {_a(agent_class)}, expected a class", f"write it as: {_SHAPE}"
+            f"{dotted_path!r} is {_a(agent_class)}, expected a class", f"make it {_SHAPE}"
         )
     run = getattr(agent_class, "run", None)
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
-        raise _refused(f"{dotted_path!r} {found}", f"write it as: {_SHAPE}")
+        raise _refused(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
     try:
         inspect.signature(run).bind(None, {}, **dict.fromkeys(EXTRA_KWARGS))
     except TypeError as error:
         raise _refused(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
             f"keywords {', '.join(EXTRA_KWARGS)} ({error})",
-            f"write it as: {_SHAPE}",
+            f"make it {_SHAPE}",
         ) from error
 
 
@@ -139,7 +137,7 @@ def _refused(message: str, hint: str, key: str = "rollout.workflow") -> RecipeEr
 
 
 def _last_line(error: BaseException) -> str:
-    """`ValueError: why (file.py:12)`, with the deepest line that is not Python's import machinery."""
+    """`ValueError: why (file.py:12)`: the deepest line that is not import machinery."""
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = [
         frame

@@ -1,4 +1,4 @@
-"""The driver of a cell: leases tickets, keeps its episode slots busy, reports what became of them."""
+"""The driver of a cell: leases tickets, keeps its episode slots busy, reports how they ended."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def checked_rewards(returned: object) -> dict[str | None, float]:
 
 
 def _finite(value: object, place: str) -> float:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise AgentError(
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
             "expected a finite float"

@@ -1,0 +1,288 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.driver import Driver, Peers
+from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
+from tests.integration.rollout.test_episode import ask
+
+N_TASKS = 8
+
+
+def tickets(count: int, n_samples: int = 4) -> list[TicketGrant]:
+    return [TicketGrant(TicketRef(i, 0), i % N_TASKS, i, n_samples) for i in range(count)]
+
+
+def evaluations(count: int, step: int = 5) -> list[TicketGrant]:
+    return [TicketGrant(TicketRef(i, 0, step), i % N_TASKS, i, 1) for i in range(count)]
+
+
+class Cell:
+    """A driver between a stand-in ledger and a stand-in proxy."""
+
+    def __init__(
+        self, run_dir: Path, agent: Agent, grants: list[TicketGrant], **rollout: Any
+    ) -> None:
+        self.run_dir = run_dir
+        self.agent = agent
+        self.script = LedgerScript(queue=grants)
+        self.ledger = StandInLedger(run_dir, self.script)
+        self.proxy = StandInProxy(run_dir)
+        self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        return read_json_lines(self.run_dir / "events.jsonl")
+
+    def run(self, slots: int = 16, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:
+        asyncio.run(asyncio.wait_for(self._run(slots, meanwhile), 30))
+
+    async def _run(self, slots: int, meanwhile: Callable[[], Awaitable[None]] | None) -> None:
+        tasks = TaskSet(
+            Path("tasks.jsonl"), [json.dumps({"task": i}).encode() for i in range(N_TASKS)]
+        )
+        peers = Peers(
+            ledger=Peer(self.run_dir, "ledger", KEY), proxy=Peer(self.run_dir, "proxy-cell-0", KEY)
+        )
+        http_client = open_http_client(10.0)
+        driver = Driver(
+            "cell-0",
+            self.rollout,
+            SamplingConfig(temperature=0.0),
+            slots,
+            agent=self.agent,
+            tasks={"train": tasks, "valid": tasks},
+            peers=peers,
+            http_client=http_client,
+            events=EventLog(self.run_dir / "events.jsonl", "driver"),
+        )
+        await self.proxy.start()
+        await self.ledger.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                if meanwhile is not None:
+                    group.create_task(_as_coroutine(meanwhile()))
+                await driver.run()
+        finally:
+            await http_client.aclose()
+            await peers.ledger.close()
+            await peers.proxy.close()
+            await self.ledger.kill()
+            await self.proxy.kill()
+
+
+async def _as_coroutine(work: Awaitable[None]) -> None:
+    await work
+
+
+class Steady:
+    """One model call; the reward is the task's number."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        self.seeds: list[int] = []
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        self.seeds.append(extra_kwargs["seed"])
+        await ask(extra_kwargs)
+        await asyncio.sleep(self.seconds)
+        return float(data["task"])
+
+
+class FailsOn:
+    """Fails for one task, `times` times in all."""
+
+    def __init__(self, task: int, times: int = 1_000_000) -> None:
+        self.task = task
+        self.left = times
+        self.failed_tasks: Counter[int] = Counter()
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await ask(extra_kwargs)
+        if data["task"] == self.task and self.left > 0:
+            self.left -= 1
+            self.failed_tasks[data["task"]] += 1
+            raise RuntimeError(f"cannot do task {data['task']}")
+        return 1.0
+
+
+def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> None:
+    agent = Steady()
+    cell = Cell(tmp_path, agent, tickets(12))
+    cell.run()
+    assert set(cell.proxy.finished) == {ticket.ref for ticket in tickets(12)}
+    assert cell.script.finished == set(cell.proxy.finished)
+    for ref, sessions in cell.proxy.finished.items():
+        started = [cell.proxy.sessions[name].started for name in sessions]
+        assert [one.ref for one in started] == [ref] * 4
+        assert [one.episode for one in started] == [0, 1, 2, 3]
+        rewards = [list(cell.proxy.sessions[name].rewards.values()) for name in sessions]
+        assert rewards == [[float(ref.ticket_id % N_TASKS)]] * 4
+    assert len(set(agent.seeds)) == 48
+
+
+def test_slots_are_kept_busy_and_never_exceeded(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(0.03), tickets(12))
+    cell.run(slots=8)
+    assert cell.proxy.most_open == 8
+
+
+def test_cell_with_fewer_slots_than_a_group_still_works(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(2))
+    cell.run(slots=1)
+    assert len(cell.proxy.finished) == 2
+
+
+def test_ticket_is_reported_as_soon_as_it_is_finished(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(10))
+    began = time.monotonic()
+    cell.run(slots=4)
+    # One ticket at a time: at the pace of the heartbeats alone it would take 2.5 s.
+    assert time.monotonic() - began < 1.5
+    assert len(cell.script.finished) == 10
+
+
+def test_failed_episode_is_repeated_with_another_seed(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, FailsOn(task=1, times=2), tickets(3))
+    cell.run()
+    assert len(cell.proxy.finished) == 3
+    assert not cell.script.dropped
+    failures = [event for event in cell.events if event["event"] == "episode_failed"]
+    assert len(failures) == 2
+    assert all("cannot do task 1" in event["reason"] for event in failures)
+    seeds = [
+        session.started.seed
+        for session in cell.proxy.sessions.values()
+        if session.started.ref == TicketRef(1, 0)
+    ]
+    assert len(set(seeds)) == 6
+
+
+def test_ticket_whose_agent_keeps_failing_is_dropped_with_the_reason(tmp_path: Path) -> None:
+    agent = FailsOn(task=1)
+    cell = Cell(tmp_path, agent, tickets(4), max_episode_tries=3)
+    cell.run()
+    (reason,) = cell.script.dropped.values()
+    assert list(cell.script.dropped) == [TicketRef(1, 0)]
+    assert "task 1 failed 3 times" in reason
+    assert "RuntimeError: cannot do task 1" in reason
+    assert set(cell.proxy.finished) == {TicketRef(i, 0) for i in (0, 2, 3)}
+    assert [event for event in cell.events if event["event"] == "ticket_dropped"]
+
+
+def test_episode_that_takes_too_long_counts_as_failed(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(5.0), tickets(1), max_episode_tries=1, episode_timeout_s=0.05)
+    cell.run()
+    assert "took longer than 0.05 s" in cell.script.dropped[TicketRef(0, 0)]
+
+
+def test_ticket_of_an_unknown_task_is_dropped(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), [TicketGrant(TicketRef(0, 0), 99, 0, 4)])
+    cell.run()
+    assert "tasks.jsonl has 8 tasks" in cell.script.dropped[TicketRef(0, 0)]
+
+
+def test_evaluation_is_reported_and_recorded_nowhere(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), evaluations(6))
+    cell.run()
+    assert cell.script.evaluated == {
+        ticket.ref: [float(ticket.task_index)] for ticket in evaluations(6)
+    }
+    assert not cell.proxy.finished
+    for session in cell.proxy.sessions.values():
+        assert session.started.ref is None
+        assert session.started.sampling.temperature == 0.0
+    assert not any(request.finished for request in cell.script.requests)
+
+
+def test_evaluation_whose_agent_keeps_failing_is_dropped(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, FailsOn(task=2), evaluations(4), max_episode_tries=2)
+    cell.run()
+    assert list(cell.script.dropped) == [TicketRef(2, 0, 5)]
+    assert len(cell.script.evaluated) == 3
+
+
+def test_seal_is_passed_on_while_episodes_go_on(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(0.1), tickets(6))
+    cell.script.seal_now = True
+    cell.proxy.script = cell.script
+    cell.run()
+    assert cell.proxy.seals >= 1
+    assert len(cell.proxy.finished) == 6
+
+
+def test_driver_survives_restarts_of_the_ledger(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(0.1), tickets(24))
+
+    async def restart_twice() -> None:
+        for _ in range(2):
+            await asyncio.sleep(0.15)
+            await cell.ledger.kill()
+            await asyncio.sleep(0.2)
+            await cell.ledger.start()
+
+    cell.run(meanwhile=restart_twice)
+    assert len(cell.proxy.finished) == 24
+    assert len(cell.script.finished) == 24
+    assert not cell.events
+
+
+def test_restart_of_the_proxy_costs_no_try_and_no_ticket(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(0.1), tickets(24), max_episode_tries=1)
+
+    async def restart_twice() -> None:
+        for _ in range(2):
+            await asyncio.sleep(0.25)
+            await cell.proxy.kill()
+            await asyncio.sleep(0.1)
+            await cell.proxy.start()
+
+    cell.run(meanwhile=restart_twice)
+    assert not cell.script.dropped
+    assert len(cell.script.finished) == 24
+    assert {event["event"] for event in cell.events} == {"episode_interrupted"}
+
+
+def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(0.4), tickets(1))
+    cell.run()
+    held = [request for request in cell.script.requests if request.held]
+    assert held[0].held == [TicketRef(0, 0)]
+    assert held[0].capacity == 12
+    assert cell.script.requests[-1].finished == [TicketRef(0, 0)]
+
+
+def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
+    class Blocks:
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+            await ask(extra_kwargs)
+            time.sleep(0.7)
+            return 1.0
+
+    cell = Cell(tmp_path, Blocks(), tickets(1))
+    cell.run()
+    assert "event_loop_blocked" in {event["event"] for event in cell.events}
+
+
+def test_ledger_that_refuses_the_driver_ends_it(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(1))
+    cell.ledger.refuse_leases = True
+    with pytest.raises(BaseExceptionGroup) as caught:
+        cell.run()
+    assert caught.group_contains(ClusterError, match="answered 403")

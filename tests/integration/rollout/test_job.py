@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.layout import RunLayout
+from areal_hpc.rollout.job import run
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from examples.quickstart.task import train_tasks
+from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
+
+CHECKOUT = Path(__file__).parents[3]
+START = """
+import json, sys
+from areal_hpc.rollout.job import run
+run(json.loads(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    layout.data_dir.mkdir()
+    layout.rendezvous_dir.mkdir()
+    layout.admin_key.write_text(KEY)
+    lines = "".join(json.dumps(task) + "\n" for task in train_tasks(4, 1))
+    layout.dataset("train").write_text(lines)
+    return layout
+
+
+def config(layout: RunLayout, workflow: str) -> dict[str, Any]:
+    return {
+        "run_dir": str(layout.root),
+        "cell": "cell-0",
+        "rollout": {"workflow": workflow, "n_samples": 4},
+        "evaluation_sampling": {"temperature": 0.0},
+        "episode_slots": 8,
+        "sys_path": [str(CHECKOUT)],
+    }
+
+
+async def serve(layout: RunLayout, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
+    """Stand in for ledger and proxy until the driver's process ends."""
+    ledger = StandInLedger(layout.rendezvous_dir, script)
+    proxy = StandInProxy(layout.rendezvous_dir)
+    await proxy.start()
+    await ledger.start()
+    try:
+        while process.poll() is None:
+            if script.finished and not script.stop_when_done:
+                process.send_signal(signal.SIGTERM)
+                script.finished.clear()
+                script.signalled_at = time.monotonic()
+            await asyncio.sleep(0.02)
+    finally:
+        await ledger.kill()
+        await proxy.kill()
+
+
+def drive(layout: RunLayout, script: LedgerScript) -> int:
+    job = json.dumps(config(layout, "examples.quickstart.agent.ArithmeticAgent"))
+    process = subprocess.Popen([sys.executable, "-c", START, job])
+    try:
+        asyncio.run(asyncio.wait_for(serve(layout, script, process), 60))
+    finally:
+        process.kill()
+        process.wait()
+    return process.returncode
+
+
+def test_driver_process_works_until_the_ledger_says_stop(layout: RunLayout) -> None:
+    grants = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
+    script = LedgerScript(queue=grants)
+    assert drive(layout, script) == 0
+    assert len(script.finished) == 6
+
+
+def test_driver_process_stops_within_three_seconds_of_a_signal(layout: RunLayout) -> None:
+    script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
+    assert drive(layout, script) == 0
+    assert time.monotonic() - script.signalled_at < 3
+
+
+def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunLayout) -> None:
+    with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
+        run(config(layout, "examples.quickstart.agent.ArithmetikAgent"))

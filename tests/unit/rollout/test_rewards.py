@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.errors import AgentError
+from areal_hpc.rollout.episode import checked_rewards
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
+    assert checked_rewards(reward) == {None: reward}
+
+
+@pytest.mark.parametrize("reward", [1, np.float32(0.5), np.int64(2)])
+def test_other_real_numbers_become_floats(reward: Any) -> None:
+    (value,) = checked_rewards(reward).values()
+    assert type(value) is float
+    assert value == reward
+
+
+@given(st.dictionaries(st.text(), st.floats(-1e6, 1e6), min_size=1))
+def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> None:
+    assert checked_rewards(rewards) == rewards
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "returned None (NoneType), expected a finite float"),
+        ("0.5", "returned '0.5' (str), expected a finite float"),
+        (True, "returned True (bool)"),
+        (1j, "(complex)"),
+        ([1.0], "(list)"),
+        (math.nan, "returned nan, expected a finite float"),
+        (math.inf, "returned inf"),
+        (np.float32("-inf"), "returned -inf"),
+        ({}, "an empty dict"),
+        ({"chatcmpl-1": math.nan}, "returned nan for chatcmpl-1"),
+        ({"chatcmpl-1": None}, "for chatcmpl-1, expected a finite float"),
+        ({1: 1.0}, "the key 1, expected ids"),
+    ],
+)
+def test_anything_else_is_refused_with_what_was_returned(returned: object, said: str) -> None:
+    with pytest.raises(AgentError) as caught:
+        checked_rewards(returned)
+    assert said in str(caught.value)
+
+
+def test_long_wrong_returns_are_cut_short() -> None:
+    with pytest.raises(AgentError) as caught:
+        checked_rewards("x" * 10_000)
+    assert len(str(caught.value)) < 400

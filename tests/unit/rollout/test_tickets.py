@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.driver import episode_seed
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.tickets import FINISHED_KEPT, TicketBoard
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+
+
+def grant(ticket_id: int, n_samples: int = 4) -> TicketGrant:
+    return TicketGrant(TicketRef(ticket_id, 0), ticket_id, 0, n_samples)
+
+
+def test_slots_free_up_episode_by_episode() -> None:
+    board = TicketBoard(6)
+    assert board.accept(grant(1))
+    assert board.capacity == 2
+    board.end_episode(grant(1).ref)
+    assert board.capacity == 3
+    board.finish(grant(1).ref)
+    assert board.capacity == 6
+
+
+def test_ticket_is_held_then_reported_finished() -> None:
+    board = TicketBoard(8)
+    board.accept(grant(1))
+    board.accept(grant(2))
+    board.finish(grant(1).ref)
+    assert board.held == [grant(2).ref]
+    assert board.finished == [grant(1).ref]
+
+
+def test_repeated_grant_is_run_once() -> None:
+    board = TicketBoard(8)
+    assert board.accept(grant(1))
+    assert not board.accept(grant(1))
+    board.finish(grant(1).ref)
+    assert not board.accept(grant(1))
+
+
+def test_dropped_ticket_is_forgotten() -> None:
+    board = TicketBoard(8)
+    board.accept(grant(1))
+    board.release(grant(1).ref)
+    assert (board.held, board.finished, board.capacity) == ([], [], 8)
+    assert board.accept(grant(1))
+
+
+def test_report_of_finished_tickets_is_bounded_and_keeps_the_newest() -> None:
+    board = TicketBoard(8)
+    for number in range(FINISHED_KEPT + 10):
+        board.accept(grant(number))
+        board.finish(grant(number).ref)
+    assert len(board.finished) == FINISHED_KEPT
+    assert board.finished[-1].ticket_id == FINISHED_KEPT + 9
+
+
+@given(st.lists(st.integers(1, 5), max_size=20))
+def test_capacity_is_never_negative(sizes: list[int]) -> None:
+    board = TicketBoard(8)
+    for number, size in enumerate(sizes):
+        board.accept(grant(number, size))
+        assert board.capacity == max(0, 8 - sum(sizes[: number + 1]))
+
+
+def test_started_over_ticket_takes_all_its_slots_again() -> None:
+    board = TicketBoard(8)
+    board.accept(grant(1))
+    board.end_episode(grant(1).ref)
+    board.begin(grant(1))
+    assert board.capacity == 4
+
+
+def test_every_episode_and_every_repetition_has_its_own_seed() -> None:
+    seeds = {episode_seed(*which) for which in itertools.product(range(20), range(8), range(3))}
+    assert len(seeds) == 20 * 8 * 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert episode_seed(7, 1, 0) == episode_seed(7, 1, 0)
+
+
+def test_tasks_are_fresh_copies(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": [1]}\n{"a": "\u2028"}\n')
+    tasks = TaskSet.read(path)
+    tasks[0]["a"].append(2)
+    assert tasks[0] == {"a": [1]}
+    assert tasks[1] == {"a": "\u2028"}
+    assert len(tasks) == 2
+
+
+@pytest.mark.parametrize("index", [-1, 1, 10_000])
+def test_task_out_of_range_says_how_many_there_are(tmp_path: Path, index: int) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text('{"a": 1}\n')
+    with pytest.raises(RecipeError, match=r"train.jsonl has 1 tasks"):
+        TaskSet.read(path)[index]
+
+
+def test_missing_task_set_is_empty(tmp_path: Path) -> None:
+    assert len(TaskSet.read(tmp_path / "valid.jsonl")) == 0
+
+
+def test_task_that_is_no_object_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("[1]\n")
+    with pytest.raises(RecipeError, match=r"train.jsonl:1 is not a JSON object"):
+        TaskSet.read(path)[0]

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from examples.quickstart.task import (
+    demonstrations,
+    show_work,
+    train_tasks,
+    valid_tasks,
+    verify,
+)
+
+seeds = st.integers(0, 1000)
+
+
+def questions(tasks: Iterable[dict[str, Any]]) -> set[str]:
+    return {task["messages"][0]["content"] for task in tasks}
+
+
+@given(seeds, seeds, seeds)
+def test_held_out_questions_appear_in_no_training_data(train: int, valid: int, demo: int) -> None:
+    held_out = questions(valid_tasks(50, valid))
+    assert held_out.isdisjoint(questions(train_tasks(200, train)))
+    assert held_out.isdisjoint(questions(demonstrations(200, demo)))
+
+
+def test_held_out_questions_are_distinct_and_bounded() -> None:
+    assert len(questions(valid_tasks(2000, 1))) == 2000
+    with pytest.raises(ValueError, match="at most 2000"):
+        next(valid_tasks(2001, 1))
+
+
+def test_same_seed_gives_the_same_tasks_and_another_one_others() -> None:
+    for generator in (train_tasks, valid_tasks, demonstrations):
+        assert list(generator(50, 1)) == list(generator(50, 1))
+        assert list(generator(50, 1)) != list(generator(50, 2))
+
+
+def test_tasks_are_json() -> None:
+    for task in itertools.chain(train_tasks(5, 1), valid_tasks(5, 1), demonstrations(5, 1)):
+        assert json.loads(json.dumps(task)) == task
+
+
+@given(seeds)
+def test_right_answer_is_verified_and_a_wrong_one_is_not(seed: int) -> None:
+    (task,) = train_tasks(1, seed)
+    answer = int(task["answer"])
+    assert answer == eval(task["metadata"]["expression"])
+    assert verify(f"Answer: {answer}", task)
+    assert verify(f"Answer: {answer + 1}. No, Answer: {answer}.0", task)
+    assert not verify(f"Answer: {answer + 1}", task)
+    assert not verify(f"{answer}", task)
+    assert not verify(f"Answer: {answer} or {answer + 1}", task)
+    assert not verify("", task)
+
+
+@given(seeds)
+def test_every_demonstration_is_right(seed: int) -> None:
+    for demo in demonstrations(20, seed):
+        user, assistant = demo["messages"]
+        expression = user["content"].split(": ")[1].removesuffix(" =")
+        assert assistant["role"] == "assistant"
+        assert verify(assistant["content"], {"answer": str(eval(expression))})
+
+
+@pytest.mark.parametrize("p_work", [0.0, 0.33, 1.0])
+def test_a_share_of_the_demonstrations_shows_its_work(p_work: float) -> None:
+    shown = sum("=" in demo["messages"][1]["content"] for demo in demonstrations(2000, 1, p_work))
+    assert abs(shown / 2000 - p_work) < 0.04
+
+
+def test_work_is_shown_step_by_step() -> None:
+    assert show_work("3 - 5 + 0 + 6") == "3-5=-2,-2+0=-2,-2+6=4"
