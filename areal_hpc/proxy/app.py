@@ -1,0 +1,181 @@
+"""The proxy as an ASGI application: routes, keys, size limits, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any
+
+from areal_hpc.proxy.calls import ModelCaller, ServedModel
+from areal_hpc.proxy.control import Control
+from areal_hpc.proxy.dialects import chat
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.sessions import Session, SessionBook
+
+log = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Handler = Callable[[str, bytes], Coroutine[Any, Any, bytes]]
+"""(key, request body) -> response body."""
+
+_JSON = (b"content-type", b"application/json")
+
+
+class _ClientGone(Exception):
+    """Nobody is left to answer."""
+
+
+class ProxyApp:
+    """Raw ASGI: a framework's routing and response classes would cost more than our own work."""
+
+    def __init__(
+        self,
+        *,
+        admin_key: str,
+        max_request_bytes: int,
+        model: ServedModel,
+        book: SessionBook,
+        caller: ModelCaller,
+        control: Control,
+    ) -> None:
+        self._admin_key = admin_key.encode()
+        self._max_request_bytes = max_request_bytes
+        self._model = model
+        self._book = book
+        self._caller = caller
+        self._control = control
+        self._routes: dict[str, dict[str, Handler]] = {
+            "/rl/start_session": {"POST": self._admin(control.start_session)},
+            "/rl/finish_ticket": {"POST": self._admin(control.finish_ticket)},
+            "/rl/seal": {"POST": self._seal},
+            "/rl/set_reward": {"POST": self._of_session(control.set_reward)},
+            "/rl/end_session": {"POST": self._of_session(control.end_session)},
+            "/healthz": {"GET": self._health},
+        }
+        for prefix in ("", "/v1"):
+            self._routes[f"{prefix}/chat/completions"] = {"POST": self._chat}
+            self._routes[f"{prefix}/models"] = {"GET": self._models}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        try:
+            handler = self._handler(scope["method"], scope["path"])
+            key = ""
+            for name, value in scope["headers"]:
+                if name == b"authorization" and value[:7].lower() == b"bearer ":
+                    key = value[7:].strip().decode("latin-1")
+                elif name == b"x-api-key" and not key:
+                    key = value.decode("latin-1")
+                elif name == b"content-length" and int(value) > self._max_request_bytes:
+                    raise self._too_large()
+            body = await self._body(receive)
+            status, content = 200, await _unless_gone(receive, handler(key, body))
+        except RequestRefused as refusal:
+            status, content = refusal.status, chat.error(refusal)
+        except _ClientGone:
+            return
+        except Exception:  # boundary: one request's failure must not reach the others
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            status, content = 500, chat.error(RequestRefused(500, "the proxy failed; see its log"))
+        length = (b"content-length", str(len(content)).encode())
+        await send({"type": "http.response.start", "status": status, "headers": [_JSON, length]})
+        await send({"type": "http.response.body", "body": content})
+
+    def _handler(self, method: str, path: str) -> Handler:
+        methods = self._routes.get(path)
+        if methods is None:
+            raise RequestRefused(404, f"there is no route {path}")
+        if method not in methods:
+            raise RequestRefused(405, f"{path} takes {', '.join(methods)}, not {method}")
+        return methods[method]
+
+    def _too_large(self) -> RequestRefused:
+        return RequestRefused(413, f"a request may have {self._max_request_bytes} bytes at most")
+
+    async def _body(self, receive: Receive) -> bytes:
+        body = b""
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise _ClientGone
+            part: bytes = message.get("body", b"")
+            body += part
+            if len(body) > self._max_request_bytes:
+                raise self._too_large()
+            if not message.get("more_body"):
+                return body
+
+    # Keys ---------------------------------------------------------------------------------
+
+    def _require_admin(self, key: str) -> None:
+        if not hmac.compare_digest(key.encode("latin-1"), self._admin_key):
+            raise RequestRefused(401, "this route needs the run's admin key")
+
+    def _session(self, key: str) -> Session:
+        session = self._book.session_of_key(key)
+        if session is None:
+            raise RequestRefused(401, "this key opens no session")
+        session.touch()
+        return session
+
+    def _admin(self, answer: Callable[[bytes], bytes]) -> Handler:
+        async def handler(key: str, body: bytes) -> bytes:
+            self._require_admin(key)
+            return answer(body)
+
+        return handler
+
+    def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
+        async def handler(key: str, body: bytes) -> bytes:
+            return answer(self._session(key), body)
+
+        return handler
+
+    # Routes -------------------------------------------------------------------------------
+
+    async def _seal(self, key: str, body: bytes) -> bytes:
+        self._require_admin(key)
+        return await self._control.seal(body)
+
+    async def _health(self, key: str, body: bytes) -> bytes:
+        return self._control.health()
+
+    async def _models(self, key: str, body: bytes) -> bytes:
+        self._session(key)
+        return chat.models(self._model.name, self._model.context_tokens)
+
+    async def _chat(self, key: str, body: bytes) -> bytes:
+        session = self._session(key)
+        if session.ended:
+            raise RequestRefused(403, "the session has ended")
+        encoder = self._model.encoder
+        request, call = chat.parse(body, session.request.sampling, encoder.vocab_size)
+        answer_id = f"chatcmpl-{secrets.token_hex(14)}"
+        session.in_flight += 1
+        try:
+            answers = await self._caller.answer(session, call, answer_id)
+        finally:
+            session.in_flight -= 1
+            session.touch()
+        return chat.response(answer_id, self._model.name, request, answers, encoder)
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, bytes]) -> bytes:
+    """The work's result; cancels it when the client hangs up first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(receive())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise _ClientGone
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()

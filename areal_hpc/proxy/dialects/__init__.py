@@ -1,0 +1,1 @@
+"""One module per HTTP dialect an agent may speak."""

@@ -1,0 +1,122 @@
+"""Which replica answers: only those whose weights are verified, the same one for a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from pathlib import Path
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.errors import ClusterError
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+POLL_WHILE_NONE_SERVES_S = 0.2
+RELAY_TIMEOUT_S = 5.0
+
+
+class Router:
+    """Follows the cell's control relay and picks replicas for sessions."""
+
+    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
+        self._directory = rendezvous_dir
+        self._relay_name = f"relay-{cell}"
+        self._admin_key = admin_key
+        self._client: AsyncWireClient | None = None
+        self._client_url = ""
+        self._serving: dict[int, ReplicaView] = {}
+        self._home: dict[str, int] = {}
+        self._load: Counter[int] = Counter()
+        self._refreshed = asyncio.Event()
+        self._look_now = asyncio.Event()
+
+    @property
+    def serving_count(self) -> int:
+        """Replicas that may answer now."""
+        return len(self._serving)
+
+    async def follow(self) -> None:
+        """Poll the relay until cancelled."""
+        while True:
+            self._look_now.clear()
+            await self._refresh()
+            self._refreshed.set()
+            self._refreshed = asyncio.Event()
+            pause_s = POLL_S if self._serving else POLL_WHILE_NONE_SERVES_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), pause_s)
+
+    async def _refresh(self) -> None:
+        try:
+            replicas = await self._ask_relay()
+        except ClusterError as error:
+            log.debug("the relay does not answer: %s", error)
+            replicas = []  # its SGLang servers die with it
+        serving = {one.index: one for one in replicas if one.state == "serving"}
+        if serving.keys() != self._serving.keys():
+            log.info("replicas serving: %s", sorted(serving) or "none")
+        self._serving = serving
+
+    async def _ask_relay(self) -> list[ReplicaView]:
+        endpoint = rendezvous.find(self._directory, self._relay_name)
+        if endpoint is None:
+            return []
+        if self._client is None or endpoint.url != self._client_url:
+            await self.close()
+            self._client_url = endpoint.url
+            self._client = AsyncWireClient(endpoint.url, self._admin_key, timeout_s=RELAY_TIMEOUT_S)
+        return (await self._client.get("/replicas", ReplicaList)).replicas
+
+    async def pick(self, session_id: str, give_up_at: float) -> ReplicaView:
+        """The session's replica, another if that one no longer serves; waits while none does.
+
+        Args:
+            session_id: Whose call it is.
+            give_up_at: `time.monotonic()` value after which waiting ends.
+
+        Raises:
+            RequestRefused: No replica served in time (503).
+        """
+        while not self._serving:
+            remaining_s = give_up_at - time.monotonic()
+            if remaining_s <= 0:
+                raise RequestRefused(503, "no replica of this cell serves the model now")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._refreshed.wait(), remaining_s)
+        home = self._home.get(session_id)
+        if home is None or home not in self._serving:
+            home = min(self._serving, key=lambda index: (self._load[index], index))
+            self._home[session_id] = home
+        return self._serving[home]
+
+    def began(self, replica: ReplicaView) -> None:
+        """Count a call in flight on the replica."""
+        self._load[replica.index] += 1
+
+    def ended(self, replica: ReplicaView) -> None:
+        """The call is over, however it went."""
+        self._load[replica.index] -= 1
+
+    def lost(self, replica: ReplicaView) -> None:
+        """Route nothing to the replica until the relay says again that it serves."""
+        current = self._serving.get(replica.index)
+        if current is not None and current.incarnation == replica.incarnation:
+            del self._serving[replica.index]
+        self._look_now.set()
+
+    def forget(self, session_id: str) -> None:
+        """The session makes no more calls."""
+        self._home.pop(session_id, None)
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None

@@ -1,0 +1,184 @@
+"""Sessions, their keys, and the tickets they belong to. Changed by events alone."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+from areal_hpc.proxy.events import (
+    Event,
+    InteractionAdded,
+    RewardSet,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketFinished,
+    TicketsSealed,
+    TicketsSettled,
+)
+from areal_hpc.session.export import EpisodeKey, export_rows, plan_rows
+from areal_hpc.session.tree import InteractionTree
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.proxy import StartSessionRequest
+
+ROW_BYTES_PER_TOKEN = 17
+"""int32 id, uint8 mask, float32 log-probability, int64 version."""
+ENDED_KEPT_S = 60.0
+REMEMBERED_TICKETS = 4096
+"""Settled tickets whose repeated `finish_ticket` is still answered."""
+
+
+def new_key() -> str:
+    """A session key: 256 random bits."""
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a key. Looking up a digest tells an attacker nothing by its timing."""
+    return hashlib.blake2b(key.encode(), digest_size=16).digest()
+
+
+class Session:
+    """One episode's conversation with the model."""
+
+    def __init__(self, opened: SessionOpened) -> None:
+        self.opened = opened
+        self.tree = InteractionTree()
+        self.ended = False
+        self.in_flight = 0
+        self.touched_at = time.monotonic()
+        self.calls = 0
+        """Model calls begun; numbers the seeds of a session."""
+
+    @property
+    def session_id(self) -> str:
+        """Public name of the session; not a secret."""
+        return self.opened.session_id
+
+    @property
+    def request(self) -> StartSessionRequest:
+        """What the driver asked for."""
+        return self.opened.request
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the session's tokens will be trained on."""
+        ref = self.request.ref
+        return ref is not None and ref.eval_step < 0
+
+    def touch(self) -> None:
+        """Put off the idle timeout."""
+        self.touched_at = time.monotonic()
+
+    def rows(self, ref: TicketRef) -> list[Trajectory]:
+        """The session's training rows."""
+        key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
+        return export_rows(self.tree, key, {"task_id": self.request.task_id})
+
+
+class FinishedTicket:
+    """A ticket whose episodes all ended; nothing changes in them any more."""
+
+    def __init__(self, ref: TicketRef, sessions: list[Session], finished_at: float) -> None:
+        self.ref = ref
+        self.sessions = sessions
+        self.finished_at = finished_at
+        plans = [plan for session in sessions for plan in plan_rows(session.tree)]
+        self.row_count = len(plans)
+        self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].sequence_tokens for p in plans)
+
+    def rows(self) -> list[Trajectory]:
+        """Every row of the ticket, episode by episode."""
+        return [row for session in self.sessions for row in session.rows(self.ref)]
+
+
+class SessionBook:
+    """Everything the proxy must remember, and the only way to change it: `apply`."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.finished: dict[TicketRef, FinishedTicket] = {}
+        """Finished, not sealed."""
+        self.sealed: dict[TicketRef, SettledTicket] = {}
+        """Sealed, not yet acknowledged by the ledger."""
+        self.settled_rows: dict[TicketRef, int] = {}
+        self._by_key: dict[bytes, Session] = {}
+
+    def session_of_key(self, key: str) -> Session | None:
+        """The session that `key` opens."""
+        return self._by_key.get(key_digest(key))
+
+    def rows_of(self, ref: TicketRef) -> int | None:
+        """How many rows a finished ticket contributes; None if it is not finished."""
+        if ref in self.finished:
+            return self.finished[ref].row_count
+        if ref in self.sealed:
+            return len(self.sealed[ref].rows)
+        return self.settled_rows.get(ref)
+
+    def apply(self, event: Event) -> None:
+        """Let `event` have happened. It must make sense now: callers check before they record."""
+        match event:
+            case SessionOpened():
+                session = Session(event)
+                self.sessions[event.session_id] = session
+                self._by_key[event.key_digest] = session
+            case InteractionAdded():
+                self.sessions[event.session_id].tree.add(event.interaction)
+            case RewardSet():
+                tree = self.sessions[event.session_id].tree
+                tree[event.interaction_id].reward = event.reward
+            case SessionEnded():
+                self.sessions[event.session_id].ended = True
+            case SessionDropped():
+                self._remove(self.sessions[event.session_id])
+            case TicketFinished():
+                self._finish(event)
+            case TicketsSealed():
+                for ticket in event.tickets:
+                    self._seal(ticket)
+            case TicketsSettled():
+                for ref in event.refs:
+                    self._settle(ref)
+
+    def _finish(self, event: TicketFinished) -> None:
+        kept = [self.sessions[session_id] for session_id in event.session_ids]
+        for session in [*self.sessions.values()]:
+            if session.request.ref == event.ref and session not in kept:
+                self._remove(session)
+        self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
+
+    def _seal(self, ticket: SettledTicket) -> None:
+        finished = self.finished.pop(ticket.ref, None)  # a compacted journal has no sessions of it
+        for session in finished.sessions if finished else []:
+            self._remove(session)
+        self.sealed[ticket.ref] = ticket
+
+    def _settle(self, ref: TicketRef) -> None:
+        ticket = self.sealed.pop(ref, None)
+        if ticket is None:
+            return
+        self.settled_rows[ref] = len(ticket.rows)
+        while len(self.settled_rows) > REMEMBERED_TICKETS:
+            del self.settled_rows[next(iter(self.settled_rows))]
+
+    def _remove(self, session: Session) -> None:
+        del self.sessions[session.session_id]
+        del self._by_key[session.opened.key_digest]
+
+    def idle_sessions(self, older_than_s: float) -> list[Session]:
+        """Sessions that nobody used for so long, apart from those of finished tickets.
+
+        An ended session that is not recorded has no use but to answer a repeated end.
+        """
+        now = time.monotonic()
+        return [
+            session
+            for session in self.sessions.values()
+            if now - session.touched_at
+            > (older_than_s if session.is_recorded or not session.ended else ENDED_KEPT_S)
+            and session.in_flight == 0
+            and session.request.ref not in self.finished
+        ]

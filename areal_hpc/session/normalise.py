@@ -1,0 +1,52 @@
+"""When are two messages the same? After what SDKs are known to change has been taken away."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from areal_hpc.session.template import Message
+
+Normalise = Callable[[Mapping[str, Any]], Message]
+"""Maps a message to the form that is compared, and that the chat template renders."""
+
+
+def normalise_chat_message(message: Mapping[str, Any]) -> Message:
+    """The normal form of a Chat Completions message.
+
+    None fields are absent; content is a text (text parts are joined by line breaks, none is the
+    empty text); the arguments of tool calls are JSON values, so that spacing does not matter.
+    A field the template does not read, such as `refusal`, makes no difference.
+    """
+    normal: Message = {"role": message["role"], "content": _text_of(message.get("content"))}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if message.get(name) is not None:
+            normal[name] = message[name]
+    if message.get("tool_calls"):
+        normal["tool_calls"] = [_normalise_call(call) for call in message["tool_calls"]]
+    return normal
+
+
+def _text_of(content: Any) -> str:
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    return "\n".join(part["text"] for part in content)
+
+
+def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments", "")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # a malformed call stays the text it is
+            arguments = json.loads(arguments)
+    normal = {
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
+    if call.get("id") is not None:
+        normal["id"] = call["id"]
+    return normal

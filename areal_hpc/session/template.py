@@ -1,0 +1,193 @@
+"""Chat messages -> text -> token ids, as Hugging Face does it, without importing transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from areal_hpc.errors import RecipeError
+
+# The thread pool of the Rust encoder costs more than it saves on one text at a time.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tokenizers import Tokenizer
+
+Message = dict[str, Any]
+"""One chat message in normal form (see `session.normalise`)."""
+
+
+class TemplateRefusal(ValueError):
+    """The model's chat template does not accept these messages."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks what the model says; rendering needs only what is inside it."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """JSON with non-ASCII text and `<` left as they are; jinja's own filter escapes for HTML."""
+    options.setdefault("ensure_ascii", False)
+    return json.dumps(value, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+class ChatTemplate:
+    """A model's chat template, rendered in a sandbox.
+
+    The environment is that of `transformers.utils.chat_template_utils`: `tojson`,
+    `raise_exception`, `strftime_now`, loop controls, trimmed blocks, special tokens by name.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_GenerationTag, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise RecipeError(
+                f"the chat template does not parse: {error}", hint="mend chat_template"
+            ) from error
+
+    @classmethod
+    def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
+        """The template of a model in Hugging Face format.
+
+        Raises:
+            RecipeError: There is none, or it does not parse.
+        """
+        config = _read_json(model_dir / "tokenizer_config.json")
+        template_file = model_dir / "chat_template.jinja"
+        source = template_file.read_text() if template_file.exists() else _template_in(config)
+        if source is None:
+            raise RecipeError(
+                f"{model_dir} has no chat template",
+                hint="add chat_template.jinja, or `chat_template` to tokenizer_config.json",
+            )
+        return cls(source, _special_tokens_in(config))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text the model reads.
+
+        Args:
+            messages: The conversation in normal form.
+            tools: Function schemas offered to the model; None renders no tools block.
+            add_generation_prompt: End with the opening of the assistant's turn.
+            variables: Further template variables (`chat_template_kwargs` of a request).
+
+        Raises:
+            TemplateRefusal: The template raised.
+        """
+        context = {
+            **self._special_tokens,
+            **(variables or {}),
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        try:
+            return self._template.render(context)
+        except Exception as error:  # boundary: the template is the model author's code
+            raise TemplateRefusal(str(error) or type(error).__name__) from error
+
+
+class TokenEncoder:
+    """Text <-> token ids of one model. Special tokens in a text are recognised, none are added."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int | None = None) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
+        """Rows of the model's embedding: every id sent to the engine must be below it."""
+
+    @classmethod
+    def from_model_dir(cls, model_dir: Path) -> TokenEncoder:
+        """The tokenizer of a model in Hugging Face format; the vocabulary is the model's own.
+
+        Raises:
+            RecipeError: `tokenizer.json` is missing or damaged.
+        """
+        path = model_dir / "tokenizer.json"
+        if not path.exists():
+            raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
+        config = _read_json(model_dir / "config.json")
+        text_config = config.get("text_config", config)
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # boundary: the Rust side raises bare Exception
+            raise RecipeError(f"{path} is damaged: {error}", hint="copy the model again") from error
+        return cls(tokenizer, text_config.get("vocab_size"))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without the tokens a tokenizer would add around it."""
+        # The batch call releases the GIL; the single call stalls every other thread.
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of `ids`."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def _template_in(config: Mapping[str, Any]) -> str | None:
+    """The `chat_template` entry: a text, or a list of named texts of which `default` is meant."""
+    entry = config.get("chat_template")
+    if isinstance(entry, list):
+        named = {item["name"]: item["template"] for item in entry}
+        return named.get("default")
+    return entry
+
+
+def _special_tokens_in(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token`, ... by name, as text."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        if name.endswith("_token"):
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                tokens[name] = text
+    return tokens

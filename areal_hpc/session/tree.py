@@ -1,0 +1,278 @@
+"""The interaction tree of one session: which request continues which, token by token.
+
+A request whose messages extend an earlier interaction (its messages and its reply) re-uses that
+interaction's token ids verbatim and tokenises only what is new. So the model reads exactly what
+it said, even where tokenising its text again would split it differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
+
+Splice = Literal["spliced", "retokenised", "root"]
+"""`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
+
+REPLY_MARK = "\u241fthe reply stood here\u241f"
+"""Stands for a reply while its surroundings are rendered."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
+    """Output tokens `start` to `end` (exclusive) were sampled from packed version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Interaction(msgspec.Struct, kw_only=True):
+    """One model call: what was new in its prompt, and what the model said.
+
+    Token arrays are little-endian bytes (int32 ids, float32 log-probabilities), the form in
+    which they are journaled. The whole prompt is the parent's sequence plus `new_ids`.
+    """
+
+    interaction_id: str
+    parent_id: str | None
+    splice: Splice
+    context: bytes
+    """Canonical JSON of the tools and template variables the messages were rendered with."""
+    new_messages: list[Message]
+    """Messages after the parent's reply; all of them without a parent."""
+    reply: Message
+    prompt_tokens: int
+    """Length of the whole prompt."""
+    new_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    spans: list[VersionSpan]
+    finish_reason: str
+    closed: bool
+    """The model ended its turn itself: its last token is a stop token."""
+    temperature: float
+    reward: float | None = None
+
+    @property
+    def output_tokens(self) -> int:
+        """How many tokens the model said."""
+        return len(self.output_ids) // 4
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Prompt plus reply."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a request adds to the tree, before it is tokenised and answered."""
+
+    parent: Interaction | None
+    splice: Splice
+    context: bytes
+    new_messages: list[Message]
+    text: str
+    """What must be tokenised."""
+
+    def new_ids(self, encoded: list[int]) -> list[int]:
+        """Prompt ids after the parent's sequence, from the encoding of `text`.
+
+        The text after a reply begins with the end-of-turn token. A model that closed its turn
+        has already said it.
+        """
+        parent = self.parent
+        if parent is not None and parent.closed and encoded:
+            said_last = int.from_bytes(parent.output_ids[-4:], "little", signed=True)
+            if encoded[0] == said_last:
+                return encoded[1:]
+        return encoded
+
+
+@dataclass(slots=True)
+class _Node:
+    """A message in its place. Interactions end at the nodes of their replies."""
+
+    message: Message
+    children: list[_Node] = field(default_factory=list)
+    interaction: Interaction | None = None
+
+    def child(self, message: Message) -> _Node | None:
+        for node in self.children:
+            if node.message == message:
+                return node
+        return None
+
+    def descend(self, messages: Sequence[Message]) -> _Node:
+        """The node of the last message, made where it is missing."""
+        node = self
+        for message in messages:
+            child = node.child(message)
+            if child is None:
+                child = _Node(message)
+                node.children.append(child)
+            node = child
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    interaction: Interaction
+    node: _Node
+    ids_json: bytes
+    """The interaction's own ids (new prompt, reply), comma-separated for joining."""
+
+
+class InteractionTree:
+    """All completed interactions of a session, in order of completion."""
+
+    def __init__(self) -> None:
+        self._roots: dict[bytes, _Node] = {}
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Interaction]:
+        """Interactions in order of completion."""
+        return (entry.interaction for entry in self._entries.values())
+
+    def __contains__(self, interaction_id: str) -> bool:
+        return interaction_id in self._entries
+
+    def __getitem__(self, interaction_id: str) -> Interaction:
+        return self._entries[interaction_id].interaction
+
+    @property
+    def last(self) -> Interaction:
+        """The interaction completed last. There must be one."""
+        return self._entries[next(reversed(self._entries))].interaction
+
+    def open_turn(
+        self,
+        messages: Sequence[Message],
+        template: ChatTemplate,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> Turn:
+        """Find what the request continues and render what is new.
+
+        Args:
+            messages: The whole conversation in normal form.
+            template: The model's.
+            tools: Function schemas offered to the model.
+            variables: Further template variables.
+
+        Raises:
+            TemplateRefusal: The template does not accept the messages.
+        """
+        context = _context_of(tools, variables)
+        parent, known = self._deepest(context, messages)
+        if parent is not None:
+            tail = _text_after_reply(template, messages, known - 1, tools, variables)
+            if tail is not None:
+                return Turn(parent, "spliced", context, list(messages[known:]), tail)
+        text = template.render(messages, tools=tools, variables=variables)
+        splice: Splice = "root" if parent is None else "retokenised"
+        return Turn(None, splice, context, list(messages), text)
+
+    def _deepest(
+        self, context: bytes, messages: Sequence[Message]
+    ) -> tuple[Interaction | None, int]:
+        """The interaction with the longest history that `messages` begin with, and its length."""
+        found: Interaction | None = None
+        known = 0
+        node = self._roots.get(context)
+        for depth, message in enumerate(messages, start=1):
+            node = node.child(message) if node is not None else None
+            if node is None:
+                break
+            if node.interaction is not None:
+                found, known = node.interaction, depth
+        return found, known
+
+    def add(self, interaction: Interaction) -> None:
+        """Take in a completed interaction. Its parent must be in the tree."""
+        if interaction.parent_id is None:
+            start = self._roots.setdefault(interaction.context, _Node({}))
+        else:
+            start = self._entries[interaction.parent_id].node
+        node = start.descend([*interaction.new_messages, interaction.reply])
+        node.interaction = interaction
+        own = ids_json(interaction.new_ids + interaction.output_ids)
+        self._entries[interaction.interaction_id] = _Entry(interaction, node, own)
+
+    def sequence_json(self, interaction: Interaction | None) -> bytes:
+        """Prompt and reply ids up to `interaction`, as the inside of a JSON array."""
+        parts: list[bytes] = []
+        while interaction is not None:
+            parts.append(self._entries[interaction.interaction_id].ids_json)
+            interaction = self._parent(interaction)
+        return b",".join(reversed(parts))
+
+    def path(self, interaction: Interaction) -> list[Interaction]:
+        """The interactions whose sequences `interaction` extends, first to last, and itself."""
+        path = [interaction]
+        while (parent := self._parent(path[-1])) is not None:
+            path.append(parent)
+        path.reverse()
+        return path
+
+    def _parent(self, interaction: Interaction) -> Interaction | None:
+        parent_id = interaction.parent_id
+        return None if parent_id is None else self._entries[parent_id].interaction
+
+    def leaves(self) -> list[Interaction]:
+        """Interactions that no other extends, in order of completion."""
+        parents = {interaction.parent_id for interaction in self}
+        return [one for one in self if one.interaction_id not in parents]
+
+
+def ids_of(packed: bytes) -> npt.NDArray[np.int32]:
+    """Token ids of an `Interaction` field, [T]."""
+    return np.frombuffer(packed, dtype="<i4")
+
+
+def ids_json(packed: bytes) -> bytes:
+    """Token ids as the inside of a JSON array."""
+    return msgspec.json.encode(ids_of(packed).tolist())[1:-1]
+
+
+def _context_of(
+    tools: Sequence[Mapping[str, Any]] | None, variables: Mapping[str, Any] | None
+) -> bytes:
+    if not tools and not variables:
+        return b""
+    return msgspec.json.encode([tools, variables], order="sorted")
+
+
+def _text_after_reply(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    reply_index: int,
+    tools: Sequence[Mapping[str, Any]] | None,
+    variables: Mapping[str, Any] | None,
+) -> str | None:
+    """What the template writes after the reply's own text, or None if that cannot be told.
+
+    The reply is replaced by a mark, so that a template which trims replies, or hides earlier
+    reasoning, gives the same answer as one which prints them as they are.
+    """
+    marked = [
+        *messages[:reply_index],
+        {"role": "assistant", "content": REPLY_MARK},
+        *messages[reply_index + 1 :],
+    ]
+    try:
+        text = template.render(marked, tools=tools, variables=variables)
+    except TemplateRefusal:
+        return None
+    _, mark, tail = text.partition(REPLY_MARK)
+    return tail if mark and REPLY_MARK not in tail else None

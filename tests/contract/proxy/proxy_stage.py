@@ -1,0 +1,145 @@
+"""A real proxy process on a stage of stand-ins, and a driver's calls to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from chatml import byte_level_tokenizer, write_model_dir
+from openai import OpenAI
+from scripted_sglang import CELL, LoopThread, ScriptedSGLang, StandInLedger, StandInRelay
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.layout import RunLayout
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+
+
+class Stage:
+    """A run directory with relay, ledger, one scripted SGLang and a proxy process."""
+
+    def __init__(self, root: Path, **config: Any) -> None:
+        self.layout = RunLayout(root / "run")
+        self.admin_key = rendezvous.ensure_admin_key(self.layout.admin_key)
+        self.model_dir = write_model_dir(root / "model")
+        self.journal_dir = root / "journal"
+        self.tokenizer = byte_level_tokenizer()
+        self.loop = LoopThread()
+        self.sglang = ScriptedSGLang(self.tokenizer)
+        self.relay = StandInRelay(self.layout.rendezvous_dir, self.admin_key)
+        self.ledger = StandInLedger(self.layout.rendezvous_dir)
+        for part in (self.sglang, self.relay, self.ledger):
+            self.loop.run(part.start())
+        self.relay.show(self.sglang.url)
+        self._config_path = root / "proxy.json"
+        self._log_path = root / "proxy.log"
+        shards = {"seal_after_s": 3600.0, "journal_dir": str(self.journal_dir)}
+        self._config_path.write_text(
+            json.dumps(
+                {
+                    "run_dir": str(self.layout.root),
+                    "cell": CELL,
+                    "model_path": str(self.model_dir),
+                    "model_name": "tiny",
+                    "context_tokens": 2048,
+                    "proxy": config.get("proxy", {}),
+                    "shards": {**shards, **config.get("shards", {})},
+                }
+            )
+        )
+        self.http = httpx.Client(timeout=30.0, trust_env=False)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start_proxy()
+
+    @property
+    def log(self) -> str:
+        return self._log_path.read_text()
+
+    @property
+    def url(self) -> str:
+        endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+        assert endpoint is not None
+        return endpoint.url
+
+    def start_proxy(self) -> None:
+        """Start it and wait until it answers and routes."""
+        with self._log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "areal_hpc.cluster.entry"),
+                    *("areal_hpc.proxy.job:run", str(self._config_path)),
+                ],
+                env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+                stdout=log_file,
+                stderr=log_file,
+            )
+        give_up_at = time.monotonic() + 30
+        while True:
+            assert self._process.poll() is None, self.log
+            assert time.monotonic() < give_up_at, self.log
+            endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+            if endpoint is not None and endpoint.pid == self._process.pid:
+                return
+            time.sleep(0.02)
+
+    def kill_proxy(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop_proxy(self) -> float:
+        """SIGTERM; how many seconds it took to end."""
+        assert self._process is not None
+        began = time.monotonic()
+        self._process.send_signal(signal.SIGTERM)
+        assert self._process.wait(10) == 0, self.log
+        return time.monotonic() - began
+
+    def close(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill_proxy()
+        self.http.close()
+        self.loop.stop()
+
+    # A driver's calls -----------------------------------------------------------------------
+
+    def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
+        return self.http.post(
+            f"{self.url}{route}",
+            content=msgspec.json.encode(body),
+            headers={"authorization": f"Bearer {key or self.admin_key}"},
+        )
+
+    def open_session(
+        self, ref: TicketRef | None = None, *, episode: int = 0, **sampling: Any
+    ) -> tuple[str, str]:
+        """(session id, key)."""
+        request = StartSessionRequest("task", ref, episode, SamplingDefaults(**sampling))
+        reply = self.post("/rl/start_session", request)
+        assert reply.status_code == 200, reply.text
+        return reply.json()["session_id"], reply.json()["api_key"]
+
+    def chat(self, key: str, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
+        return self.post("/v1/chat/completions", {"messages": messages, **more}, key)
+
+    def ask(self, key: str, text: str, **more: Any) -> httpx.Response:
+        return self.chat(key, [{"role": "user", "content": text}], **more)
+
+    def client(self, key: str) -> OpenAI:
+        return OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key=key,
+            max_retries=8,
+        )
+
+    def finish_session(self, key: str, reward: float) -> None:
+        assert self.post("/rl/set_reward", {"reward": reward}, key).status_code == 200
+        assert self.post("/rl/end_session", {}, key).status_code == 200

@@ -1,0 +1,196 @@
+"""Stand-ins around a real proxy: an SGLang that says what the test wants, a relay, a ledger.
+
+The payloads are those of SGLang 0.5.23; `tests/integration/proxy` checks them against the
+real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from aiohttp import web
+from tokenizers import Tokenizer
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.wire.ledger import Acknowledged, SettledTicket, SettleRequest
+from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+
+CELL = "cell-0"
+Result = TypeVar("Result")
+
+
+@dataclass
+class Script:
+    """What the model says next."""
+
+    text: str = "hello world"
+    finish: str = "eos"
+    """`eos`, `length` or `stop:<string>`."""
+    versions: list[tuple[str, int, int]] | None = None
+    delay_s: float = 0.0
+    output_ids: list[int] | None = None
+    """Instead of the canonical encoding of `text`."""
+    fault: str = ""
+    """`hang_up`, `500`, `400`, `garbage`, `abort`: what goes wrong, once."""
+
+
+@dataclass
+class ScriptedSGLang:
+    """One SGLang server. Requests it saw are in `requests`, aborts in `aborted`."""
+
+    tokenizer: Tokenizer
+    script: Callable[[dict[str, Any]], Script] = lambda request: Script()
+    version: str = "1.0"
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    url: str = ""
+    _runner: web.AppRunner | None = None
+
+    async def start(self) -> None:
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/generate", self._generate)
+        app.router.add_post("/abort_request", self._abort)
+        self._runner, self.url = await _listen(app)
+
+    async def stop(self) -> None:
+        assert self._runner is not None
+        await self._runner.cleanup()
+
+    async def _abort(self, request: web.Request) -> web.Response:
+        self.aborted.append((await request.json())["rid"])
+        return web.Response()
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.requests.append(body)
+        script = self.script(body)
+        await asyncio.sleep(script.delay_s)
+        if script.fault == "hang_up":
+            assert request.transport is not None
+            request.transport.abort()
+            return web.Response()
+        if script.fault == "500":
+            return web.json_response({"error": {"message": "boom"}}, status=500)
+        if script.fault == "400":
+            return web.json_response({"error": {"message": "too warm"}}, status=400)
+        if script.fault == "garbage":
+            return web.Response(text="<html>")
+        return web.json_response(self._payload(body, script))
+
+    def _payload(self, body: dict[str, Any], script: Script) -> dict[str, Any]:
+        ids = script.output_ids
+        if ids is None:
+            ids = list(self.tokenizer.encode(script.text, add_special_tokens=False).ids)
+        text = script.text
+        reason: dict[str, Any] = {"type": "length", "length": len(ids)}
+        if script.finish == "eos":
+            eos = self.tokenizer.token_to_id("<|im_end|>")
+            ids = [*ids, eos]
+            reason = {"type": "stop", "matched": eos}
+        elif script.finish.startswith("stop:"):
+            stop = script.finish.removeprefix("stop:")
+            text = text[: text.index(stop)]
+            reason = {"type": "stop", "matched": stop}
+        if script.fault == "abort":
+            reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        versions = script.versions or [(self.version, 0, len(ids))]
+        meta: dict[str, Any] = {
+            "id": body["rid"],
+            "finish_reason": reason,
+            "prompt_tokens": len(body["input_ids"]),
+            "weight_version": versions[-1][0],
+            "num_retractions": 0,
+            "input_token_logprobs": [],
+            "output_token_logprobs": [[-0.5 - 0.001 * i, t, None] for i, t in enumerate(ids)],
+            "output_token_logprobs_length": len(ids),
+            "completion_tokens": len(ids),
+            "cached_tokens": 0,
+            "weight_versions": [
+                {"version": version, "start": start, "end": end} for version, start, end in versions
+            ],
+            "e2e_latency": 0.01,
+        }
+        if count := body.get("top_logprobs_num"):
+            meta["output_top_logprobs"] = [
+                [[-0.5 - 0.1 * j, (t + j) % 300, None] for j in range(count)] for t in ids
+            ]
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+class StandInRelay:
+    """Answers GET /replicas for the cell."""
+
+    def __init__(self, directory: Path, admin_key: str) -> None:
+        self._directory = directory
+        self._admin_key = admin_key
+        self.replicas: list[ReplicaView] = []
+        self.polls = 0
+
+    def show(self, *urls: str, state: ReplicaState = "serving") -> None:
+        self.replicas = [ReplicaView(index, 1, state, url, "1.0") for index, url in enumerate(urls)]
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_get("/replicas", self._list)
+        _, url = await _listen(app)
+        rendezvous.publish(self._directory, f"relay-{CELL}", url)
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self.polls += 1
+        if request.headers["authorization"] != f"Bearer {self._admin_key}":
+            return web.Response(status=401)
+        return web.Response(body=msgspec.json.encode(ReplicaList(CELL, self.replicas)))
+
+
+class StandInLedger:
+    """Acknowledges settled tickets; `away` makes it refuse as a restarting one does."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.settled: list[SettledTicket] = []
+        self.away = False
+
+    async def start(self) -> None:
+        app = web.Application()
+        app.router.add_post("/settle", self._settle)
+        _, url = await _listen(app)
+        rendezvous.publish(self._directory, "ledger", url)
+
+    async def _settle(self, request: web.Request) -> web.Response:
+        if self.away:
+            return web.Response(status=503)
+        self.settled += msgspec.json.decode(await request.read(), type=SettleRequest).tickets
+        return web.Response(body=msgspec.json.encode(Acknowledged()))
+
+
+class LoopThread:
+    """An event loop of its own, so that stand-ins answer while the test blocks."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, Result] | Awaitable[Result]) -> Result:
+        async def awaited() -> Result:
+            return await work
+
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(30)
+
+    def stop(self) -> None:
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+
+
+async def _listen(app: web.Application) -> tuple[web.AppRunner, str]:
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"
