@@ -55,6 +55,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the manifests trained on, from the first."""
     forks: list[Fork] = []
     """Every epoch of this chain of commits, with the step it began from."""
+    line: dict[str, float] = {}
+    """The metrics of this step as far as they were known: its line is written after the commit."""
 
 
 @dataclass(frozen=True, slots=True)

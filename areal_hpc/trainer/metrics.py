@@ -16,6 +16,7 @@ class MetricsLog:
     """`metrics.jsonl` and its TensorBoard copy.
 
     On a resume, lines of steps after the commit are removed: those steps will be trained again.
+    The line of the committed step itself is taken back too, to be completed and written anew.
 
     Args:
         path: The JSON-lines file.
@@ -26,17 +27,16 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
         self._path = path
         kept = {line["step"]: line for line in read_json_lines(path) if line["step"] <= resume_step}
-        self.last: dict[str, Any] = kept.get(resume_step, {})
+        self.reopened: dict[str, Any] = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""
+        self.reopened.pop("step", None)
         if path.exists():
             partial = path.with_name(f".{path.name}.tmp")
             lines = (json.dumps(line, separators=(",", ":")) + "\n" for line in kept.values())
             partial.write_text("".join(lines))
             partial.replace(path)
         self._board = (
-            SummaryWriter(str(tensorboard_dir), purge_step=resume_step + 1)
-            if tensorboard_dir
-            else None
+            SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

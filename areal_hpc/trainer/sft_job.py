@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
@@ -24,6 +23,7 @@ from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer, learning_rate
 from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.sft import (
     Messages,
     Tokenizer,
@@ -110,12 +110,14 @@ class SftTrainer:
         if dist.get_rank() == 0:
             self._commits.clean()
             self._metrics = MetricsLog(layout.warmup_metrics, None, self._step)
+            if self._metrics.reopened:
+                self._metrics.write(self._step, self._metrics.reopened)
 
     def train(self, stop: StopRequest) -> bool:
         """Train to the end; false when a stop was asked for on any rank before it."""
         warmup = self._job.warmup
         while self._step < warmup.total_steps:
-            if _any_rank(stop.requested):
+            if any_rank(stop.requested):
                 if self._step > self._committed:
                     self._commit()
                 return False
@@ -162,12 +164,3 @@ class SftTrainer:
         state = TrainerState(step=self._step, epoch=0, seed=self._job.seed, parent=self._parent)
         self._parent = self._commits.commit(self._policy, self._optimizer, state).name
         self._committed = self._step
-
-
-def _any_rank(flag: bool) -> bool:
-    """True on every rank when it is true on one. A collective."""
-    if dist.get_world_size() == 1:
-        return flag
-    flags = torch.tensor(int(flag))
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags)

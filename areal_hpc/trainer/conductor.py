@@ -1,0 +1,245 @@
+"""What rank 0 decides: when to publish, evaluate, commit and train.
+
+For each version of the weights, in this order: replicas get it, the ledger hears of it, it is
+evaluated if due, committed if due, its line of metrics is written, the next batch is awaited.
+The next step is not trained before the evaluation is over: a replica that restarts meanwhile
+can then still be given the weights under evaluation.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.telemetry import EventLog, PhaseTimer
+from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
+from areal_hpc.trainer.ledger_peer import LedgerPeer
+from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.version import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+LONG_POLL_S = 1.0
+REPLICA_POLL_S = 1.0
+NO_REPLICA_PAUSE_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which steps get what. Pure."""
+
+    total_steps: int
+    commit_every_steps: int
+    export_every_steps: int
+    """0 exports only the last step."""
+    evaluation_every_steps: int
+    """0 evaluates only the first and the last weights."""
+    evaluation_tasks: int
+    """0 never evaluates."""
+
+    def evaluates(self, step: int) -> bool:
+        """The weights of `step` are judged on held-out tasks."""
+        every = self.evaluation_every_steps
+        regular = every > 0 and step % every == 0
+        return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
+
+    def commits(self, step: int) -> bool:
+        """The work up to `step` is made durable without being asked."""
+        return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)
+
+    def exports(self, step: int) -> bool:
+        """The weights of `step` are written as a Hugging Face model."""
+        every = self.export_every_steps
+        return step > 0 and (step == self.total_steps or (every > 0 and step % every == 0))
+
+
+class Conductor:
+    """Rank 0's view of the run: `next` says what all ranks do, the other methods what came of it.
+
+    Args:
+        schedule: Which steps get what.
+        version: The weights at the start.
+        line: What is known already of that step's metrics.
+        ledger: Batches and evaluations.
+        publisher: Replicas.
+        specs: What a publish sends.
+        metrics: Where finished lines go.
+        events: Where updates are noted.
+        stop: Ends the run early.
+        fence: Called before anything becomes visible to others; raises when a newer start of the
+            trainer owns the run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        version: WeightVersion,
+        line: dict[str, float],
+        *,
+        ledger: LedgerPeer,
+        publisher: Publisher,
+        specs: list[TensorSpec],
+        metrics: MetricsLog,
+        events: EventLog,
+        stop: StopRequest,
+        fence: Callable[[], None],
+    ) -> None:
+        self._schedule = schedule
+        self._version = version
+        self._ledger = ledger
+        self._publisher = publisher
+        self._specs = specs
+        self._metrics = metrics
+        self._events = events
+        self._stop = stop
+        self._fence = fence
+        self._committed_step = version.step
+        self._exported_step = -1
+        self._open_version(line)
+        self._begin_step()
+
+    def _open_version(self, line: dict[str, float]) -> None:
+        self._line = line
+        self._is_served = self._is_announced = False
+        self._is_line_open = True
+        self._replicas: list[ReplicaKey] = []
+        self._next_poll_at = 0.0
+
+    def _begin_step(self) -> None:
+        self._timer = PhaseTimer()
+        self._began_at = time.monotonic()
+
+    # Deciding --------------------------------------------------------------------------------
+
+    def next(self) -> Command:
+        """What all ranks do now. Waits at most a few seconds.
+
+        Raises:
+            SupersededError: A newer trainer owns the run.
+            AgentError: Agents do nothing but fail, so that no batch will form.
+            ClusterError: The ledger stays away.
+        """
+        if self._stop.requested:
+            return self._wind_up()
+        try:
+            return self._decide()
+        except ClusterError:
+            if not self._stop.requested:
+                raise
+            return self._wind_up()  # the ledger was told to stop as well
+
+    def _decide(self) -> Command:
+        step = self._version.step
+        if self._find_outdated():
+            return Publish()
+        if not self._is_served:
+            self._stop.wait(NO_REPLICA_PAUSE_S)
+            return Idle()
+        if not self._is_announced:
+            self._ledger.publish(step)
+            self._is_announced = True
+        if self._schedule.commits(step) and self._committed_step < step:
+            self._fence()
+            return Commit(self._line)
+        if self._schedule.evaluates(step) and "eval/reward" not in self._line:
+            return self._await_evaluation()
+        if self._schedule.exports(step) and self._exported_step < step:
+            return Export()
+        self._close_line()
+        if step == self._schedule.total_steps:
+            return Stop(finished=True)
+        return self._await_batch()
+
+    def _wind_up(self) -> Command:
+        if self._committed_step < self._version.step:
+            self._fence()
+            return Commit(self._line)
+        self._close_line()
+        return Stop(finished=False)
+
+    def _find_outdated(self) -> bool:
+        """Replicas lack the current weights. Looked up after a step, then every second."""
+        if time.monotonic() < self._next_poll_at:
+            return False
+        with self._timer.phase("publish"):
+            self._replicas = self._publisher.outdated(self._version)
+        self._next_poll_at = time.monotonic() + REPLICA_POLL_S
+        return bool(self._replicas)
+
+    def _await_evaluation(self) -> Command:
+        tasks = self._schedule.evaluation_tasks
+        with self._timer.phase("eval"):
+            reply = self._ledger.evaluate(self._version.step, tasks, LONG_POLL_S)
+        if reply.mean_reward is not None:
+            self._line["eval/reward"] = reply.mean_reward
+        return Idle()
+
+    def _await_batch(self) -> Command:
+        with self._timer.phase("wait"):
+            reply = self._ledger.batch(self._version.step + 1, LONG_POLL_S)
+        if reply.manifest is not None:
+            return Train(reply.manifest)
+        if reply.trouble:
+            raise AgentError(reply.trouble, hint="read the driver's log in logs/latest")
+        return Idle()
+
+    def _close_line(self) -> None:
+        if not self._is_line_open:
+            return
+        seconds = round(time.monotonic() - self._began_at, 4)
+        # A line reopened by a resume keeps the times of its first writing.
+        spent = {**self._timer.metrics(), "time/step_s": seconds}
+        self._metrics.write(self._version.step, {**spent, **self._line})
+        self._is_line_open = False
+        self._begin_step()
+
+    # What came of it -------------------------------------------------------------------------
+
+    def trained(self, version: WeightVersion, report: dict[str, float]) -> None:
+        """A step was taken; `report` is what is known of its metrics."""
+        self._version = version
+        self._open_version(report)
+
+    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the weights to the replicas that lack them."""
+        self._fence()
+        with self._timer.phase("publish"):
+            report = self._publisher.publish(self._version, self._specs, parameters, self._replicas)
+        self._is_served = self._is_served or bool(report.ok)
+        self._events.record(
+            "published",
+            version=str(self._version),
+            replicas=len(report.ok),
+            failed=[str(key) for key in report.failed],
+            seconds=report.seconds,
+        )
+        for key, error in report.failed.items():
+            logger.warning("%s did not get version %s: %s", key, self._version, error)
+
+    def committed(self, seconds: float) -> None:
+        """The current step is durable."""
+        self._committed_step = self._version.step
+        self._timer.seconds["commit"] = self._timer.seconds.get("commit", 0.0) + seconds
+
+    def finish(self) -> None:
+        """Tell the ledger that the run is complete."""
+        self._ledger.finish()
+
+    def close(self) -> None:
+        """Leave the replicas and the files."""
+        self._publisher.close()
+        self._ledger.close()
+        self._metrics.close()
+
+    def exported(self) -> None:
+        """The current step has been written as a Hugging Face model."""
+        self._exported_step = self._version.step

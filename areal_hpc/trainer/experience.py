@@ -1,0 +1,116 @@
+"""From a batch manifest to rows to train on."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from areal_hpc.errors import ShardError
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.trainer.advantage import group_advantages
+from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.step import TEMPERATURE
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.weights.version import Fork, WeightVersion, staleness
+from areal_hpc.wire.ledger import BatchManifest
+
+logger = logging.getLogger(__name__)
+
+ADVANTAGE, BEHAVIOUR, CURRENT = "advantage", "behaviour", "current"
+"""Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
+current weights did the sampling."""
+
+SHARD_PATIENCE_S = 60.0
+"""How long a shard may take to become visible on another node of a shared file system."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """The trajectories of one manifest with the rewards it states, in manifest order [B]."""
+
+    trajectories: list[Trajectory]
+    rewards: list[float]
+
+    @property
+    def groups(self) -> list[int]:
+        """The ticket of each trajectory."""
+        return [trajectory.ticket_id for trajectory in self.trajectories]
+
+
+def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
+    """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
+
+    Raises:
+        ShardError: A rank could not read a shard although it waited.
+    """
+    give_up_at = time.monotonic() + SHARD_PATIENCE_S
+    while True:
+        trouble: ShardError | None = None
+        try:
+            trajectories = _read(manifest, shards_dir)
+        except ShardError as error:
+            trouble, trajectories = error, []
+        if not any_rank(trouble is not None):
+            rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
+            return Batch(trajectories, rewards)
+        if any_rank(time.monotonic() >= give_up_at):
+            raise trouble or ShardError(f"another rank could not read batch {manifest.step}")
+        logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
+        time.sleep(0.5)
+
+
+def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
+    readers = {ticket.shard: ShardReader(shards_dir / ticket.shard) for ticket in manifest.tickets}
+    return [
+        trajectory
+        for ticket in manifest.tickets
+        for trajectory in readers[ticket.shard].read_rows(ticket.rows, with_meta=False)
+    ]
+
+
+def make_rows(batch: Batch, current: WeightVersion, min_reward_std: float) -> list[Row]:
+    """Rows with the channels that the objective needs."""
+    advantages_B = group_advantages(batch.rewards, batch.groups, min_reward_std)
+    tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
+    rows = []
+    for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
+        size = trajectory.num_tokens
+        channels = {
+            ADVANTAGE: np.full(size, advantage, dtype=np.float32),
+            BEHAVIOUR: trajectory.logprobs_T,
+            CURRENT: (trajectory.versions_T == current.packed).astype(np.float32),
+        }
+        if tempered:
+            channels[TEMPERATURE] = np.full(size, _temperature(trajectory), dtype=np.float32)
+        rows.append(Row(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
+    return rows
+
+
+def _temperature(trajectory: Trajectory) -> float:
+    """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
+    return trajectory.temperature or 1.0
+
+
+def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dict[str, float]:
+    """What the batch is like, before any training: rewards, sizes, ages of its tokens."""
+    sampled_versions = [
+        trajectory.versions_T[trajectory.loss_mask_T != 0] for trajectory in batch.trajectories
+    ]
+    versions, counts = np.unique(np.concatenate(sampled_versions), return_counts=True)
+    ages = [staleness(current, WeightVersion.unpack(int(version)), forks) for version in versions]
+    episodes = {(trajectory.ticket_id, trajectory.episode) for trajectory in batch.trajectories}
+    return {
+        "reward/mean": float(np.mean(batch.rewards)),
+        "episodes": len(episodes),
+        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
+        "tokens/sampled": int(counts.sum()),
+        "staleness/mean": float(np.average(ages, weights=counts)),
+        "staleness/max": max(ages),
+        "versions/multi": sum(len(np.unique(held)) > 1 for held in sampled_versions),
+    }

@@ -1,0 +1,171 @@
+"""The trainer as a process: `areal_hpc.trainer.job:run`, once per rank."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.config import StageConfig
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import EventLog
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.architecture import read_architecture
+from areal_hpc.trainer.conductor import Conductor, Schedule
+from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.huggingface import Checkpoint, hf_specs, load_hf
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.ledger_peer import LedgerPeer, SupersededError
+from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.model import DTYPES, build_policy
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.ranks import from_rank_zero
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+STOP_GRACE_S = 8.0
+"""A step that is not over this long after a stop signal is given up; the last commit stands."""
+
+
+class TrainerJobConfig(StageConfig):
+    """What the launcher tells the trainer."""
+
+    run_dir: Path
+    """The run directory."""
+    model_path: Path
+    """The model that training starts from."""
+    seed: int
+    """Recorded in commits."""
+    trainer: TrainerConfig
+    """How the policy learns."""
+    weights: WeightsConfig
+    """How replicas get new weights."""
+    cells: Annotated[int, Field(ge=1)]
+    """Cells to send them to."""
+    n_samples: Annotated[int, Field(ge=1)]
+    """Episodes per ticket."""
+    evaluation_every_steps: Annotated[int, Field(ge=0)]
+    """Steps between evaluations; 0 evaluates only the first and the last weights."""
+    evaluation_tasks: Annotated[int, Field(ge=0)]
+    """Held-out tasks per evaluation; 0 never evaluates."""
+    max_head_offpolicyness: Annotated[int, Field(ge=0)]
+    """How many versions old a batch may be; the ledger enforces it."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which steps get what."""
+        return Schedule(
+            total_steps=self.trainer.total_steps,
+            commit_every_steps=self.trainer.commit_every_steps,
+            export_every_steps=self.trainer.export_every_steps,
+            evaluation_every_steps=self.evaluation_every_steps,
+            evaluation_tasks=self.evaluation_tasks,
+        )
+
+
+def run(config: dict[str, Any]) -> None:
+    """Train from the latest commit, or the starting model, to the last step.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end; the work so far is committed.
+    """
+    job = TrainerJobConfig.model_validate(config)
+    layout = RunLayout(job.run_dir)
+    stop = StopRequest.install()
+    threading.Thread(target=_give_up, args=(stop,), name="stop-deadline", daemon=True).start()
+    cpu.install()
+    device = open_world(
+        current_task(),
+        job.trainer.parallel,
+        job.trainer.device,
+        layout.rendezvous_dir,
+        is_cancelled=lambda: stop.requested,
+    )
+    is_first = dist.get_rank() == 0
+    taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
+    learner = _make_learner(job, layout, device, int(from_rank_zero(taken)))
+    conductor = _make_conductor(job, layout, learner, device, stop) if is_first else None
+    finished = run_loop(learner, conductor, stop)
+    if finished and conductor:
+        layout.finished.touch()
+        conductor.finish()
+    if conductor:
+        conductor.close()
+    close_world()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def _make_learner(
+    job: TrainerJobConfig, layout: RunLayout, device: torch.device, epoch: int
+) -> Learner:
+    config = job.trainer
+    arch = read_architecture(job.model_path)
+    policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
+    load_hf(policy, Checkpoint(job.model_path).read)
+    return Learner(policy, config, layout, job.model_path, epoch=epoch, seed=job.seed)
+
+
+def _make_conductor(
+    job: TrainerJobConfig,
+    layout: RunLayout,
+    learner: Learner,
+    device: torch.device,
+    stop: StopRequest,
+) -> Conductor:
+    """Rank 0's part: clean up after the last start, open the epoch, find the replicas."""
+    version = learner.version
+    learner.clean()
+    metrics = MetricsLog(layout.metrics, layout.tensorboard_dir, version.step)
+    admin_key = rendezvous.ensure_admin_key(layout.admin_key)
+    ledger = LedgerPeer(layout.rendezvous_dir, admin_key, version.epoch, lambda: stop.requested)
+    ledger.open_epoch(version.step)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+
+    def fence() -> None:
+        newest = newest_epoch(layout.epochs_dir)
+        if newest > version.epoch:
+            raise SupersededError(f"epoch {newest} took over from epoch {version.epoch}")
+
+    return Conductor(
+        job.schedule,
+        version,
+        metrics.reopened or learner.reopened_line,
+        ledger=ledger,
+        publisher=Publisher(
+            job.weights, layout.rendezvous_dir, job.cells, admin_key, backend, device
+        ),
+        specs=[
+            TensorSpec(name, shape, str(dtype).removeprefix("torch."))
+            for name, shape, dtype in hf_specs(learner.policy)
+        ],
+        metrics=metrics,
+        events=EventLog(layout.events, "trainer"),
+        stop=stop,
+        fence=fence,
+    )
+
+
+def _give_up(stop: StopRequest) -> None:
+    """End the process when a stop takes too long: a half-written commit stays invisible."""
+    while not stop.wait(timeout_s=3600.0):
+        pass
+    time.sleep(STOP_GRACE_S)
+    logger.warning("the step in flight is given up; the last commit stands")
+    os._exit(STOPPED_EXIT_CODE)

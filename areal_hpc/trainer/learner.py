@@ -1,0 +1,209 @@
+"""What every trainer rank holds and does together: train on a batch, commit, export."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.telemetry import PhaseTimer
+from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.experience import (
+    ADVANTAGE,
+    BEHAVIOUR,
+    CURRENT,
+    describe,
+    make_rows,
+    read_batch,
+)
+from areal_hpc.trainer.huggingface import save_hf
+from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.optimizer import build_optimizer, learning_rate
+from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.step import (
+    MicroBatch,
+    Tally,
+    make_micro_batches,
+    run_passes,
+    train_once,
+)
+from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.wire.ledger import BatchManifest
+
+logger = logging.getLogger(__name__)
+
+PROXIMAL = "proximal"
+
+SUMS = ("loss", "tokens", "places", "clipped", "metered")
+MAXIMA = ("weight", "mismatch")
+
+
+class Learner:
+    """The policy in training, at a committed point of the run or some steps after it.
+
+    Args:
+        policy: With its starting weights loaded.
+        config: Objective, optimizer and sizes.
+        layout: Where shards are read and commits are written.
+        model_path: Tokenizer and configuration of exports come from here.
+        epoch: This start of the trainer.
+        seed: Recorded in commits.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: TrainerConfig,
+        layout: RunLayout,
+        model_path: Path,
+        *,
+        epoch: int,
+        seed: int,
+    ) -> None:
+        self.policy = policy
+        self._config = config
+        self._layout = layout
+        self._model_path = model_path
+        self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits)
+        self._optimizer = build_optimizer(policy, config.optimizer)
+        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
+        self.reopened_line: dict[str, float] = {}
+        """What the commit knows of the metrics of its step."""
+        if (commit := self._commits.latest()) is not None:
+            load_commit(policy, self._optimizer, commit)
+            held = commit.state
+            self.reopened_line = held.line
+            self.state = msgspec.structs.replace(
+                held,
+                epoch=epoch,
+                seed=seed,
+                parent=commit.path.name,
+                forks=[*held.forks, Fork(epoch, held.step)],
+                line={},
+            )
+            logger.info("epoch %d resumes after step %d", epoch, held.step)
+
+    @property
+    def version(self) -> WeightVersion:
+        """The weights held now."""
+        return WeightVersion(self.state.epoch, self.state.step)
+
+    def clean(self) -> None:
+        """Delete what interrupted commits left behind. For rank 0."""
+        self._commits.clean()
+
+    def train(self, manifest: BatchManifest) -> dict[str, float]:
+        """Train on one batch; its metrics, the same on every rank. A collective."""
+        timer, config = PhaseTimer(), self._config
+        with timer.phase("read"):
+            batch = read_batch(manifest, self._layout.shards_dir)
+        with timer.phase("pack"):
+            rows = make_rows(batch, self.version, config.objective.min_reward_std)
+            parts = [
+                make_micro_batches(
+                    self.policy, part, list(rows[0].channels), config.max_tokens_per_microbatch
+                )
+                for part in _deal(rows, config.minibatches)
+            ]
+        with timer.phase("train"):
+            rate = learning_rate(self.state.step, config.total_steps, config.optimizer)
+            tally, grad_norm = self._optimise(parts, rate)
+        metrics = describe(batch, self.version, self.state.forks)
+        self._advance(manifest)
+        sums, maxima = tally.sums, tally.maxima
+        tokens = max(1.0, sums["tokens"])
+        return {
+            **metrics,
+            "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
+            "loss": sums["loss"] / tokens,
+            "grad_norm": grad_norm,
+            "lr": rate,
+            "ratio/clip_fraction": sums["clipped"] / tokens,
+            "behaviour/weight_max": maxima["weight"],
+            "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
+            "logprob/metered_tokens": int(sums["metered"]),
+            "padding_waste": 1.0 - metrics["tokens/trained"] / sums["places"],
+            **timer.metrics(),
+        }
+
+    def _optimise(self, parts: Sequence[Sequence[MicroBatch]], rate: float) -> tuple[Tally, float]:
+        """One optimizer step per part: the tally over all ranks and the largest gradient norm.
+
+        With a single part the weights at the start of the batch are those of its only forward
+        pass, which then gives the proximal log-probabilities and the engine's deviation as well.
+        """
+        tally = Tally()
+        if len(parts) > 1:
+            everything = [batch for part in parts for batch in part]
+            tally.add(run_passes(self.policy, everything, self._remember, backward=False))
+        norms = []
+        for part in parts:
+            seen, norm = train_once(self.policy, self._optimizer, part, self._loss, rate)
+            tally.add(seen)
+            norms.append(norm)
+        return tally.over_all_ranks(SUMS, MAXIMA), max(norms)
+
+    def _remember(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+        """Keep the log-probabilities of the weights that the batch starts from."""
+        batch.channels_N[PROXIMAL] = logprobs_N
+        return logprobs_N.sum(), meter(batch, logprobs_N)
+
+    def _loss(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+        proximal_N = batch.channels_N.get(PROXIMAL)
+        held_N = logprobs_N.detach()
+        loss = policy_loss(
+            logprobs_N,
+            held_N if proximal_N is None else proximal_N,
+            batch.channels_N[BEHAVIOUR],
+            batch.channels_N[ADVANTAGE],
+            self._config.objective,
+        )
+        tally = Tally(
+            {
+                "loss": loss.total.item(),
+                "tokens": len(logprobs_N),
+                "places": batch.places,
+                "clipped": loss.clipped.item(),
+            },
+            {"weight": loss.weight_max.item()},
+        )
+        if proximal_N is None:
+            tally.add(meter(batch, held_N))
+        return loss.total, tally
+
+    def _advance(self, manifest: BatchManifest) -> None:
+        self.state = msgspec.structs.replace(
+            self.state,
+            step=self.state.step + 1,
+            consumed=[*self.state.consumed, manifest.step],
+        )
+
+    def commit(self, line: dict[str, float]) -> None:
+        """Make the work so far durable, with the step's unfinished metrics. A collective."""
+        state = msgspec.structs.replace(self.state, line=line)
+        path = self._commits.commit(self.policy, self._optimizer, state)
+        self.state = msgspec.structs.replace(self.state, parent=path.name)
+
+    def export(self) -> None:
+        """Write the weights as a Hugging Face model. A collective."""
+        target = self._layout.export(step_name(self.state.step))
+        save_hf(self.policy, self._model_path, target)
+
+
+def meter(batch: MicroBatch, logprobs_N: torch.Tensor) -> Tally:
+    """How far the engine's log-probabilities are off, where it sampled from the same weights."""
+    current_N = batch.channels_N[CURRENT] != 0
+    gaps = (logprobs_N - batch.channels_N[BEHAVIOUR]).abs()[current_N]
+    largest = gaps.max().item() if gaps.numel() else 0.0
+    return Tally({"metered": gaps.numel()}, {"mismatch": largest})
+
+
+def _deal(rows: Sequence[Row], hands: int) -> list[list[Row]]:
+    """Rows dealt out in turn, so that each part sees every group; no part is empty."""
+    return [list(rows[hand::hands]) for hand in range(min(hands, len(rows)))]

@@ -1,0 +1,110 @@
+"""The ledger as the trainer's first rank sees it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.errors import ArealError, ClusterError
+from areal_hpc.wire.http import HttpRefused, WireClient
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchReply,
+    BatchRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishRequest,
+    OpenEpochRequest,
+    PublishRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+LEDGER_NAME = "ledger"
+START_TIMEOUT_S = 120.0
+PATIENCE_S = 120.0
+"""How long the ledger may be away. Its supervisor restarts it within seconds."""
+TRY_S = 2.0
+"""After this long without an answer its address is looked up again."""
+CONFLICT = 409
+
+
+class SupersededError(ArealError):
+    """A newer start of the trainer owns the run: this one must go without a trace."""
+
+    exit_code = 143
+
+
+class LedgerPeer:
+    """The ledger of a run, followed to its new address when it restarts.
+
+    Every call raises SupersededError when a newer epoch has been opened, and ClusterError when
+    the ledger stays away or `is_stopping` becomes true while it is.
+    """
+
+    def __init__(
+        self, rendezvous_dir: Path, admin_key: str, epoch: int, is_stopping: Callable[[], bool]
+    ) -> None:
+        self._dir = rendezvous_dir
+        self._key = admin_key
+        self._epoch = epoch
+        self._is_stopping = is_stopping
+        self._client: WireClient | None = None
+
+    def open_epoch(self, base_step: int) -> None:
+        """This trainer has taken the epoch and goes on after `base_step`."""
+        self._call("/open_epoch", OpenEpochRequest(self._epoch, base_step), Acknowledged)
+
+    def batch(self, step: int, wait_s: float) -> BatchReply:
+        """The batch that leads to `step`, or how far it is."""
+        return self._call("/batch", BatchRequest(self._epoch, step, wait_s), BatchReply)
+
+    def publish(self, step: int) -> None:
+        """Every replica in service has the weights of `step`."""
+        self._call("/publish", PublishRequest(self._epoch, step), Acknowledged)
+
+    def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
+        """Ask for the evaluation of `step`, or how far it is."""
+        request = EvaluateRequest(self._epoch, step, n_tasks, wait_s)
+        return self._call("/evaluate", request, EvaluateReply)
+
+    def finish(self) -> None:
+        """The run is complete."""
+        self._call("/finish", FinishRequest(self._epoch), Acknowledged)
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        if self._client is not None:
+            self._client.close()
+
+    def _call(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Reply:
+        tries = int(PATIENCE_S / TRY_S)
+        while True:
+            tries -= 1
+            client = self._client or self._connect()
+            try:
+                return client.call(route, request, reply, patience_s=TRY_S)
+            except HttpRefused as refusal:
+                if refusal.status == CONFLICT:
+                    raise SupersededError(refusal.body) from refusal
+                raise
+            except ClusterError as error:
+                if tries <= 0 or self._is_stopping():
+                    raise
+                logger.info("looking for the ledger again: %s", error)
+                client.close()
+                self._client = None
+
+    def _connect(self) -> WireClient:
+        endpoint = rendezvous.await_endpoint(
+            self._dir, LEDGER_NAME, START_TIMEOUT_S, is_cancelled=self._is_stopping
+        )
+        self._client = WireClient(endpoint.url, self._key)
+        return self._client

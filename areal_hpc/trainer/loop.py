@@ -1,0 +1,61 @@
+"""The loop that every trainer rank runs: rank 0 decides, all ranks act."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, Train
+from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.huggingface import export_hf
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.ranks import any_rank, from_rank_zero
+
+
+def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -> bool:
+    """Train until rank 0 says stop; true when the run is complete.
+
+    Args:
+        learner: This rank's part.
+        conductor: Rank 0's; None on the other ranks.
+        stop: A stop asked of any rank is a stop of all.
+    """
+    while True:
+        if any_rank(stop.requested):
+            stop.request()
+        command = _agree(conductor)
+        if isinstance(command, Stop):
+            return command.finished
+        _act(command, learner, conductor)
+
+
+def _agree(conductor: Conductor | None) -> Command:
+    """Rank 0's next command, on every rank."""
+    message = msgspec.json.encode(conductor.next()) if conductor else None
+    command: Command = msgspec.json.decode(from_rank_zero(message), type=Command)
+    return command
+
+
+def _act(command: Command, learner: Learner, conductor: Conductor | None) -> None:
+    match command:
+        case Train(manifest):
+            report = learner.train(manifest)
+            if conductor:
+                conductor.trained(learner.version, report)
+        case Publish():
+            parameters = export_hf(learner.policy)
+            if conductor:
+                conductor.publish(parameters)
+            for _ in parameters:  # exporting is a collective: the others drain it
+                pass
+        case Commit(line):
+            began = time.perf_counter()
+            learner.commit(line)
+            if conductor:
+                conductor.committed(time.perf_counter() - began)
+        case Export():
+            learner.export()
+            if conductor:
+                conductor.exported()
