@@ -46,6 +46,7 @@ MUTATIONS = [
         "a medium imports an actor",
         {"shards/config.py": "import areal_hpc.trainer.config"},
         LAYERS,
+        ACYCLIC,
     ),
     mutation(
         "a medium imports a medium",
