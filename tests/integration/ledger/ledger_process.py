@@ -1,0 +1,157 @@
+"""A real ledger process that tests can kill and start again on the same run directory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchReply,
+    BatchRequest,
+    Empty,
+    LeaseReply,
+    LeaseRequest,
+    LedgerStatus,
+    OpenEpochRequest,
+    PublishRequest,
+    SettledTicket,
+    SettleRequest,
+    TicketGrant,
+    TicketRef,
+)
+
+Reply = TypeVar("Reply")
+
+START = "import json, sys; from areal_hpc.ledger.job import run; run(json.loads(sys.argv[1]))"
+
+
+class LedgerProcess:
+    """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
+
+    def __init__(self, run_dir: Path, **settings: Any) -> None:
+        self.layout = RunLayout(run_dir)
+        self.config = {
+            "run_dir": str(run_dir),
+            "batch_size": 2,
+            "n_samples": 4,
+            "max_head_offpolicyness": 0,
+            "max_concurrent_rollouts": 64,
+            "seed": 7,
+            "n_train_tasks": 10,
+            "n_valid_tasks": 5,
+            "total_steps": 3,
+            **settings,
+        }
+        self.shards = 0
+        self.threads = ThreadPoolExecutor(8)
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, "-c", START, json.dumps(self.config)])
+        give_up_at = time.monotonic() + 20
+        while True:
+            endpoint = rendezvous.find(self.layout.rendezvous_dir, "ledger")
+            if endpoint is not None and endpoint.pid == self.process.pid:
+                break
+            assert self.process.poll() is None, "the ledger ended at its start"
+            assert time.monotonic() < give_up_at, "the ledger did not start"
+            time.sleep(0.01)
+        self.url = endpoint.url
+        self.client = WireClient(endpoint.url, self.layout.admin_key.read_text())
+
+    def kill(self) -> None:
+        """kill -9: no chance to write anything."""
+        self.client.close()
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def close(self) -> None:
+        self.kill()
+        self.threads.shutdown()
+
+    def call(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Reply:
+        return self.client.call(route, request, reply)
+
+    def call_later(
+        self, route: str, request: msgspec.Struct, reply: type[Reply]
+    ) -> Future[tuple[Reply, float]]:
+        """The call in a thread; the result carries the time at which the answer came."""
+
+        def timed() -> tuple[Reply, float]:
+            answer = self.call(route, request, reply)
+            return answer, time.monotonic()
+
+        return self.threads.submit(timed)
+
+    # Cells
+
+    def lease(
+        self,
+        cell: str = "cell-0",
+        tickets: int = 8,
+        held: list[TicketRef] | None = None,
+        finished: list[TicketRef] | None = None,
+        wait_s: float = 0.0,
+    ) -> LeaseReply:
+        capacity = tickets * int(self.config["n_samples"])
+        request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s)
+        return self.call("/lease", request, LeaseReply)
+
+    def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
+        return self.lease(cell, tickets, wait_s=1.0).grants
+
+    def seal(self, refs: list[TicketRef], cell: str = "cell-0") -> list[SettledTicket]:
+        """What a proxy does before it settles: a shard with an index line."""
+        name = f"{cell}-{self.shards:06d}.h5"
+        self.shards += 1
+        rows = [[2 * i, 2 * i + 1] for i in range(len(refs))]
+        append_to_index(
+            self.layout.index_dir,
+            SealedShard(
+                name,
+                100,
+                "crc32:00000000",
+                2 * len(refs),
+                10,
+                [
+                    ShardTicket(ref.ticket_id, ref.attempt, pair, [0.0, 1.0])
+                    for ref, pair in zip(refs, rows, strict=True)
+                ],
+            ),
+        )
+        return [
+            SettledTicket(ref, name, pair, [0.0, 1.0]) for ref, pair in zip(refs, rows, strict=True)
+        ]
+
+    def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:
+        self.call("/settle", SettleRequest(cell, tickets), Acknowledged)
+
+    # The trainer
+
+    def open_epoch(self, epoch: int = 1, base_step: int = 0) -> None:
+        self.call("/open_epoch", OpenEpochRequest(epoch, base_step), Acknowledged)
+
+    def batch(self, step: int, epoch: int = 1, wait_s: float = 0.0) -> BatchReply:
+        return self.call("/batch", BatchRequest(epoch, step, wait_s), BatchReply)
+
+    def publish(self, step: int, epoch: int = 1) -> None:
+        self.call("/publish", PublishRequest(epoch, step), Acknowledged)
+
+    def status(self) -> LedgerStatus:
+        return self.call("/status", Empty(), LedgerStatus)

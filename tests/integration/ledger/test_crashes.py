@@ -1,0 +1,247 @@
+"""kill -9 at every point of a run, over real HTTP and a real file system."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchManifest,
+    EvaluatedRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishRequest,
+    TicketRef,
+)
+from tests.integration.ledger.ledger_process import LedgerProcess
+
+SHORT_TIMEOUT_S = 0.6
+"""Cells are lost after this and a restarted ledger listens for a third of it."""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
+    process = LedgerProcess(tmp_path, cell_timeout_s=SHORT_TIMEOUT_S, total_steps=2)
+    yield process
+    process.close()
+
+
+def form_batch(ledger: LedgerProcess, step: int) -> BatchManifest:
+    refs = [grant.ref for grant in ledger.grants()]
+    ledger.settle(ledger.seal(refs))
+    manifest = ledger.batch(step).manifest
+    assert manifest is not None
+    return manifest
+
+
+def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+    trained: list[int] = []
+    for step in (1, 2):
+        ledger.restart()
+        refs = [grant.ref for grant in ledger.grants()]
+        ledger.restart()
+        ledger.lease(held=refs, tickets=0)
+        ledger.restart()
+        ledger.lease(finished=refs, tickets=0)
+        sealed = ledger.seal(refs)
+        ledger.restart()
+        ledger.settle(sealed)
+        ledger.restart()
+        first = ledger.batch(step).manifest
+        ledger.restart()
+        again = ledger.batch(step).manifest
+        assert first is not None
+        assert again == first
+        ledger.settle(sealed)
+        ledger.publish(step)
+        trained += [ticket.ref.ticket_id for ticket in first.tickets]
+    assert Counter(trained) == Counter(range(4))
+    assert ledger.grants() == []
+    assert ledger.status().trained == 4
+
+
+def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    manifest = form_batch(ledger, 1)
+    stored = json.loads(ledger.layout.manifest(1).read_bytes())
+    assert [t["ref"]["ticket_id"] for t in stored["tickets"]] == [
+        ticket.ref.ticket_id for ticket in manifest.tickets
+    ]
+
+
+def test_a_sealed_ticket_counts_even_if_its_settle_was_never_delivered(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+    ledger.seal([grant.ref for grant in ledger.grants()])
+    ledger.restart()
+    assert ledger.status().settled == 2
+    assert ledger.batch(1).manifest is not None
+
+
+def test_running_work_outlives_the_ledger_and_is_not_issued_twice(ledger: LedgerProcess) -> None:
+    held = [grant.ref for grant in ledger.grants("cell-0")]
+    ledger.restart()
+    other = ledger.threads.submit(ledger.lease, "cell-1", 8, wait_s=0.15)
+    ledger.lease("cell-0", tickets=0, held=held)
+    assert other.result().grants == []
+    assert ledger.status().leased == 2
+
+
+def test_tickets_of_a_silent_cell_are_issued_again_with_a_higher_attempt(
+    ledger: LedgerProcess,
+) -> None:
+    lost = [grant.ref for grant in ledger.grants("cell-0")]
+    give_up_at = time.monotonic() + 5 * SHORT_TIMEOUT_S
+    while not (again := ledger.grants("cell-1")):
+        assert time.monotonic() < give_up_at
+    assert [grant.ref.ticket_id for grant in again] == [ref.ticket_id for ref in lost]
+    assert all(grant.ref.attempt == 2 for grant in again)
+
+
+def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: LedgerProcess) -> None:
+    first = {grant.ref.ticket_id: grant.ref.attempt for grant in ledger.grants()}
+    ledger.restart()
+    for grant in ledger.grants("cell-1"):
+        assert grant.ref.attempt > first[grant.ref.ticket_id]
+
+
+def test_a_late_settle_of_a_fenced_cell_counts_once(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    old = [grant.ref for grant in ledger.grants("cell-0")]
+    time.sleep(SHORT_TIMEOUT_S + 0.1)
+    new = [grant.ref for grant in ledger.grants("cell-1")]
+    ledger.settle(ledger.seal(old, "cell-0"), "cell-0")
+    ledger.settle(ledger.seal(new, "cell-1"), "cell-1")
+    manifest = ledger.batch(1).manifest
+    assert manifest is not None
+    assert [ticket.ref for ticket in manifest.tickets] == old
+    assert ledger.status().settled == 0
+
+
+def test_a_resuming_trainer_gets_its_uncommitted_batches_verbatim(ledger: LedgerProcess) -> None:
+    ledger.open_epoch(1)
+    first = [form_batch(ledger, 1)]
+    ledger.publish(1)
+    first.append(form_batch(ledger, 2))
+    ledger.open_epoch(2, base_step=0)
+    assert [ledger.batch(step, epoch=2).manifest for step in (1, 2)] == first
+    assert ledger.grants() == []
+    ledger.publish(1, epoch=2)
+    ledger.publish(2, epoch=2)
+    assert ledger.status().trained == 4
+
+
+def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
+    ledger.open_epoch(1)
+    form_batch(ledger, 1)
+    ledger.open_epoch(2)
+    ledger.restart()
+    calls = (
+        lambda: ledger.batch(1, epoch=1),
+        lambda: ledger.publish(1, epoch=1),
+        lambda: ledger.open_epoch(1),
+        lambda: ledger.call("/finish", FinishRequest(1), Acknowledged),
+        lambda: ledger.call("/evaluate", EvaluateRequest(1, 0, 2), EvaluateReply),
+    )
+    for call in calls:
+        with pytest.raises(HttpRefused) as caught:
+            call()
+        assert caught.value.status == 409
+        assert "another one took over" in caught.value.body
+
+
+def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_over(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch(1)
+    zombie = ledger.threads.submit(ledger.batch, 1, 1, 5.0)
+    time.sleep(0.1)
+    ledger.open_epoch(2)
+    with pytest.raises(HttpRefused) as caught:
+        zombie.result(1.0)
+    assert caught.value.status == 409
+
+
+def test_a_zombie_cannot_form_a_batch_once_a_newer_epoch_is_on_disk(
+    ledger: LedgerProcess,
+) -> None:
+    """The new trainer has its own ledger: this one never hears of it except through the disk."""
+    take_next_epoch(ledger.layout.epochs_dir)
+    ledger.open_epoch(1)
+    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
+    take_next_epoch(ledger.layout.epochs_dir)
+    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+        ledger.batch(1, epoch=1)
+    assert not ledger.layout.manifest(1).exists()
+
+
+def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    ask = EvaluateRequest(1, 0, 3, 0.0)
+    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 3)
+    grants = ledger.lease(tickets=1).grants  # four episodes: three for it, none for a group
+    assert [grant.ref.eval_step for grant in grants] == [0, 0, 0]
+    assert [(grant.task_index, grant.n_samples) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
+    for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
+        request = EvaluatedRequest("cell-0", grant.ref, [reward])
+        ledger.call("/evaluated", request, Acknowledged)
+    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
+    ledger.restart()
+    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
+    assert json.loads(ledger.layout.evaluation(0).read_bytes())["rewards"] == [0.0, 0.5, 1.0]
+
+
+def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    ask = EvaluateRequest(1, 0, 1, 0.0)
+    ledger.call("/evaluate", ask, EvaluateReply)
+    (first,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
+    ledger.restart()
+    lost = EvaluatedRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
+    ledger.call("/evaluated", lost, Acknowledged)
+    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 1)
+    (second,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
+    assert second.attempt > first.attempt
+    ledger.call("/evaluated", EvaluatedRequest("cell-0", second, [0.25]), Acknowledged)
+    assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
+
+
+def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+    ledger.call("/finish", FinishRequest(1), Acknowledged)
+    assert ledger.lease().stop
+    ledger.layout.finished.touch()
+    ledger.restart()
+    assert ledger.lease().stop
+
+
+def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
+    ledger: LedgerProcess,
+) -> None:
+    pending = ledger.threads.submit(
+        httpx.post,
+        f"{ledger.url}/batch",
+        content=b'{"epoch":0,"step":1,"wait_s":30}',
+        headers={"Authorization": f"Bearer {ledger.layout.admin_key.read_text()}"},
+        timeout=30,
+        trust_env=False,
+    )
+    time.sleep(0.2)
+    ledger.restart()
+    with pytest.raises(httpx.TransportError):
+        pending.result(2.0)

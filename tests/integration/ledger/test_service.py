@@ -1,0 +1,254 @@
+"""The ledger's HTTP face: waiting, refusing, stopping."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.ledger.job import run
+from areal_hpc.wire.http import HttpRefused, WireClient
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchReply,
+    BatchRequest,
+    DropRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    LeaseReply,
+    LeaseRequest,
+    LedgerStatus,
+    SettledTicket,
+    SettleRequest,
+    TicketRef,
+)
+from tests.integration.ledger.ledger_process import LedgerProcess
+
+PROMPT_S = 0.25
+"""A waiting call is answered well within this on a loaded machine; unloaded it takes 1-3 ms."""
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
+    process = LedgerProcess(tmp_path)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="module")
+def idle_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProcess]:
+    """For requests that change nothing."""
+    process = LedgerProcess(tmp_path_factory.mktemp("idle"))
+    yield process
+    process.close()
+
+
+def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> httpx.Response:
+    key = key or ledger.layout.admin_key.read_text()
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{ledger.url}{route}", content=content, headers=headers, trust_env=False)
+
+
+def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
+    assert ledger.batch(1).manifest is not None
+    waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=5.0), LeaseReply)
+    time.sleep(0.1)
+    assert not waiting.done(), "synchronous training must not run ahead of the published step"
+    published_at = time.monotonic()
+    ledger.publish(1)
+    reply, answered_at = waiting.result(5.0)
+    assert len(reply.grants) == 2
+    assert answered_at - published_at < PROMPT_S
+
+
+def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+    first, second = ledger.seal([grant.ref for grant in ledger.grants()])
+    waiting = ledger.call_later("/batch", BatchRequest(1, 1, 5.0), BatchReply)
+    ledger.settle([first])
+    time.sleep(0.1)
+    assert not waiting.done()
+    settled_at = time.monotonic()
+    ledger.settle([second])
+    reply, answered_at = waiting.result(5.0)
+    assert reply.manifest is not None
+    assert answered_at - settled_at < PROMPT_S
+
+
+def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    began = time.monotonic()
+    assert ledger.batch(1, wait_s=0.2) == BatchReply(None, 0)
+    assert 0.2 <= time.monotonic() - began < 0.2 + PROMPT_S
+
+
+def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
+    ledger.batch(1)
+    impatient = WireClient(ledger.url, ledger.layout.admin_key.read_text(), timeout_s=0.2)
+    with pytest.raises(ClusterError):
+        impatient.call("/lease", LeaseRequest("cell-0", 8, wait_s=5.0), LeaseReply)
+    impatient.close()
+    time.sleep(0.1)
+    ledger.publish(1)
+    assert ledger.status().leased == 0
+    assert len(ledger.grants("cell-1")) == 2
+
+
+def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    refs = [grant.ref for grant in ledger.grants()]
+    assert not ledger.lease(held=refs[1:], finished=refs[:1]).seal_now
+    assert not ledger.lease("cell-1").seal_now
+    assert ledger.lease(finished=refs).seal_now
+    assert not ledger.lease("cell-1").seal_now, "it has nothing to seal"
+    ledger.settle(ledger.seal(refs))
+    assert not ledger.lease(finished=refs).seal_now
+
+
+def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(tmp_path: Path) -> None:
+    ledger = LedgerProcess(tmp_path, max_head_offpolicyness=1)
+    try:
+        ledger.open_epoch()
+        refs = [grant.ref for grant in ledger.grants(tickets=3)]
+        request = LeaseRequest("cell-0", 0, finished=refs, wait_s=5.0)
+        cell = ledger.call_later("/lease", request, LeaseReply)
+        time.sleep(0.1)
+        assert not cell.done(), "nobody waits: the shard may still grow"
+        trainer = ledger.call_later("/batch", BatchRequest(1, 1, 5.0), BatchReply)
+        assert cell.result(PROMPT_S)[0].seal_now
+        ledger.settle(ledger.seal(refs))
+        assert trainer.result(PROMPT_S)[0].manifest is not None
+    finally:
+        ledger.close()
+
+
+def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    waiting = ledger.call_later("/batch", BatchRequest(1, 1, 30.0), BatchReply)
+    for _ in range(2):
+        for grant in ledger.grants():
+            drop = DropRequest("cell-0", grant.ref, "ZeroDivisionError in solve()")
+            ledger.call("/drop", drop, Acknowledged)
+    reply, _ = waiting.result(2.0)
+    assert "4 tickets in a row" in reply.trouble
+    assert "ZeroDivisionError in solve()" in reply.trouble
+
+
+def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    ask = EvaluateRequest(1, 0, 1, 0.0)
+    ledger.call("/evaluate", ask, EvaluateReply)
+    evaluations = [g.ref for g in ledger.grants() if g.ref.eval_step == 0]
+    ledger.call("/drop", DropRequest("cell-0", evaluations[0], "it raised"), Acknowledged)
+    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(1, 1, 0.0)
+    assert b"it raised" in ledger.layout.evaluation(0).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "status", "words"),
+    [
+        ("/lease", b"{", 400, "/lease cannot read its request"),
+        ("/lease", b'{"cell": "a"}', 400, "missing required field `capacity`"),
+        ("/lease", b'{"cell": "a", "capacity": "x"}', 400, "Expected `int`, got `str`"),
+        ("/lose", b"{}", 404, "/lease /settle"),
+        ("/batch", b'{"epoch": 1, "step": 1}', 409, "call /open_epoch first"),
+        ("/open_epoch", b'{"epoch": 1, "base_step": 4}', 400, "step 4 cannot be served"),
+        ("/evaluate", b'{"epoch": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
+        ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_wrong(
+    idle_ledger: LedgerProcess, route: str, body: bytes, status: int, words: str
+) -> None:
+    answer = post(idle_ledger, route, body)
+    assert answer.status_code == status
+    assert words in answer.json()["error"]
+
+
+def test_the_admin_key_is_needed_for_every_route(idle_ledger: LedgerProcess) -> None:
+    for route in ("/status", "/lease", "/no_such_route"):
+        assert post(idle_ledger, route, b"{}", key="wrong").status_code == 401
+    assert httpx.post(f"{idle_ledger.url}/status", trust_env=False).status_code == 401
+
+
+def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
+    refs = [grant.ref for grant in ledger.grants()]
+    good, bad = SettledTicket(refs[0], "s", [0], [1.0]), SettledTicket(refs[1], "s", [1, 2], [1.0])
+    with pytest.raises(HttpRefused, match="2 rows and 1 rewards"):
+        ledger.call("/settle", SettleRequest("cell-0", [good, bad]), Acknowledged)
+    assert ledger.status().settled == 0
+
+
+def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    with pytest.raises(HttpRefused, match="0 of 3 were handed out"):
+        ledger.batch(2)
+
+
+def test_status_counts_what_is_where(ledger: LedgerProcess) -> None:
+    ledger.open_epoch(4)
+    refs = [grant.ref for grant in ledger.grants()]
+    ledger.lease(held=refs[1:], finished=refs[:1])
+    assert ledger.status() == LedgerStatus(epoch=4, leased=1, finished=1, cells=1)
+
+
+def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: LedgerProcess) -> None:
+    waiting = ledger.call_later("/batch", BatchRequest(0, 1, 30.0), BatchReply)
+    time.sleep(0.2)
+    ledger.process.send_signal(signal.SIGTERM)
+    assert waiting.result(2.0)[0].manifest is None
+    assert ledger.process.wait(3.0) == 0
+
+
+def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    config = {
+        "run_dir": str(tmp_path / "file" / "run"),
+        **dict.fromkeys(("batch_size", "n_samples", "max_concurrent_rollouts"), 1),
+        **dict.fromkeys(("n_train_tasks", "n_valid_tasks", "total_steps"), 1),
+        "max_head_offpolicyness": 0,
+        "seed": 0,
+    }
+    with pytest.raises(ClusterError, match="cannot write to the run directory"):
+        run(config)
+
+
+def test_a_lease_and_its_settle_cost_little_cpu(tmp_path: Path) -> None:
+    rounds = 1000
+    ledger = LedgerProcess(
+        tmp_path, batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds
+    )
+    try:
+        process = psutil.Process(ledger.process.pid)
+        before = process.cpu_times()
+        for _ in range(rounds):
+            (grant,) = ledger.lease(tickets=1).grants
+            ticket = SettledTicket(
+                grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0]
+            )
+            ledger.settle([ticket])
+        after = process.cpu_times()
+        cpu_s = after.user + after.system - before.user - before.system
+        print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
+        assert cpu_s / rounds < 1e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
+    finally:
+        ledger.close()
+
+
+def test_an_unknown_ticket_changes_nothing(idle_ledger: LedgerProcess) -> None:
+    idle_ledger.settle([SettledTicket(TicketRef(12345, 1), "cell-0-000000.h5", [0], [1.0])])
+    assert idle_ledger.status() == LedgerStatus()
