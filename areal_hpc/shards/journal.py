@@ -221,10 +221,10 @@ class JournalWriter:
         return reading.whole_bytes
 
     def _sync_loop(self) -> None:
-        while True:
+        # `close` sets stop before dirty: whoever sees its dirty mark here also sees its stop.
+        while not self._stop.is_set():
             self._dirty.wait()
-            if self._stop.wait(self._sync_interval_s):
-                return
+            self._stop.wait(self._sync_interval_s)
             self._dirty.clear()
             try:
                 with self._syncing:

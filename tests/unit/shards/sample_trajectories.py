@@ -1,0 +1,82 @@
+"""Trajectories for tests: one fixed example, and hypothesis strategies."""
+
+import dataclasses
+import string
+
+import numpy as np
+import numpy.typing as npt
+from hypothesis import strategies as st
+
+from areal_hpc.trajectory import Trajectory
+
+
+def trajectory(
+    ticket_id: int = 0, episode: int = 0, *, tokens: int = 6, reward: float = 1.0
+) -> Trajectory:
+    """Half prompt, half sampled; every value depends on the arguments."""
+    position = np.arange(tokens)
+    mask = (position >= tokens // 2).astype(np.uint8)
+    return Trajectory(
+        ticket_id=ticket_id,
+        attempt=1,
+        episode=episode,
+        row=0,
+        input_ids_T=(1000 * ticket_id + 100 * episode + position).astype(np.int32),
+        loss_mask_T=mask,
+        logprobs_T=(-0.25 * position * mask).astype(np.float32),
+        versions_T=np.where(mask, (1 << 32) + ticket_id, -1).astype(np.int64),
+        reward=reward,
+        temperature=0.5,
+        meta={"task_id": f"task-{ticket_id}", "messages": [{"role": "user", "content": "Grüße"}]},
+    )
+
+
+def ticket(ticket_id: int, n_samples: int = 2) -> list[Trajectory]:
+    return [trajectory(ticket_id, episode, reward=float(episode)) for episode in range(n_samples)]
+
+
+def fields(row: Trajectory) -> dict[str, object]:
+    """A trajectory as plain values, comparable with `==`."""
+    values = ((f.name, getattr(row, f.name)) for f in dataclasses.fields(row))
+    return {
+        name: (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value
+        for name, value in values
+    }
+
+
+def arrays(values: list[object], dtype: str) -> npt.NDArray[np.generic]:
+    return np.array(values, dtype)
+
+
+_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**53), 2**53)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=6,
+)
+_FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def trajectories(draw: st.DrawFn) -> Trajectory:
+    length = draw(st.integers(0, 40))
+
+    def tokens(values: st.SearchStrategy[object], dtype: str) -> npt.NDArray[np.generic]:
+        return arrays(draw(st.lists(values, min_size=length, max_size=length)), dtype)
+
+    return Trajectory(
+        ticket_id=draw(st.integers(0, 2**62)),
+        attempt=draw(st.integers(0, 2**31 - 1)),
+        episode=draw(st.integers(0, 2**31 - 1)),
+        row=draw(st.integers(0, 2**31 - 1)),
+        input_ids_T=tokens(st.integers(0, 2**31 - 1), "<i4"),
+        loss_mask_T=tokens(st.integers(0, 1), "u1"),
+        logprobs_T=tokens(_FLOAT32, "<f4"),
+        versions_T=tokens(st.integers(-1, 2**62), "<i8"),
+        reward=draw(_FLOAT32),
+        temperature=draw(st.floats(0, 2, width=32)),
+        meta=draw(st.dictionaries(st.text(string.printable), _JSON, max_size=3)),
+    )

@@ -1,0 +1,86 @@
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.report import describe_verification, list_shards, show_trajectory
+from areal_hpc.shards.verify import verify_run
+from areal_hpc.shards.writer import seal
+from tests.unit.shards.sample_trajectories import ticket, trajectory
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    layout = RunLayout(tmp_path)
+    for ticket_ids in ((1, 2), (3,)):
+        rows = [row for ticket_id in ticket_ids for row in ticket(ticket_id)]
+        seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+    return layout
+
+
+def step_of(packed: int) -> str:
+    return f"{packed >> 32}.{packed & 0xFFFFFFFF}"
+
+
+def test_the_list_has_a_line_per_shard_and_a_total(layout: RunLayout) -> None:
+    head, first, second, total = list_shards(layout, step_of).splitlines()
+    assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
+    assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
+    assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
+    assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
+
+
+def test_the_list_says_when_a_shard_cannot_be_read(layout: RunLayout) -> None:
+    (layout.shards_dir / "cell-0-000001.h5").unlink()
+    assert "unreadable" in list_shards(layout).splitlines()[2]
+
+
+def test_the_list_of_a_run_without_shards_says_so(tmp_path: Path) -> None:
+    assert list_shards(RunLayout(tmp_path)).startswith("no sealed shards in")
+
+
+def test_a_trajectory_is_shown_token_by_token(layout: RunLayout) -> None:
+    title, head, *lines = show_trajectory(layout.root, 5, version_text=step_of).splitlines()
+    assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
+    assert title.endswith("6 tokens, 3 sampled")
+    assert head.split() == ["position", "id", "mask", "logprob", "version"]
+    assert lines[0].split() == ["0", "3100", "0", "-", "-"]
+    assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
+
+
+def test_rows_of_a_single_file_are_counted_in_the_file(layout: RunLayout) -> None:
+    title = show_trajectory(layout.shards_dir / "cell-0-000001.h5", 0).splitlines()[0]
+    assert title.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
+
+
+def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    seal([trajectory(tokens=2)], layout.shards_dir, layout.index_dir, "cell-0")
+    tokenizer_json = tmp_path / "tokenizer.json"
+    Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
+    lines = show_trajectory(layout.root, 0, tokenizer_json).splitlines()
+    assert lines[1].split()[-1] == "text"
+    assert [line.split()[-1] for line in lines[2:]] == ["'two'", r"'\n'"]
+
+
+@pytest.mark.parametrize("row", [-1, 6])
+def test_a_row_that_does_not_exist_is_an_error_with_the_range(layout: RunLayout, row: int) -> None:
+    with pytest.raises(RecipeError, match="give a row from 0 to 5"):
+        show_trajectory(layout.root, row)
+
+
+def test_a_missing_tokenizer_is_an_error(layout: RunLayout) -> None:
+    with pytest.raises(RecipeError, match="there is no tokenizer"):
+        show_trajectory(layout.root, 0, layout.root / "tokenizer.json")
+
+
+def test_a_verification_ends_with_its_totals(layout: RunLayout) -> None:
+    assert describe_verification(verify_run(layout)) == "2 shards, 6 rows verified, 0 problems"
+    path = layout.shards_dir / "cell-0-000000.h5"
+    path.unlink()
+    problem, last = describe_verification(verify_run(layout)).splitlines()
+    assert problem == f"{path}: the file is missing"
+    assert last == "2 shards, 6 rows verified, 1 problems"

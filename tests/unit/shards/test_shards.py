@@ -1,0 +1,236 @@
+import os
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.errors import ClusterError, ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
+from areal_hpc.shards.reader import ShardReader, open_with_retry
+from areal_hpc.shards.writer import seal
+from areal_hpc.trajectory import Trajectory
+from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, trajectory
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path)
+
+
+def seal_in(layout: RunLayout, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
+    return seal(rows, layout.shards_dir, layout.index_dir, writer)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(trajectories(), min_size=1, max_size=5))
+def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        layout = RunLayout(Path(folder))
+        shard = seal_in(layout, rows)
+        reader = ShardReader(layout.shards_dir / shard.file)
+        read = reader.read_rows(range(len(rows)))
+        assert [fields(row) for row in read] == [fields(row) for row in rows]
+        assert (reader.num_rows, reader.num_tokens) == (shard.rows, shard.tokens)
+        assert read_index(layout.index_dir) == [shard]
+
+
+def test_more_rows_than_one_system_call_takes_are_written(layout: RunLayout) -> None:
+    rows = [trajectory(number, tokens=3) for number in range(2500)]
+    shard = seal_in(layout, rows)
+    (last,) = ShardReader(layout.shards_dir / shard.file).read_rows([2499])
+    assert fields(last) == fields(rows[-1])
+
+
+def test_rows_come_in_the_order_asked_for(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory(number) for number in range(4)])
+    read = ShardReader(layout.shards_dir / shard.file).read_rows([3, 0, 3])
+    assert [row.ticket_id for row in read] == [3, 0, 3]
+
+
+def test_rows_are_aligned_read_only_views_that_outlive_the_reader(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory(number, tokens=7) for number in range(3)])
+    path = layout.shards_dir / shard.file
+    (row,) = ShardReader(path).read_rows([1])
+    path.unlink()
+    for array in (row.input_ids_T, row.logprobs_T, row.versions_T):
+        assert array.flags.aligned
+        assert not array.flags.owndata
+        assert not array.flags.writeable
+    assert fields(row) == fields(trajectory(1, tokens=7))
+
+
+def test_metadata_is_left_out_on_request(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory()])
+    (row,) = ShardReader(layout.shards_dir / shard.file).read_rows([0], with_meta=False)
+    assert row.meta == {}
+
+
+def test_a_row_outside_the_shard_is_an_error(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory()])
+    with pytest.raises(IndexError, match=r"rows 0\.\.0, got 1"):
+        ShardReader(layout.shards_dir / shard.file).read_rows([1])
+
+
+def test_tickets_are_found_by_shard_and_rows(layout: RunLayout) -> None:
+    first = seal_in(layout, ticket(4) + ticket(9, n_samples=3))
+    second = seal_in(layout, ticket(5), "cell-1")
+    places = locate_tickets(read_index(layout.index_dir))
+    file, place = places[9, 1]
+    assert (file, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
+    assert places[5, 1][0] == second.file
+    assert (4, 0) not in places
+
+
+def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunLayout) -> None:
+    first = seal_in(layout, ticket(4))
+    seal_in(layout, ticket(4))
+    assert locate_tickets(read_index(layout.index_dir))[4, 1][0] == first.file
+
+
+def test_rewards_of_the_index_are_the_stored_ones(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory(reward=0.1)])
+    stored = ShardReader(layout.shards_dir / shard.file).columns["reward"]
+    assert shard.tickets[0].rewards == stored.tolist()
+
+
+def test_every_writer_numbers_its_own_shards(layout: RunLayout) -> None:
+    names = [
+        seal_in(layout, [trajectory()], writer).file for writer in ("cell-0", "cell-1", "cell-0")
+    ]
+    assert names == ["cell-0-000000.h5", "cell-1-000000.h5", "cell-0-000001.h5"]
+
+
+def test_a_number_is_never_used_twice(layout: RunLayout) -> None:
+    deleted = seal_in(layout, [trajectory()])
+    (layout.shards_dir / deleted.file).unlink()
+    (layout.shards_dir / "cell-0-000001.h5.tmp").touch()
+    assert seal_in(layout, [trajectory()]).file == "cell-0-000002.h5"
+
+
+def test_the_index_goes_on_behind_half_a_line(layout: RunLayout) -> None:
+    first = seal_in(layout, ticket(1))
+    with (layout.index_dir / "cell-0.jsonl").open("ab") as stream:
+        stream.write(b'{"file":"cell-0-0000')
+    assert read_index(layout.index_dir) == [first]
+    second = seal_in(layout, ticket(2))
+    assert read_index(layout.index_dir) == [first, second]
+
+
+def test_an_index_that_does_not_exist_yet_is_empty(layout: RunLayout) -> None:
+    assert read_index(layout.index_dir) == []
+    assert read_index(layout.index_dir, "cell-7") == []
+
+
+def test_there_is_no_empty_shard(layout: RunLayout) -> None:
+    with pytest.raises(ValueError, match="at least one trajectory"):
+        seal_in(layout, [])
+
+
+def test_a_reward_that_is_no_number_is_refused_before_anything_is_written(
+    layout: RunLayout,
+) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        seal_in(layout, [trajectory(reward=float("nan"))])
+    assert not layout.shards_dir.exists()
+
+
+def test_a_writer_with_a_path_for_a_name_is_refused(layout: RunLayout) -> None:
+    with pytest.raises(ValueError, match="a writer is named by"):
+        seal_in(layout, [trajectory()], "../cell-0")
+
+
+def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(layout: RunLayout) -> None:
+    layout.root.mkdir(exist_ok=True)
+    layout.index_dir.write_text("a file where a directory belongs")
+    with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
+        seal_in(layout, [trajectory()])
+    layout.index_dir.unlink()
+    layout.shards_dir.rename(layout.root / "moved")
+    layout.shards_dir.write_text("another")
+    with pytest.raises(ClusterError, match="cannot seal"):
+        seal_in(layout, [trajectory()])
+
+
+def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ShardError, match=r"there is no such shard\n.*cell-0-000000\.h5"):
+        ShardReader(tmp_path / "cell-0-000000.h5")
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.floats(0, 1, exclude_max=True))
+def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        layout = RunLayout(Path(folder))
+        shard = seal_in(layout, ticket(1))
+        path = layout.shards_dir / shard.file
+        os.truncate(path, int(shard.bytes * fraction))
+        with pytest.raises(ShardError, match=r"not a whole shard|cut short"):
+            ShardReader(path)
+
+
+def test_a_file_that_is_no_shard_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "other.h5"
+    with h5py.File(path, "w") as file:
+        file["input_ids"] = np.arange(3)
+    with pytest.raises(ShardError, match="expected format 'areal-hpc-shard', got None"):
+        ShardReader(path)
+
+
+def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory()])
+    path = layout.shards_dir / shard.file
+    with h5py.File(path, "r+") as file:
+        file["added_later"] = np.arange(3)
+        file.attrs["also_later"] = 1
+    assert ShardReader(path).num_rows == 1
+    with h5py.File(path, "r+") as file:
+        file.attrs["version"] = 2
+    with pytest.raises(ShardError, match="expected version 1 to 1, got"):
+        ShardReader(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "complaint"),
+    [
+        ("reward", np.zeros(2, "<f8"), "reward: expected 1-D contiguous <f4"),
+        ("reward", np.zeros((2, 1), "<f4"), "reward: expected 1-D contiguous <f4"),
+        ("reward", np.zeros(3, "<f4"), "reward has 3 elements, expected 2"),
+        ("offsets", np.array([0, 13, 12]), "does not rise from 0 to 12"),
+        ("offsets", np.array([0, 6, 11]), "does not rise from 0 to 12"),
+        ("meta_offsets", np.array([0, 1, 1]), "meta_offsets does not rise"),
+    ],
+)
+def test_columns_that_contradict_one_another_are_an_error(
+    layout: RunLayout, name: str, content: np.ndarray, complaint: str
+) -> None:
+    shard = seal_in(layout, ticket(1))
+    path = layout.shards_dir / shard.file
+    with h5py.File(path, "r+") as file:
+        del file[name]
+        file[name] = content
+    with pytest.raises(ShardError, match=complaint):
+        ShardReader(path)
+
+
+def test_opening_waits_for_a_shard_that_is_not_visible_yet(layout: RunLayout) -> None:
+    shard = seal_in(layout, ticket(1))
+    path = layout.shards_dir / shard.file
+    hidden = path.rename(path.with_name("hidden"))
+    appearing = threading.Timer(0.1, hidden.rename, [path])
+    appearing.start()
+    assert open_with_retry(path, timeout_s=10).num_rows == 2
+    appearing.join()
+
+
+def test_opening_gives_up_in_time(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(ShardError, match="there is no such shard"):
+        open_with_retry(tmp_path / "cell-0-000000.h5", timeout_s=0.2)
+    assert time.monotonic() - began < 1

@@ -1,0 +1,143 @@
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.verify import repair, verify_run
+from areal_hpc.shards.writer import seal
+from tests.unit.shards.sample_trajectories import ticket
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run with two shards of one writer and one of another."""
+    layout = RunLayout(tmp_path)
+    for ticket_id, writer in ((1, "cell-0"), (2, "cell-0"), (3, "cell-1")):
+        seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, writer)
+    return layout
+
+
+def complaints(layout: RunLayout) -> dict[str, str]:
+    """Problem by file name."""
+    return {Path(problem.key).name: problem.message for problem in verify_run(layout).problems}
+
+
+def drop_last_index_line(layout: RunLayout, writer: str) -> None:
+    path = layout.index_dir / f"{writer}.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+
+
+def test_a_whole_run_has_no_problems(layout: RunLayout) -> None:
+    report = verify_run(layout)
+    assert (report.shards, report.rows, report.problems) == (3, 6, [])
+
+
+def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
+    assert verify_run(RunLayout(tmp_path)).problems == []
+
+
+@pytest.fixture(scope="module")
+def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    layout = RunLayout(tmp_path_factory.mktemp("run"))
+    for ticket_id in (1, 2):
+        seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, "cell-0")
+    return layout
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
+def test_a_flipped_byte_anywhere_is_found_and_its_file_named(
+    module_layout: RunLayout, fraction: float, flip: int
+) -> None:
+    path = module_layout.shards_dir / "cell-0-000001.h5"
+    content = path.read_bytes()
+    position = int(len(content) * fraction)
+    damaged = bytearray(content)
+    damaged[position] ^= flip
+    path.write_bytes(damaged)
+    found = complaints(module_layout)
+    path.write_bytes(content)
+    assert list(found) == [path.name]
+    assert "bytes have changed" in found[path.name]
+
+
+def test_a_missing_shard_is_named(layout: RunLayout) -> None:
+    (layout.shards_dir / "cell-1-000000.h5").unlink()
+    assert complaints(layout) == {"cell-1-000000.h5": "the file is missing"}
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_shard_of_another_size_is_named(layout: RunLayout, change: int) -> None:
+    path = layout.shards_dir / "cell-0-000000.h5"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] if change < 0 else content + b"\0")
+    size = len(content)
+    assert complaints(layout) == {
+        path.name: f"size: expected {size} bytes, got {size + change}",
+    }
+
+
+def test_an_index_line_that_contradicts_its_shard_is_found(layout: RunLayout) -> None:
+    path = layout.index_dir / "cell-1.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"ticket_id":3', b'"ticket_id":4'))
+    (message,) = complaints(layout).values()
+    assert message.startswith("tickets: the index says")
+
+
+def test_a_shard_swapped_with_another_is_found(layout: RunLayout) -> None:
+    shutil.copy(layout.shards_dir / "cell-0-000000.h5", layout.shards_dir / "cell-0-000001.h5")
+    assert list(complaints(layout)) == ["cell-0-000001.h5"]
+
+
+def test_an_orphan_is_reported_and_repaired(layout: RunLayout) -> None:
+    before = read_index(layout.index_dir)
+    drop_last_index_line(layout, "cell-0")
+    assert list(complaints(layout)) == ["cell-0-000001.h5"]
+    report = repair(layout)
+    assert (report.indexed, report.removed) == (["cell-0-000001.h5"], [])
+    assert read_index(layout.index_dir) == before
+    assert verify_run(layout).problems == []
+
+
+def test_repairing_again_changes_nothing(layout: RunLayout) -> None:
+    drop_last_index_line(layout, "cell-0")
+    repair(layout)
+    index = (layout.index_dir / "cell-0.jsonl").read_bytes()
+    report = repair(layout)
+    assert (report.indexed, report.removed, report.damaged) == ([], [], [])
+    assert (layout.index_dir / "cell-0.jsonl").read_bytes() == index
+
+
+def test_half_written_shards_are_no_problem_and_repair_removes_them(layout: RunLayout) -> None:
+    partial = layout.shards_dir / "cell-0-000002.h5.tmp"
+    partial.write_bytes(b"half")
+    assert verify_run(layout).problems == []
+    assert repair(layout).removed == [partial.name]
+    assert not partial.exists()
+
+
+def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(layout: RunLayout) -> None:
+    path = layout.shards_dir / "cell-0-000002.h5"
+    path.write_bytes(b"no shard")
+    report = repair(layout)
+    assert report.indexed == []
+    assert [problem.key for problem in report.damaged] == [str(path)]
+    assert path.exists()
+
+
+def test_repair_for_one_writer_leaves_the_others_alone(layout: RunLayout) -> None:
+    drop_last_index_line(layout, "cell-0")
+    drop_last_index_line(layout, "cell-1")
+    (layout.shards_dir / "cell-1-000001.h5.tmp").touch()
+    report = repair(layout, "cell-0")
+    assert (report.indexed, report.removed) == (["cell-0-000001.h5"], [])
+
+
+def test_files_that_are_no_shards_are_ignored(layout: RunLayout) -> None:
+    (layout.shards_dir / "README").write_text("notes")
+    (layout.shards_dir / "notes.h5").touch()
+    assert verify_run(layout).problems == []
