@@ -1,0 +1,60 @@
+"""Seals the same rows in `<root>/<n>/`, killed (kill -9) before the n-th line of code first runs.
+
+Started by `test_kill.py`; ends with the first seal that runs to its end.
+"""
+
+import itertools
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards import index, writer
+from tests.unit.shards.sample_trajectories import ticket
+
+WATCHED = {
+    function.__code__
+    for function in (
+        *(writer.seal, writer._claim, writer._lay_out, writer._fill),
+        *(index.append_to_index, index.sync_directory),
+    )
+}
+"""Everything that touches the disk."""
+
+
+def seal_and_die(layout: RunLayout, line_to_die_at: int) -> None:
+    lines_seen: set[tuple[str, int]] = set()
+
+    def watch(frame: FrameType, event: str, argument: object) -> object:
+        if frame.f_code not in WATCHED:
+            return None
+        lines_seen.add((frame.f_code.co_name, frame.f_lineno))
+        if len(lines_seen) > line_to_die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return watch
+
+    sys.settrace(watch)
+    writer.seal(ticket(2), layout.shards_dir, layout.index_dir, "cell-0")
+    sys.settrace(None)
+
+
+def main() -> None:
+    root = Path(sys.argv[1])
+    begun = RunLayout(root / "begun")
+    writer.seal(ticket(1), begun.shards_dir, begun.index_dir, "cell-0")
+    for line_to_die_at in itertools.count():
+        layout = RunLayout(root / str(line_to_die_at))
+        shutil.copytree(begun.root, layout.root)
+        child = os.fork()
+        if child == 0:
+            seal_and_die(layout, line_to_die_at)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] == 0:
+            return
+
+
+if __name__ == "__main__":
+    main()
