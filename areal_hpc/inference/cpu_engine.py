@@ -20,7 +20,6 @@ imports the main module again, and so gets the stand-ins, too.
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -30,6 +29,8 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from areal_hpc.cluster.entry import die_with_parent
+
+_PARENT_VARIABLE = "AREAL_HPC_ENGINE_PID"
 
 
 class _Placeholder:
@@ -132,14 +133,16 @@ def install_stand_ins() -> None:
 def _die_with_engine() -> None:
     """In a spawned child: end when the server does, even if that is killed during start-up.
 
-    SGLang asks for the same, but only after its imports, which take many seconds.
+    SGLang asks for the same, but only after its imports, which take many seconds. While the
+    main module is imported `multiprocessing.parent_process()` is not known yet, hence the
+    variable.
     """
-    engine = multiprocessing.parent_process()
-    if engine is None:
-        return
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != engine.pid:
-        os._exit(1)
+    parent = os.environ.get(_PARENT_VARIABLE)
+    if __name__ == "__mp_main__" and parent is not None:
+        die_with_parent(signal.SIGKILL)
+        if os.getppid() != int(parent):
+            os._exit(1)
+    os.environ[_PARENT_VARIABLE] = str(os.getpid())
 
 
 def main() -> None:

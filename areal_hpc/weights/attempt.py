@@ -51,5 +51,6 @@ class Attempt:
     def _drop(self, swap: GroupSwap, error: WeightSyncError) -> None:
         log.warning("left out of this update: %s", error)
         self.live.remove(swap)
-        self.failed.update(dict.fromkeys(swap.keys, error))
+        for key in swap.keys:
+            self.failed[key] = WeightSyncError(f"{key} did not get the update: {error}")
         swap.fence()

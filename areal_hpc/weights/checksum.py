@@ -132,7 +132,7 @@ def _hash(tensor: torch.Tensor, replica_device: str) -> str:
 
 def sha_hash(flat: torch.Tensor) -> int:
     """The first eight bytes of SHA-256 of a uint8 vector, as a big-endian number."""
-    digest = hashlib.sha256(flat.cpu().numpy().tobytes()).digest()
+    digest = hashlib.sha256(flat.cpu().numpy().data).digest()
     return int.from_bytes(digest[:8], "big")
 
 

@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
+
+Result = TypeVar("Result")
 
 _POLL_S = 0.0002
 
@@ -37,7 +40,7 @@ class UpdateGroup:
         self._listener = socket.create_server((host, 0), backlog=world_size)
         self.port: int = self._listener.getsockname()[1]
         """Where the store listens, on `host` alone: it knows no passwords."""
-        self._store = c10d.TCPStore(
+        self._store = dist.TCPStore(  # type: ignore[attr-defined]  # documented, but not in its stubs
             host,
             self.port,
             is_master=True,
@@ -110,17 +113,30 @@ class UpdateGroup:
             time.sleep(_POLL_S)
 
     def close(self) -> None:
-        """Leave, and so cut off members that still wait for bytes."""
+        """Leave in order. Only when nothing is under way, else this waits for it."""
         group, self._group = self._group, None
-        if group is None:
-            return
-        group.abort()  # before the destructor, which would wait for operations under way
-        dist.destroy_process_group(group)
+        if group is not None:
+            dist.destroy_process_group(group)
+
+    def abandon(self) -> None:
+        """Leave without waiting; members that wait for bytes get an error instead.
+
+        Gloo takes until the deadline of an operation under way to let go of it, so it is left
+        to a thread.
+        """
+        group, self._group = self._group, None
+        if group is not None:
+            _start_daemon(lambda: _destroy(group))
 
 
-def _start_daemon(work: Callable[[], dist.ProcessGroup]) -> Future[dist.ProcessGroup]:
+def _destroy(group: dist.ProcessGroup) -> None:
+    group.abort()
+    dist.destroy_process_group(group)
+
+
+def _start_daemon(work: Callable[[], Result]) -> Future[Result]:
     """Run `work` in a thread that never keeps the process from exiting."""
-    future: Future[dist.ProcessGroup] = Future()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:

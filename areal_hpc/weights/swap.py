@@ -130,11 +130,15 @@ class GroupSwap:
                 log.info("not told to leave its update group: %s", error)
 
         self._all(leave)
-        self.fence()
+        self._group.close()
+        self._release()
 
     def fence(self) -> None:
         """Leave at once; members that wait for bytes get an error instead."""
-        self._group.close()
+        self._group.abandon()
+        self._release()
+
+    def _release(self) -> None:
         self._calls.shutdown(wait=False, cancel_futures=True)
         for member in self._members:
             member.close()

@@ -1,0 +1,179 @@
+"""A real cell: the inference job as its supervisor starts it, real SGLang on CPU, a tiny Qwen3."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from areal_hpc.cluster.rendezvous import Endpoint, await_endpoint
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.layout import RunLayout
+from areal_hpc.wire.replicas import ReplicaView
+
+VOCABULARY = 300
+"""Not a multiple of 64, so SGLang pads it."""
+START_TIMEOUT_S = 100.0
+
+
+def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:
+    """Large random weights, so that greedy choices are clear-cut."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=1024,
+        tie_word_embeddings=tied,
+        eos_token_id=1,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config).to(torch.float32).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    names = ["<pad>", "<end>", *letters]
+    tokenizer = Tokenizer(models.BPE(vocab={name: at for at, name in enumerate(names)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>"
+    ).save_pretrained(path)
+    model.save_pretrained(path)
+
+
+class Cell:
+    """A running inference job."""
+
+    def __init__(self, layout: RunLayout, job: subprocess.Popen[bytes], endpoint: Endpoint) -> None:
+        self.layout = layout
+        self.job = job
+        self.epoch = 1
+        self.admin_key = layout.admin_key.read_text()
+        self.relay = httpx.Client(
+            base_url=endpoint.url,
+            headers={"Authorization": f"Bearer {self.admin_key}"},
+            timeout=30,
+            trust_env=False,
+        )
+
+    def replica(self) -> ReplicaView:
+        """The only replica."""
+        return ReplicaView(**self.relay.get("/replicas").json()["replicas"][0])
+
+    def await_replica(self, wanted: Callable[[ReplicaView], bool]) -> ReplicaView:
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while not wanted(view := self.replica()):
+            assert self.job.poll() is None, self.logs()
+            assert time.monotonic() < give_up_at, f"{view}\n{self.logs()}"
+            time.sleep(0.1)
+        return view
+
+    def control(self, route: str, body: object = None, **headers: str) -> httpx.Response:
+        """One relayed call, as a trainer of the current epoch would make it."""
+        headers = {
+            "x-areal-incarnation": str(self.replica().incarnation),
+            "x-areal-epoch": str(self.epoch),
+        } | {f"x-areal-{name.replace('_', '-')}": value for name, value in headers.items()}
+        return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
+
+    def generate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
+        """SGLang's own answer, with log-probabilities."""
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        answer = httpx.post(
+            f"{self.replica().url}/generate", json=body, timeout=60, trust_env=False
+        )
+        answer.raise_for_status()
+        reply: dict[str, Any] = answer.json()
+        return reply
+
+    def engine_processes(self) -> list[psutil.Process]:
+        """The server and all its children."""
+        engines = [
+            child
+            for child in psutil.Process(self.job.pid).children()
+            if "areal_hpc.inference.cpu_engine" in child.cmdline()
+        ]
+        return [*engines, *(child for engine in engines for child in engine.children(True))]
+
+    def events(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.layout.events.read_text().splitlines()]
+
+    def logs(self) -> str:
+        tails = (
+            f"== {path}\n" + "\n".join(path.read_text(errors="replace").splitlines()[-15:])
+            for path in self.layout.root.rglob("*.log")
+        )
+        return "\n".join(tails)
+
+
+@contextmanager
+def running_cell(run_dir: Path, model: Qwen3ForCausalLM, **inference: Any) -> Iterator[Cell]:
+    """A cell with one fp32 replica of `model`, started but not yet ready."""
+    layout = RunLayout(run_dir)
+    save_with_tokenizer(model, layout.tiny_model_dir)
+    config = {
+        "run_dir": str(run_dir),
+        "cell": "cell-0",
+        "inference": {"device": "cpu", "dtype": "float32", **inference},
+        "model_path": str(layout.tiny_model_dir),
+        "serve_python": interpreter_of("serve", "auto"),
+    }
+    config_path = run_dir / "inference.json"
+    config_path.write_text(json.dumps(config))
+    with (run_dir / "job.log").open("wb") as log_file:
+        job = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "areal_hpc.cluster.entry"),
+                *("areal_hpc.inference.job:run", str(config_path)),
+            ],
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+        )
+    cell = None
+    try:
+        endpoint = await_endpoint(
+            layout.rendezvous_dir, "relay-cell-0", 20, is_cancelled=lambda: job.poll() is not None
+        )
+        cell = Cell(layout, job, endpoint)
+        yield cell
+    finally:
+        job.send_signal(signal.SIGTERM)
+        job.wait(10)
+        if cell is not None:
+            cell.relay.close()
+
+
+def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run (a container's first process may leave the dead unburied)."""
+    return [
+        process
+        for process in processes
+        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    ]

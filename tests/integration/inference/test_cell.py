@@ -1,0 +1,102 @@
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.integration.inference.cell import Cell, alive, running_cell, tiny_qwen3
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    with running_cell(tmp_path_factory.mktemp("run"), tiny_qwen3(0)) as cell:
+        cell.await_replica(lambda view: view.state == "ready")
+        yield cell
+
+
+def test_only_the_admin_key_opens_the_relay(cell: Cell) -> None:
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        assert httpx.get(f"{cell.relay.base_url}/replicas", headers=headers).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "route", ["generate", "update_weights_from_tensor", "update_weights_from_disk", "health", ""]
+)
+def test_a_route_that_is_not_listed_does_not_exist(cell: Cell, route: str) -> None:
+    assert cell.control(route).status_code == 404
+
+
+def test_the_server_itself_listens_on_loopback_only(cell: Cell) -> None:
+    listening = {
+        connection.laddr.ip
+        for process in cell.engine_processes()
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == "LISTEN" and connection.laddr.port == int(cell.replica().url[-5:])
+    }
+    assert listening == {"127.0.0.1"}
+
+
+def test_a_call_meant_for_another_incarnation_or_an_old_epoch_is_refused(cell: Cell) -> None:
+    assert cell.control("model_info", incarnation="7").status_code == 409
+    cell.epoch += 1
+    assert cell.control("model_info").json()["weight_version"] == "unset"
+    refused = cell.control("model_info", epoch=str(cell.epoch - 1))
+    assert refused.status_code == 409
+    assert f"epoch {cell.epoch}" in refused.json()["error"]
+
+
+def test_a_pause_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
+    before = cell.await_replica(lambda view: view.state == "ready")
+    served = {"incarnation": before.incarnation, "version": "1.0"}
+    assert cell.relay.post("/replicas/0/serve", json=served).json()["state"] == "serving"
+    paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s="1.0")
+    assert paused.status_code == 200
+    after = cell.await_replica(lambda view: view.incarnation > before.incarnation)
+    after = cell.await_replica(lambda view: view.state != "starting")
+    assert (after.incarnation, after.state, after.version) == (before.incarnation + 1, "ready", "")
+    died = [event for event in cell.events() if event["event"] == "replica_died"]
+    assert "sender vanished" in died[-1]["reason"]
+    reply = cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)
+    assert len(reply["output_ids"]) <= 4
+
+
+def test_stopping_takes_less_than_three_seconds(tmp_path: Path) -> None:
+    with running_cell(tmp_path, tiny_qwen3(0)) as starting:
+        engine = engine_with_children(starting)
+        began = time.monotonic()
+        starting.job.send_signal(signal.SIGTERM)
+        assert starting.job.wait(10) == 0
+    assert time.monotonic() - began < 3
+    assert alive(engine) == []
+
+
+@pytest.mark.parametrize("moment", ["starting", "ready"])
+def test_a_killed_job_leaves_no_process_behind(tmp_path: Path, moment: str) -> None:
+    with running_cell(tmp_path, tiny_qwen3(0)) as cell:
+        engine = engine_with_children(cell)
+        if moment == "ready":
+            cell.await_replica(lambda view: view.state == "ready")
+            engine = cell.engine_processes()
+        cell.job.send_signal(signal.SIGKILL)
+        await_end(engine)
+
+
+def engine_with_children(cell: Cell) -> list[psutil.Process]:
+    """The server once it has spawned its scheduler and detokenizer."""
+    give_up_at = time.monotonic() + 60
+    while len(engine := cell.engine_processes()) < 4:
+        assert time.monotonic() < give_up_at, cell.logs()
+        time.sleep(0.05)
+    return engine
+
+
+def await_end(processes: list[psutil.Process]) -> None:
+    give_up_at = time.monotonic() + 5
+    while alive(processes) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    assert alive(processes) == []

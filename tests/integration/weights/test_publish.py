@@ -1,0 +1,179 @@
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3ForCausalLM
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.bucket import BucketBuffer, unpack
+from areal_hpc.weights.checksum import rank_digests
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.control import ReplicaControl
+from areal_hpc.weights.group import UpdateGroup
+from areal_hpc.weights.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import UpdateReport
+from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.version import WeightVersion
+from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMPT = [10, 20, 30, 40, 50]
+STEPS = itertools.count()
+"""Tests run in any order on one cell; each update takes the next version."""
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    with running_cell(tmp_path_factory.mktemp("run"), tiny_qwen3(0)) as cell:
+        cell.await_replica(lambda view: view.state == "ready")
+        yield cell
+
+
+@pytest.fixture(scope="module")
+def publisher(cell: Cell) -> Iterator[Publisher]:
+    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20)
+    publisher = Publisher(config, cell.layout.rendezvous_dir, 1, cell.admin_key, "gloo", CPU)
+    yield publisher
+    publisher.close()
+
+
+def next_version() -> WeightVersion:
+    return WeightVersion(1, next(STEPS))
+
+
+def specs_of(model: Qwen3ForCausalLM) -> list[TensorSpec]:
+    return [
+        TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        for name, value in model.state_dict().items()
+    ]
+
+
+def publish(publisher: Publisher, model: Qwen3ForCausalLM) -> UpdateReport:
+    version = next_version()
+    replicas = publisher.outdated(version)
+    assert replicas
+    report = publisher.publish(version, specs_of(model), iter(model.state_dict().items()), replicas)
+    report.raise_if_failed()
+    return report
+
+
+def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """What transformers gives each output token after the tokens before it."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+    return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+
+
+def assert_serves(cell: Cell, model: Qwen3ForCausalLM, version: WeightVersion) -> None:
+    reply = cell.generate(PROMPT, max_new_tokens=24, temperature=0, ignore_eos=True)
+    output = reply["output_ids"]
+    with torch.no_grad():
+        choices = model(torch.tensor([PROMPT + output])).logits[0].argmax(-1).tolist()
+    assert output == choices[len(PROMPT) - 1 : -1]
+    sampled = torch.tensor([entry[0] for entry in reply["meta_info"]["output_token_logprobs"]])
+    assert (sampled - logprobs_of(model, PROMPT, output)).abs().max() <= 1e-4
+    assert reply["meta_info"]["weight_version"] == str(version)
+    view = cell.replica()
+    assert (view.state, view.version) == ("serving", str(version))
+
+
+def test_published_weights_are_the_ones_that_answer(cell: Cell, publisher: Publisher) -> None:
+    model = tiny_qwen3(1)
+    report = publish(publisher, model)
+    assert_serves(cell, model, report.version)
+    assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model))
+    assert set(report.seconds) == {"join", "pause", "transfer", "verify", "resume"}
+    assert publisher.outdated(report.version) == []
+    assert publisher.outdated(WeightVersion(2, report.version.step)) == list(report.ok)
+
+
+def test_later_updates_use_the_group_that_stands(cell: Cell, publisher: Publisher) -> None:
+    publish(publisher, tiny_qwen3(1))
+    model = tiny_qwen3(2)
+    report = publish(publisher, model)
+    assert report.seconds["join"] < 0.005
+    assert_serves(cell, model, report.version)
+
+
+def test_a_generation_in_flight_goes_on_under_the_new_weights(
+    cell: Cell, publisher: Publisher
+) -> None:
+    old, new = tiny_qwen3(2), tiny_qwen3(3)
+    before = publish(publisher, old).version
+    replies: list[dict[str, Any]] = []
+    writer = threading.Thread(
+        target=lambda: replies.append(
+            cell.generate(PROMPT, max_new_tokens=600, temperature=1.0, ignore_eos=True)
+        )
+    )
+    writer.start()
+    time.sleep(0.3)
+    after = publish(publisher, new).version
+    writer.join()
+    meta, output = replies[0]["meta_info"], replies[0]["output_ids"]
+    first, second = meta["weight_versions"]
+    switch = first["end"]
+    assert first == {"version": str(before), "start": 0, "end": switch}
+    assert second == {"version": str(after), "start": switch, "end": 600}
+    assert 0 < switch < 600
+    sampled = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+    expected_old = logprobs_of(old, PROMPT, output)[:switch]
+    expected_new = logprobs_of(new, PROMPT, output)[switch:]
+    assert (sampled[:switch] - expected_old).abs().max() <= 1e-4
+    assert (sampled[switch:] - expected_new).abs().max() <= 1e-4
+
+
+def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publisher) -> None:
+    version, model = next_version(), tiny_qwen3(4)
+    (key,) = publisher.outdated(version)
+    (bucket,) = plan_buckets(specs_of(model), 1 << 30)
+    packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+    for name, tensor in model.state_dict().items():
+        packed.place(name, tensor)
+    expected = {(1, 0): rank_digests(unpack(bucket, packed.flat), 0, 1, "cpu")}
+    target = "model.layers.1.self_attn.k_proj.weight"
+    slot = next(slot for slot in bucket.slots if slot.spec.name == target)
+    packed.flat[slot.offset] ^= 1
+    control = ReplicaControl(key, cell.admin_key, 1, 20)
+    swap = GroupSwap(UpdateGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], "retract")
+    swap.join()
+    swap.pause()
+    swap.send(packed, version)
+    swap.end()
+    with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
+        swap.verify(version, expected)
+    swap.fence()
+    assert cell.replica().state == "ready", "nobody vouches for these weights"
+    assert_serves(cell, model, publish(publisher, model).version)
+
+
+def test_a_server_killed_during_an_update_is_replaced_and_gets_a_full_resend(
+    cell: Cell, publisher: Publisher
+) -> None:
+    model, version = tiny_qwen3(5), next_version()
+    before = cell.replica()
+    sent: list[str] = []
+
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for at, (name, tensor) in enumerate(model.state_dict().items()):
+            if at == 12:
+                cell.engine_processes()[0].kill()
+            sent.append(name)
+            yield name, tensor
+
+    replicas = publisher.outdated(version)
+    report = publisher.publish(version, specs_of(model), parameters(), replicas)
+    assert sent == [*model.state_dict()], "exporting is a collective: always drained"
+    assert report.ok == ()
+    with pytest.raises(WeightSyncError, match="replica 0 of cell-0"):
+        report.raise_if_failed()
+    cell.await_replica(lambda view: view.incarnation == before.incarnation + 1)
+    cell.await_replica(lambda view: view.state == "ready")
+    assert_serves(cell, model, publish(publisher, model).version)

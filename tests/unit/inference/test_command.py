@@ -1,0 +1,69 @@
+import itertools
+
+from areal_hpc.inference.command import Command, Device, Ports, replica_command, replica_seed
+from areal_hpc.inference.config import InferenceConfig
+
+
+def command(config: InferenceConfig, device: Device, index: int = 0) -> Command:
+    return replica_command(
+        config,
+        python="py",
+        model_path="/models/m",
+        device=device,
+        index=index,
+        ports=Ports(31001, 31002),
+        random_seed=7,
+    )
+
+
+COMMON = (
+    "--model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device {device}"
+    " --dtype {dtype} --tp {tp} --max-running-requests 64 --random-seed 7"
+    " --weight-version unset --log-level-http warning "
+)
+
+
+def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
+    found = command(InferenceConfig(dtype="float32"), "cpu")
+    expected = (
+        "py -m areal_hpc.inference.cpu_engine "
+        + COMMON.format(device="cpu", dtype="float32", tp=1)
+        + "--attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule"
+        " --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
+        " --max-total-tokens 16384 --mem-fraction-static 0.1"
+    )
+    assert " ".join(found.argv) == expected
+    assert found.environment == {
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+
+
+def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
+    config = InferenceConfig(
+        tp=2, context_tokens=4096, tool_call_parser="qwen25", extra_args=("--enable-metrics",)
+    )
+    found = command(config, "cuda", index=3)
+    expected = (
+        "py -m sglang.launch_server "
+        + COMMON.format(device="cuda", dtype="bfloat16", tp=2)
+        + "--base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
+        " --tool-call-parser qwen25 --enable-metrics"
+    )
+    assert " ".join(found.argv) == expected
+    assert found.environment == {"HF_HUB_OFFLINE": "1"}
+
+
+def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
+    environment = command(InferenceConfig(tp=2), "cpu").environment
+    assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> None:
+    facts = list(itertools.product((0, 1), ("cell-0", "cell-1"), (0, 1), (1, 2)))
+    seeds = [replica_seed(*fact) for fact in facts]
+    assert seeds == [replica_seed(*fact) for fact in facts]
+    assert len(set(seeds)) == len(facts)
+    assert all(0 <= seed < 2**31 for seed in seeds)

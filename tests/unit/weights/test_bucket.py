@@ -1,0 +1,65 @@
+import pytest
+import torch
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.bucket import BucketBuffer, unpack
+from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "a.weight": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3),
+    "b.weight": torch.arange(4, dtype=torch.float32),
+    "c.weight": torch.arange(3, dtype=torch.uint8),
+    "d.weight": torch.tensor(2.5),
+}
+SPECS = [
+    TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    for name, tensor in TENSORS.items()
+]
+
+
+def only_bucket() -> Bucket:
+    (bucket,) = plan_buckets(SPECS, 1 << 20)
+    return bucket
+
+
+def test_packing_and_unpacking_are_inverse_in_any_order_of_arrival() -> None:
+    bucket = only_bucket()
+    packed = BucketBuffer(1000, CPU).open(bucket)
+    for name in reversed(TENSORS):
+        assert not packed.is_full
+        packed.place(name, TENSORS[name])
+    assert packed.is_full
+    for name, tensor in unpack(bucket, packed.flat).items():
+        assert tensor.dtype == TENSORS[name].dtype
+        assert torch.equal(tensor, TENSORS[name])
+
+
+def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
+    bucket = only_bucket()
+    packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+    for name, tensor in TENSORS.items():
+        packed.place(name, tensor)
+    named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
+    assert torch.equal(packed.flat, torch.cat(named))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("b.weight", torch.zeros(5), r"float32 of shape \(4,\), got float32 of shape \(5,\)"),
+        ("b.weight", torch.zeros(4, dtype=torch.float64), "got float64"),
+        ("z.weight", torch.zeros(4), "got z.weight"),
+    ],
+)
+def test_a_parameter_that_breaks_its_promise_is_refused(
+    name: str, tensor: torch.Tensor, message: str
+) -> None:
+    packed = BucketBuffer(1000, CPU).open(only_bucket())
+    with pytest.raises(WeightSyncError, match=message):
+        packed.place(name, tensor)
+
+
+def test_a_vector_of_another_length_is_refused() -> None:
+    with pytest.raises(WeightSyncError, match="expected 35 bytes, got 34"):
+        unpack(only_bucket(), torch.zeros(34, dtype=torch.uint8))

@@ -1,0 +1,54 @@
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.version import WeightVersion
+
+SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
+
+
+@pytest.fixture
+def publisher(tmp_path: Path) -> Iterator[Publisher]:
+    publisher = Publisher(WeightsConfig(), tmp_path, 2, "key", "gloo", torch.device("cpu"))
+    yield publisher
+    publisher.close()
+
+
+def test_a_cell_that_has_not_appeared_has_no_replicas(publisher: Publisher) -> None:
+    assert publisher.outdated(WeightVersion(1, 0)) == []
+
+
+def test_the_export_is_drained_even_when_nobody_listens(publisher: Publisher) -> None:
+    exported: list[str] = []
+
+    def parameters() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in SPECS:
+            exported.append(spec.name)
+            yield spec.name, torch.zeros(4)
+
+    report = publisher.publish(WeightVersion(1, 0), SPECS, parameters(), [])
+    assert exported == [spec.name for spec in SPECS]
+    assert (report.ok, report.failed, report.size_bytes) == ((), {}, 80)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["norm.0.weight"], "ended before"),
+        ([*(spec.name for spec in SPECS), "extra.weight", "more.weight"], "got extra"),
+        (["extra.weight", "more.weight"], "got extra"),
+    ],
+)
+def test_an_export_that_is_not_as_promised_is_drained_and_refused(
+    publisher: Publisher, names: list[str], message: str
+) -> None:
+    arrivals = ((name, torch.zeros(4)) for name in names)
+    with pytest.raises(WeightSyncError, match=message):
+        publisher.publish(WeightVersion(1, 0), SPECS, arrivals, [])
+    assert next(arrivals, None) is None

@@ -1,0 +1,90 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.weights.plan import ITEM_BYTES, Bucket, TensorSpec, fused_name, plan_buckets
+
+PARTS = [
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "self_attn.q_norm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "mlp.experts.3.gate_proj",
+    "mlp.experts.3.up_proj",
+]
+NAMES = ["lm_head.weight"] + [f"model.layers.{i}.{part}.weight" for i in range(3) for part in PARTS]
+shapes = st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple)
+dtypes = st.sampled_from(sorted(ITEM_BYTES))
+
+
+@st.composite
+def spec_lists(draw: st.DrawFn) -> list[TensorSpec]:
+    names = draw(st.lists(st.sampled_from(NAMES), unique=True, min_size=1))
+    return [TensorSpec(name, draw(shapes), draw(dtypes)) for name in names]
+
+
+def specs_in(bucket: Bucket) -> list[TensorSpec]:
+    return [slot.spec for slot in bucket.slots]
+
+
+@given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
+def test_every_parameter_travels_once_and_aligned(
+    specs: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(specs, bucket_bytes)
+    sent = [spec for bucket in buckets for spec in specs_in(bucket)]
+    assert sorted(sent, key=str) == sorted(specs, key=str)
+    for bucket in buckets:
+        end = 0
+        for slot in bucket.slots:
+            assert slot.offset == end, "the receiver knows no gaps"
+            assert slot.offset % ITEM_BYTES[slot.spec.dtype] == 0
+            end += slot.spec.size_bytes
+        assert bucket.size_bytes == end
+
+
+@given(specs=spec_lists(), bucket_bytes=st.integers(1, 100_000))
+def test_buckets_follow_arrival_and_never_part_what_is_fused(
+    specs: list[TensorSpec], bucket_bytes: int
+) -> None:
+    buckets = plan_buckets(specs, bucket_bytes)
+    position = {spec.name: at for at, spec in enumerate(specs)}
+    bucket_of = {spec.name: at for at, bucket in enumerate(buckets) for spec in specs_in(bucket)}
+    arrival = [bucket_of[spec.name] for spec in specs]
+    assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
+    homes: dict[str, set[int]] = {}
+    for spec in specs:
+        homes.setdefault(fused_name(spec.name), set()).add(bucket_of[spec.name])
+    assert all(len(found) == 1 for found in homes.values())
+    for bucket in buckets:
+        if bucket.size_bytes > bucket_bytes:
+            first, *_, last = [*sorted(position[spec.name] for spec in specs_in(bucket))] * 2
+            whole = {fused_name(spec.name) for spec in specs[first : last + 1]}
+            assert len(bucket.slots) == 1 or len(whole) < len(bucket.slots), "cannot be parted"
+
+
+def test_small_parameters_share_a_bucket_up_to_its_limit() -> None:
+    specs = [TensorSpec(f"norm.{at}.weight", (256,), "float32") for at in range(5)]
+    assert [len(bucket.slots) for bucket in plan_buckets(specs, 2048)] == [2, 2, 1]
+
+
+def test_a_name_that_comes_twice_is_an_error() -> None:
+    with pytest.raises(ValueError, match=r"lm_head\.weight"):
+        plan_buckets([TensorSpec("lm_head.weight", (2,), "float32")] * 2, 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("model.layers.0.self_attn.k_proj.bias", "model.layers.0.self_attn.qkv_proj.bias"),
+        ("model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.gate_up_proj.weight"),
+        ("model.layers.0.mlp.gate.weight", "model.layers.0.mlp.gate.weight"),
+        ("model.layers.0.self_attn.q_norm.weight", "model.layers.0.self_attn.q_norm.weight"),
+    ],
+)
+def test_fused_names_are_the_servers(name: str, fused: str) -> None:
+    assert fused_name(name) == fused
