@@ -123,10 +123,13 @@ class JournalWriter:
         self._dirty = threading.Event()
         self._stop = threading.Event()
         self._sync_error: OSError | None = None
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._descriptor = _open_exclusively(path)
-        self._size_bytes = _cut_torn_tail(self._descriptor, path)
-        sync_directory(path.parent)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = _open_exclusively(path)
+            self._size_bytes = _cut_torn_tail(self._descriptor, path)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise _disk_trouble(path, error) from error
         self._thread = threading.Thread(target=self._sync_loop, name="journal-sync", daemon=True)
         self._thread.start()
 
@@ -172,7 +175,7 @@ class JournalWriter:
         is kept. A crash leaves the old journal or the new one, whole.
 
         Raises:
-            ClusterError: The disk refuses. The old journal stays in use.
+            ClusterError: The disk refuses. The journal goes on, old or new.
         """
         fresh_path = self.path.with_name(self.path.name + ".new")
         fresh = -1
@@ -184,11 +187,12 @@ class JournalWriter:
             with self._syncing, self._appending:
                 _copy_range(self._descriptor, sifted_bytes, fresh)
                 os.fdatasync(fresh)
+                size_bytes = os.fstat(fresh).st_size
                 fresh_path.rename(self.path)
-                sync_directory(self.path.parent)
-                os.close(self._descriptor)
-                self._descriptor, fresh = fresh, -1
-                self._size_bytes = os.fstat(self._descriptor).st_size
+                # From here on the old file has no name: what is written there would be lost.
+                self._descriptor, fresh = fresh, self._descriptor
+                self._size_bytes = size_bytes
+            sync_directory(self.path.parent)
         except OSError as error:
             raise _disk_trouble(self.path, error) from error
         finally:
@@ -239,7 +243,7 @@ def _open_exclusively(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    except BlockingIOError as error:
         os.close(descriptor)
         raise ClusterError(
             "another process writes this journal",

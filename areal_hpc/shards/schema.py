@@ -15,8 +15,8 @@ import numpy as np
 FORMAT = "areal-hpc-shard"
 VERSION = 1
 SUFFIX = ".h5"
-PARTIAL_SUFFIX = ".h5.tmp"
-"""A shard under construction. Readers never look at these."""
+PARTIAL_SUFFIX = ".tmp"
+"""Behind the name of a shard under construction. Readers never look at these."""
 
 ALIGNMENT_BYTES = 64
 """Every dataset starts at a multiple of this, so that mapped arrays are aligned for any dtype."""

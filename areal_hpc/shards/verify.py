@@ -78,7 +78,7 @@ def check_shard(path: Path, shard: SealedShard) -> list[str]:
     if digest != shard.digest:
         return [f"digest: expected {shard.digest}, got {digest}: bytes have changed"]
     try:
-        actual = describe_shard(path)
+        actual = _describe(ShardReader(path), size_bytes, digest)
     except ShardError as error:
         return [error.problems[0].message]
     return [
@@ -106,10 +106,13 @@ def describe_shard(path: Path) -> SealedShard:
         ShardError: The file is not a whole shard.
     """
     reader = ShardReader(path)
+    return _describe(reader, *digest_file(path))
+
+
+def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
     columns = reader.columns
-    size_bytes, digest = digest_file(path)
     return SealedShard(
-        file=path.name,
+        file=reader.path.name,
         bytes=size_bytes,
         digest=digest,
         rows=reader.num_rows,

@@ -34,7 +34,6 @@ from areal_hpc.shards.schema import (
     DATASETS,
     FORMAT,
     PARTIAL_SUFFIX,
-    SUFFIX,
     VERSION,
     Axis,
     parse_shard_name,
@@ -71,10 +70,10 @@ def seal(
         try:
             offsets = _lay_out(partial, pieces, writer_name)
             size_bytes, digest = _fill(partial, pieces, offsets)
-        except BaseException:
+        except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
             raise
-        path = partial.with_name(partial.name.removesuffix(PARTIAL_SUFFIX) + SUFFIX)
+        path = partial.with_suffix("")
         partial.rename(path)
         sync_directory(shards_dir)
         shard = SealedShard(
@@ -130,13 +129,26 @@ def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[Array]]:
 
 
 def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
-    """Create the temporary file of the writer's next number, exclusively."""
+    """Create the temporary file of the writer's next number, exclusively.
+
+    While it exists nobody else can publish that number, so that even a writer believed dead
+    never overwrites a shard.
+    """
     names = [entry.name for entry in shards_dir.iterdir()]
     names += [shard.file for shard in read_index(index_dir, writer)]
     used = {named[1] for name in names if (named := parse_shard_name(name)) and named[0] == writer}
-    partial = shards_dir / (shard_name(writer, max(used, default=-1) + 1) + ".tmp")
-    os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
-    return partial
+    sequence = max(used, default=-1)
+    while True:
+        sequence += 1
+        path = shards_dir / shard_name(writer, sequence)
+        partial = path.with_name(path.name + PARTIAL_SUFFIX)
+        try:
+            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+        except FileExistsError:
+            continue
+        if not path.exists():
+            return partial
+        partial.unlink()
 
 
 def _lay_out(path: Path, pieces: Pieces, writer: str) -> dict[str, int]:

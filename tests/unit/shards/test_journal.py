@@ -1,4 +1,5 @@
 import os
+import resource
 import stat
 import tempfile
 import threading
@@ -152,6 +153,21 @@ def test_a_rotation_that_crashed_leaves_the_journal_and_can_be_repeated(path: Pa
     assert list(read_journal(path)) == [JournalRecord(1, b"kept")]
 
 
+def test_a_full_disk_leaves_the_journal_whole(path: Path, writer: JournalWriter) -> None:
+    writer.append(1, b"whole")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # SIGXFSZ is ignored by Python
+    try:
+        with pytest.raises(ClusterError, match="cannot write the journal"):
+            writer.append(2, b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    writer.append(3, b"room again")
+    reading = read_journal(path)
+    assert [record.kind for record in reading] == [1, 3]
+    assert reading.torn_bytes == 0
+
+
 def test_threads_never_mix_their_records(path: Path, writer: JournalWriter) -> None:
     def append_many(kind: int) -> None:
         for number in range(50):
@@ -181,3 +197,9 @@ def test_closing_twice_is_harmless(path: Path) -> None:
 def test_a_kind_beyond_32_bits_is_refused(writer: JournalWriter, kind: int) -> None:
     with pytest.raises(ValueError, match="kind of 32 bits"):
         writer.append(kind, b"")
+
+
+def test_a_journal_that_cannot_be_made_is_a_cluster_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ClusterError, match=r"shards\.journal_dir"):
+        JournalWriter(tmp_path / "file" / "journal", sync_interval_s=0.01)

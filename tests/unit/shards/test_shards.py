@@ -2,6 +2,7 @@ import os
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import h5py
@@ -14,6 +15,7 @@ from areal_hpc.errors import ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader, open_with_retry
+from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
 from areal_hpc.trajectory import Trajectory
 from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, trajectory
@@ -112,6 +114,14 @@ def test_a_number_is_never_used_twice(layout: RunLayout) -> None:
     (layout.shards_dir / deleted.file).unlink()
     (layout.shards_dir / "cell-0-000001.h5.tmp").touch()
     assert seal_in(layout, [trajectory()]).file == "cell-0-000002.h5"
+
+
+def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunLayout) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        shards = list(pool.map(lambda number: seal_in(layout, ticket(number)), range(12)))
+    assert len({shard.file for shard in shards}) == 12
+    assert len(read_index(layout.index_dir)) == 12
+    assert verify_run(layout).problems == []
 
 
 def test_the_index_goes_on_behind_half_a_line(layout: RunLayout) -> None:
