@@ -119,6 +119,7 @@ class Recorder:
         """
         gone, sealed = frozenset(self._gone_sessions), frozenset(self._sealed_refs)
         settled = frozenset(self._settled_refs)
+        all_settled = sealed <= settled
 
         def is_needed(record: JournalRecord) -> bool:
             match decode_event(record.payload):
@@ -127,15 +128,16 @@ class Recorder:
                 case TicketsSealed(tickets=tickets):
                     return any(ticket.ref not in settled for ticket in tickets)
                 case TicketsSettled(refs=refs):
-                    return any(ref not in settled for ref in refs)
+                    return not all_settled or any(ref not in settled for ref in refs)
                 case event:
                     return event.session_id not in gone
 
         self._journal.rotate(is_needed)
         self._rotated_bytes = self._journal.bytes_written
         self._gone_sessions -= gone
-        self._settled_refs -= settled
-        self._sealed_refs -= settled
+        if all_settled:
+            self._settled_refs -= settled
+            self._sealed_refs -= sealed
 
     def close(self) -> None:
         """Sync and close the journal."""

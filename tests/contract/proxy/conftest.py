@@ -1,6 +1,38 @@
-"""Lets these tests use the tokenizer that the unit tests of sessions make."""
+"""One proxy process for all tests that do not kill it."""
 
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "session"))
+import pytest
+
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+
+@pytest.fixture(scope="package")
+def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    stage = Stage(
+        tmp_path_factory.mktemp("stage"),
+        proxy={"max_request_bytes": 100_000, "request_timeout_s": 10.0},
+    )
+    yield stage
+    stage.close()
+
+
+@pytest.fixture
+def stage(shared_stage: Stage) -> Stage:
+    """The shared stage, as it was at first."""
+    shared_stage.sglang.script = lambda request: Script()
+    shared_stage.sglang.requests.clear()
+    shared_stage.sglang.aborted.clear()
+    shared_stage.relay.show(shared_stage.sglang.url)
+    shared_stage.ledger.away = False
+    return shared_stage
+
+
+@pytest.fixture
+def own_stage(tmp_path: Path) -> Iterator[Stage]:
+    """A stage that the test may break."""
+    stage = Stage(tmp_path)
+    yield stage
+    stage.close()

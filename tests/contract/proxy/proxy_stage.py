@@ -13,14 +13,20 @@ from typing import Any
 
 import httpx
 import msgspec
-from chatml import byte_level_tokenizer, write_model_dir
 from openai import OpenAI
-from scripted_sglang import CELL, LoopThread, ScriptedSGLang, StandInLedger, StandInRelay
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+from tests.contract.proxy.scripted_sglang import (
+    CELL,
+    LoopThread,
+    ScriptedSGLang,
+    StandInLedger,
+    StandInRelay,
+)
+from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 
 
 class Stage:
@@ -42,18 +48,16 @@ class Stage:
         self._config_path = root / "proxy.json"
         self._log_path = root / "proxy.log"
         shards = {"seal_after_s": 3600.0, "journal_dir": str(self.journal_dir)}
-        self._config_path.write_text(
-            json.dumps(
-                {
-                    "run_dir": str(self.layout.root),
-                    "cell": CELL,
-                    "model_path": str(self.model_dir),
-                    "model_name": "tiny",
-                    "context_tokens": 2048,
-                    "proxy": config.get("proxy", {}),
-                    "shards": {**shards, **config.get("shards", {})},
-                }
-            )
+        self.configure(
+            {
+                "run_dir": str(self.layout.root),
+                "cell": CELL,
+                "model_path": str(self.model_dir),
+                "model_name": "tiny",
+                "context_tokens": 2048,
+                "proxy": config.get("proxy", {}),
+                "shards": {**shards, **config.get("shards", {})},
+            }
         )
         self.http = httpx.Client(timeout=30.0, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,6 +72,15 @@ class Stage:
         endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
         assert endpoint is not None
         return endpoint.url
+
+    @property
+    def config(self) -> dict[str, Any]:
+        loaded: dict[str, Any] = json.loads(self._config_path.read_text())
+        return loaded
+
+    def configure(self, config: dict[str, Any]) -> None:
+        """Takes effect at the next start."""
+        self._config_path.write_text(json.dumps(config))
 
     def start_proxy(self) -> None:
         """Start it and wait until it answers and routes."""
@@ -107,6 +120,8 @@ class Stage:
         if self._process is not None and self._process.poll() is None:
             self.kill_proxy()
         self.http.close()
+        for part in (self.sglang, self.relay, self.ledger):
+            self.loop.run(part.stop())
         self.loop.stop()
 
     # A driver's calls -----------------------------------------------------------------------

@@ -126,6 +126,8 @@ class ScriptedSGLang:
 class StandInRelay:
     """Answers GET /replicas for the cell."""
 
+    _runner: web.AppRunner
+
     def __init__(self, directory: Path, admin_key: str) -> None:
         self._directory = directory
         self._admin_key = admin_key
@@ -138,8 +140,11 @@ class StandInRelay:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_get("/replicas", self._list)
-        _, url = await _listen(app)
+        self._runner, url = await _listen(app)
         rendezvous.publish(self._directory, f"relay-{CELL}", url)
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
 
     async def _list(self, request: web.Request) -> web.Response:
         self.polls += 1
@@ -151,6 +156,8 @@ class StandInRelay:
 class StandInLedger:
     """Acknowledges settled tickets; `away` makes it refuse as a restarting one does."""
 
+    _runner: web.AppRunner
+
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.settled: list[SettledTicket] = []
@@ -159,8 +166,11 @@ class StandInLedger:
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/settle", self._settle)
-        _, url = await _listen(app)
+        self._runner, url = await _listen(app)
         rendezvous.publish(self._directory, "ledger", url)
+
+    async def stop(self) -> None:
+        await self._runner.cleanup()
 
     async def _settle(self, request: web.Request) -> web.Response:
         if self.away:

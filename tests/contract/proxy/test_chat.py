@@ -1,0 +1,283 @@
+"""What agents see of the chat dialect: the openai SDK and raw HTTP against a real proxy."""
+
+import asyncio
+import time
+
+import pytest
+from openai import AsyncOpenAI, BadRequestError, OpenAI
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.scripted_sglang import Script
+
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+def test_the_openai_sdk_talks_to_the_proxy(stage):
+    _, key = stage.open_session(temperature=0.5, max_new_tokens=33)
+    with stage.client(key) as client:
+        completion = client.chat.completions.create(model="any", messages=QUESTION)
+        models = client.models.list().data
+    assert completion.choices[0].message.content == "hello world"
+    assert completion.choices[0].finish_reason == "stop"
+    assert completion.model == "tiny"
+    assert completion.id.startswith("chatcmpl-")
+    (request,) = stage.sglang.requests
+    assert completion.usage.prompt_tokens == len(request["input_ids"])
+    assert request["sampling_params"]["temperature"] == 0.5
+    assert request["sampling_params"]["max_new_tokens"] == 33
+    assert request["return_logprob"] is True
+    assert [model.id for model in models] == ["tiny"]
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+    _, key = stage.open_session()
+    value = f"Bearer {key}" if header == "authorization" else key
+    answer = stage.http.post(
+        f"{stage.url}{prefix}/chat/completions",
+        json={"messages": QUESTION},
+        headers={header: value},
+    )
+    assert answer.status_code == 200
+
+
+def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage):
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    _, key = stage.open_session()
+    first = stage.chat(key, QUESTION).json()["choices"][0]["message"]
+    stage.chat(key, [*QUESTION, first, {"role": "user", "content": "and 1?"}])
+    before, after = (request["input_ids"] for request in stage.sglang.requests)
+    assert after[: len(before) + len(letters)] == before + letters
+    rest = stage.tokenizer.decode(after[len(before) + len(letters) :], skip_special_tokens=False)
+    assert rest == "<|im_end|>\n<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_sampling_parameters_reach_the_model(stage):
+    _, key = stage.open_session()
+    asked = {
+        "temperature": 0.25,
+        "top_p": 0.5,
+        "top_k": 7,
+        "min_p": 0.125,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.5,
+        "stop_token_ids": [5],
+    }
+    answer = stage.chat(
+        key, QUESTION, **asked, stop="END", max_completion_tokens=9, seed=11, user="u",
+        metadata={"a": "b"}, logprobs=True, top_logprobs=2,
+    )  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    sent = stage.sglang.requests[0]["sampling_params"]
+    assert sent == {**asked, "stop": ["END"], "max_new_tokens": 9, "sampling_seed": 11}
+    (first, *_) = answer.json()["choices"][0]["logprobs"]["content"]
+    assert (first["token"], first["logprob"]) == ("hell", -0.5)
+    assert bytes(first["bytes"]) == b"hell"
+    assert len(first["top_logprobs"]) == 2
+
+
+def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(stage):
+    def seeds(episode):
+        _, key = stage.open_session(episode=episode)
+        stage.sglang.requests.clear()
+        stage.ask(key, "a")
+        stage.ask(key, "b")
+        return [r["sampling_params"]["sampling_seed"] for r in stage.sglang.requests]
+
+    assert seeds(0) == seeds(0)
+    assert len({*seeds(0), *seeds(1)}) == 4
+
+
+def test_n_choices_are_n_interactions_that_can_each_be_continued(stage):
+    texts = iter(["one", "two", "three"])
+    stage.sglang.script = lambda request: Script(next(texts))
+    _, key = stage.open_session()
+    answer = stage.chat(key, QUESTION, n=3).json()
+    said = [choice["message"]["content"] for choice in answer["choices"]]
+    assert sorted(said) == ["one", "three", "two"]
+    assert len({r["sampling_params"]["sampling_seed"] for r in stage.sglang.requests}) == 3
+    stage.sglang.script = lambda request: Script()
+    for text in said:
+        stage.chat(
+            key,
+            [*QUESTION, {"role": "assistant", "content": text}, {"role": "user", "content": "b"}],
+        )
+        sent = stage.tokenizer.decode(stage.sglang.requests[-1]["input_ids"])
+        assert text in sent
+    ended = stage.post("/rl/end_session", {}, key).json()
+    assert ended["interaction_count"] == 6
+
+
+def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage):
+    _, key = stage.open_session()
+    stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
+    choice = stage.chat(key, QUESTION, stop=["STOP"]).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("3 + 4 ", "stop")
+    stage.sglang.script = lambda request: Script("")
+    choice = stage.chat(key, QUESTION).json()["choices"][0]
+    assert (choice["message"]["content"], choice["finish_reason"]) == ("", "stop")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"messages": QUESTION, "temperature": -1}, "temperature"),
+        ({"messages": QUESTION, "temperature": "hot"}, "temperature"),
+        ({"messages": QUESTION, "top_p": 0}, "top_p"),
+        ({"messages": QUESTION, "n": 0}, "n"),
+        ({"messages": QUESTION, "max_tokens": 0}, "max_tokens"),
+        ({"messages": QUESTION, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"messages": QUESTION, "top_logprobs": 3}, "top_logprobs"),
+        ({"messages": QUESTION, "stop_token_ids": [512]}, "stop_token_ids"),
+        ({"messages": QUESTION, "logit_bias": {"5": 1}}, "logit_bias"),
+        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": QUESTION, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, "response_format"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+    _, key = stage.open_session()
+    answer = stage.post("/v1/chat/completions", body, key)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert stage.sglang.requests == []
+
+
+def test_a_body_that_is_not_json_is_the_requests_fault(stage):
+    _, key = stage.open_session()
+    for body in (b"{", b"\xff\xfe", b""):
+        answer = stage.http.post(
+            f"{stage.url}/v1/chat/completions", content=body, headers={"x-api-key": key}
+        )
+        assert answer.status_code == 400, answer.text
+
+
+def test_the_sdk_names_the_parameter_at_fault(stage):
+    _, key = stage.open_session()
+    with stage.client(key) as client, pytest.raises(BadRequestError) as caught:
+        client.chat.completions.create(model="m", messages=QUESTION, logit_bias={"5": 1})
+    assert caught.value.param == "logit_bias"
+
+
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(stage):
+    _, key = stage.open_session()
+    answer = stage.ask(key, "x y " * 2000)
+    assert answer.status_code == 400
+    assert "2048" in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == "messages"
+    answer = stage.ask(key, "hi", max_tokens=2040)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400
+    assert "2040" in message
+    assert "2048" in message
+    assert answer.json()["error"]["param"] == "max_tokens"
+
+
+def test_the_default_reply_length_fits_the_room_that_is_left(stage):
+    _, key = stage.open_session(max_new_tokens=2048)
+    assert stage.ask(key, "hi").status_code == 200
+    (request,) = stage.sglang.requests
+    assert request["sampling_params"]["max_new_tokens"] == 2048 - len(request["input_ids"])
+
+
+def test_an_oversized_body_is_refused_before_it_is_read(stage):
+    _, key = stage.open_session()
+    assert stage.ask(key, "x" * 200_000).status_code == 413
+
+    def chunks():
+        for _ in range(300):
+            yield b" " * 1000
+
+    answer = stage.http.post(
+        f"{stage.url}/v1/chat/completions", content=chunks(), headers={"x-api-key": key}
+    )
+    assert answer.status_code == 413
+
+
+def test_wrong_keys_open_nothing(stage):
+    _, key = stage.open_session()
+    for wrong in ("sk-", "sk-guess", key + "x", stage.admin_key):
+        answer = stage.http.post(
+            f"{stage.url}/v1/chat/completions",
+            json={"messages": QUESTION},
+            headers={"authorization": f"Bearer {wrong}"},
+        )
+        assert answer.status_code == 401
+        assert answer.json()["error"]["type"] == "authentication_error"
+    for route in ("/rl/start_session", "/rl/finish_ticket", "/rl/seal"):
+        assert stage.post(route, {}, key).status_code == 401
+
+
+def test_unknown_routes_and_methods_have_their_statuses(stage):
+    assert stage.http.get(f"{stage.url}/v1/nothing").status_code == 404
+    assert stage.http.get(f"{stage.url}/v1/chat/completions").status_code == 405
+
+
+def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage):
+    own_stage.stop_proxy()
+    (own_stage.model_dir / "config.json").write_text('{"vocab_size": 300}')
+    own_stage.start_proxy()
+    _, key = own_stage.open_session()
+    answer = own_stage.ask(key, "hello")  # merged tokens have the highest ids
+    assert answer.status_code == 400
+    assert "vocabulary of 300" in answer.json()["error"]["message"]
+    assert own_stage.sglang.requests == []
+
+
+def test_concurrent_sessions_never_mix(stage):
+    async def talk(number: int) -> tuple[str, list[str]]:
+        session_id, key = stage.open_session(TicketRef(1000 + number, 0))
+        said = []
+        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
+            messages = [{"role": "user", "content": f"session {number} "}]
+            for turn in range(4):
+                completion = await client.chat.completions.create(model="m", messages=messages)
+                said.append(completion.choices[0].message.content)
+                messages += [
+                    {"role": "assistant", "content": said[-1]},
+                    {"role": "user", "content": f"turn {turn}"},
+                ]
+        return session_id, said
+
+    def script(request):
+        text = stage.tokenizer.decode(request["input_ids"])
+        number = text.split("session ")[1].split(" ")[0]
+        return Script(f"to {number}", delay_s=0.002 * (int(number) % 3))
+
+    async def everyone():
+        return await asyncio.gather(*(talk(number) for number in range(12)))
+
+    stage.sglang.script = script
+    for number, (_, said) in enumerate(asyncio.run(everyone())):
+        assert said == [f"to {number}"] * 4
+    for request in stage.sglang.requests:
+        text = stage.tokenizer.decode(request["input_ids"])
+        assert text.count("session ") == 1
+
+
+def test_a_hung_up_client_frees_the_engine(stage):
+    stage.sglang.script = lambda request: Script(delay_s=5.0)
+    _, key = stage.open_session()
+    with (
+        OpenAI(base_url=f"{stage.url}/v1", api_key=key, timeout=0.3, max_retries=0) as client,
+        pytest.raises(Exception, match="timed out"),
+    ):
+        client.chat.completions.create(model="m", messages=QUESTION)
+    give_up_at = time.monotonic() + 5
+    while not stage.sglang.aborted and time.monotonic() < give_up_at:
+        time.sleep(0.01)
+    assert stage.sglang.aborted == [stage.sglang.requests[0]["rid"]]
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0

@@ -1,0 +1,234 @@
+"""kill -9, restarts, a ledger that is away: no interaction and no ticket is lost or doubled."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+REF = TicketRef(7, 2)
+
+
+def finish(stage, *session_ids, ref=REF):
+    reply = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, list(session_ids)))
+    assert reply.status_code == 200, reply.text
+    return reply.json()["rows"]
+
+
+def seal(stage):
+    reply = stage.post("/rl/seal", {})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["tickets"]
+
+
+def await_(condition, timeout_s=10.0):
+    give_up_at = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up_at
+        time.sleep(0.02)
+
+
+def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage):
+    stage = own_stage
+    stage.sglang.script = lambda request: Script(
+        "hello world", versions=[("3.1", 0, 2), ("3.2", 2, 5)]
+    )
+    sessions = [stage.open_session(REF, episode=episode) for episode in range(2)]
+    stray, _ = stage.open_session(REF, episode=1)
+    for reward, (_, key) in enumerate(sessions):
+        assert stage.ask(key, "hi", temperature=0.5).status_code == 200
+        stage.finish_session(key, float(reward))
+    assert finish(stage, *(session_id for session_id, _ in sessions)) == 2
+    assert seal(stage) == 1
+    (settled,) = stage.ledger.settled
+    assert (settled.ref, settled.rows, settled.rewards) == (REF, [0, 1], [0.0, 1.0])
+    rows = ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows)
+    prompt = stage.sglang.requests[0]["input_ids"]
+    for episode, row in enumerate(rows):
+        assert row.input_ids_T.tolist()[: len(prompt)] == prompt
+        assert row.loss_mask_T.tolist() == [0] * len(prompt) + [1] * 5
+        versions = [-1] * len(prompt) + [3 << 32 | 1] * 2 + [3 << 32 | 2] * 3
+        assert row.versions_T.tolist() == versions
+        logprobs = [-0.5 - 0.001 * i for i in range(5)]
+        assert np.allclose(row.logprobs_T[len(prompt) :], logprobs)
+        assert (row.ticket_id, row.attempt, row.episode) == (7, 2, episode)
+        assert row.temperature == 0.5
+    assert stray not in stage.http.get(f"{stage.url}/healthz").text
+
+
+def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage):
+    stage = own_stage
+    session_id, key = stage.open_session(REF)
+    with stage.client(key) as client:
+        messages = [{"role": "user", "content": "hi"}]
+        first = client.chat.completions.create(model="m", messages=messages)
+        before = stage.url
+        stage.kill_proxy()
+        messages += [first.choices[0].message, {"role": "user", "content": "again"}]
+        with ThreadPoolExecutor(1) as agent:
+            second = agent.submit(client.chat.completions.create, model="m", messages=messages)
+            time.sleep(0.3)
+            stage.start_proxy()
+            assert second.result(20).choices[0].message.content == "hello world"
+    assert stage.url == before
+    first_ids, second_ids = (request["input_ids"] for request in stage.sglang.requests)
+    assert second_ids[: len(first_ids) + 5][: len(first_ids)] == first_ids
+    stage.kill_proxy()
+    stage.start_proxy()
+    stage.finish_session(key, 1.0)
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert finish(stage, session_id) == 1
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert finish(stage, session_id) == 1
+    assert seal(stage) == 1
+    assert seal(stage) == 0
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert seal(stage) == 0
+    (settled,) = stage.ledger.settled
+    (shard,) = read_index(stage.layout.index_dir)
+    assert (shard.rows, settled.rewards) == (1, [1.0])
+    (row,) = ShardReader(stage.layout.shards_dir / shard.file).read_rows([0])
+    assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
+    assert row.loss_mask_T.sum() == 10
+
+
+def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage):
+    stage = own_stage
+    session_id, key = stage.open_session(REF)
+    stage.ask(key, "hi")
+    stage.finish_session(key, 1.0)
+    finish(stage, session_id)
+    journals = [*stage.journal_dir.glob("*/journal")]
+    (journal,) = journals
+    unsealed = journal.read_bytes()
+    assert seal(stage) == 1
+    stage.kill_proxy()
+    journal.write_bytes(unsealed)  # as if it died before it could note the shard
+    stage.start_proxy()
+    await_(lambda: len(stage.ledger.settled) == 2)
+    assert stage.ledger.settled[0] == stage.ledger.settled[1]
+    assert len(read_index(stage.layout.index_dir)) == 1
+
+
+def test_settling_waits_for_a_ledger_that_is_away(own_stage):
+    stage = own_stage
+    stage.ledger.away = True
+    session_id, key = stage.open_session(REF)
+    stage.ask(key, "hi")
+    stage.finish_session(key, 1.0)
+    finish(stage, session_id)
+    assert seal(stage) == 1
+    stage.kill_proxy()
+    stage.start_proxy()
+    time.sleep(0.5)
+    assert stage.ledger.settled == []
+    stage.ledger.away = False
+    await_(lambda: stage.ledger.settled)
+    assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
+
+
+def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage):
+    stage = own_stage
+    session_id, key = stage.open_session(REF)
+    stage.ask(key, "hi")
+    stage.finish_session(key, 1.0)
+    finish(stage, session_id)
+    stage.sglang.script = lambda request: Script(delay_s=4.0)
+    _, busy = stage.open_session(TicketRef(8, 0))
+    threading.Thread(target=_ask_in_vain, args=(stage, busy), daemon=True).start()
+    await_(lambda: len(stage.sglang.requests) == 2)
+    assert stage.stop_proxy() < 3.0
+    assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
+
+
+def _ask_in_vain(stage: Stage, key: str) -> None:
+    try:
+        stage.ask(key, "hi")
+    except Exception:
+        return
+
+
+def test_tickets_are_sealed_by_age_and_by_bytes(tmp_path):
+    for name, shards in (
+        ("age", {"seal_after_s": 0.3}),
+        ("bytes", {"target_bytes": 4096}),
+    ):
+        stage = Stage(tmp_path / name, shards=shards)
+        try:
+            session_id, key = stage.open_session(REF)
+            stage.ask(key, "hello world " * 100)
+            stage.finish_session(key, 1.0)
+            finish(stage, session_id)
+            await_(lambda stage=stage: stage.ledger.settled)
+        finally:
+            stage.close()
+
+
+def test_the_journal_forgets_what_is_settled(own_stage):
+    stage = own_stage
+    open_id, open_key = stage.open_session(TicketRef(99, 0))
+    stage.ask(open_key, "remember me")
+    (journal,) = stage.journal_dir.glob("*/journal")
+    largest = 0
+    for number in range(45):
+        session_id, key = stage.open_session(TicketRef(number, 0))
+        for _ in range(4):
+            assert stage.ask(key, "x " * 990 + str(number)).status_code == 200
+            assert stage.ask(key, "é" * 900, logprobs=True).status_code == 200
+        stage.finish_session(key, 1.0)
+        finish(stage, session_id, ref=TicketRef(number, 0))
+        seal(stage)
+        largest = max(largest, journal.stat().st_size)
+    assert largest > 900_000
+    assert journal.stat().st_size < 500_000
+    stage.kill_proxy()
+    stage.start_proxy()
+    stage.finish_session(open_key, 1.0)
+    assert finish(stage, open_id, ref=TicketRef(99, 0)) == 1
+
+
+def test_evaluation_and_visiting_sessions_are_not_journaled(own_stage):
+    stage = own_stage
+    (journal,) = stage.journal_dir.glob("*/journal")
+    for ref in (None, TicketRef(0, 0, eval_step=4)):
+        _, key = stage.open_session(ref)
+        assert stage.ask(key, "hi").status_code == 200
+        assert stage.post("/rl/set_reward", {"reward": 0.5}, key).status_code == 200
+        ended = stage.post("/rl/end_session", {}, key).json()
+        assert (ended["reward"], ended["interaction_count"]) == (0.5, 1)
+    assert journal.stat().st_size == 0
+
+
+def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
+    stage = own_stage
+    first, key = stage.open_session(REF)
+    other, _ = stage.open_session(TicketRef(8, 0))
+
+    def status(*ids):
+        return stage.post("/rl/finish_ticket", FinishTicketRequest(REF, list(ids))).status_code
+
+    stage.ask(key, "hi")
+    assert [status(), status("nobody"), status(other), status(first)] == [400, 404, 409, 409]
+    assert stage.post("/rl/end_session", {}, key).status_code == 200
+    assert status(first) == 409  # no reward
+    again, key = stage.open_session(REF)
+    assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 400  # nothing said
+    reply = stage.ask(key, "hi").json()
+    body = {"reward": 2.0, "interaction_id": reply["id"]}
+    assert stage.post("/rl/set_reward", {**body, "interaction_id": "no"}, key).status_code == 400
+    assert stage.post("/rl/set_reward", body, key).json() == {"interaction_id": reply["id"]}
+    stage.post("/rl/end_session", {}, key)
+    assert stage.ask(key, "more").status_code == 403
+    assert stage.post("/rl/set_reward", body, key).status_code == 403
+    assert finish(stage, again) == 1
+    assert stage.post("/rl/end_session", {}, key).status_code == 200

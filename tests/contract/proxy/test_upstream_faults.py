@@ -1,0 +1,108 @@
+"""Servers die, pause, lie and come back; agents notice as little of it as possible."""
+
+import threading
+import time
+
+import pytest
+
+from areal_hpc.proxy.job import journal_path
+from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+
+
+@pytest.mark.parametrize("fault", ["hang_up", "500", "garbage", "abort"])
+def test_a_call_that_a_server_loses_is_repeated(stage, fault):
+    faults = iter([fault])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session()
+    answer = stage.ask(key, "hi")
+    assert answer.status_code == 200, answer.text
+    first, second = stage.sglang.requests
+    assert first["input_ids"] == second["input_ids"]
+    assert first["rid"] != second["rid"]
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 1
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        Script(versions=[("1.0", 0, 2)]),
+        Script(versions=[("1.0", 0, 2), ("1.1", 3, 5)]),
+        Script(versions=[("unset", 0, 5)]),
+    ],
+)
+def test_a_reply_without_sound_versions_is_not_recorded(stage, script):
+    scripts = iter([script])
+    stage.sglang.script = lambda request: next(scripts, Script())
+    _, key = stage.open_session()
+    assert stage.ask(key, "hi").status_code == 200
+    assert len(stage.sglang.requests) == 2
+
+
+def test_what_the_server_refuses_is_the_requests_fault(stage):
+    stage.sglang.script = lambda request: Script(fault="400")
+    _, key = stage.open_session()
+    answer = stage.ask(key, "hi")
+    assert answer.status_code == 400
+    assert "too warm" in answer.json()["error"]["message"]
+
+
+def test_requests_wait_while_no_replica_serves(stage):
+    stage.relay.show(stage.sglang.url, state="ready")
+    polls = stage.relay.polls
+    while stage.relay.polls < polls + 2:
+        time.sleep(0.01)
+    _, key = stage.open_session()
+    threading.Timer(0.5, stage.relay.show, [stage.sglang.url]).start()
+    began = time.monotonic()
+    assert stage.ask(key, "hi").status_code == 200
+    assert 0.4 < time.monotonic() - began < 3.0
+
+
+def test_without_any_replica_the_wait_ends_with_503(own_stage):
+    own_stage.stop_proxy()
+    config = own_stage.config
+    config["proxy"] = {"request_timeout_s": 0.5}
+    own_stage.configure(config)
+    own_stage.relay.replicas = []
+    own_stage.start_proxy()
+    _, key = own_stage.open_session()
+    answer = own_stage.ask(key, "hi")
+    assert answer.status_code == 503
+    assert answer.json()["error"]["type"] == "server_error"
+    own_stage.relay.show(own_stage.sglang.url)
+    own_stage.sglang.script = lambda request: Script(delay_s=2.0)
+    time.sleep(0.3)
+    assert own_stage.ask(key, "hi").status_code == 504
+
+
+def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage):
+    second = ScriptedSGLang(stage.tokenizer)
+    stage.loop.run(second.start())
+    stage.relay.show(stage.sglang.url, second.url)
+    polls = stage.relay.polls
+    while stage.relay.polls < polls + 2:
+        time.sleep(0.02)
+    _, key = stage.open_session()
+    for turn in range(3):
+        assert stage.ask(key, f"turn {turn}").status_code == 200
+    homes = [server for server in (stage.sglang, second) if server.requests]
+    assert len(homes) == 1
+    (home,) = homes
+    other = second if home is stage.sglang else stage.sglang
+    home.script = lambda request: Script(fault="hang_up")
+    stage.relay.show(other.url)
+    stage.relay.replicas = [
+        type(view)(0 if other is stage.sglang else 1, 1, "serving", other.url, "1.0")
+        for view in stage.relay.replicas
+    ]
+    assert stage.ask(key, "after").status_code == 200
+    assert len(other.requests) == 1
+    stage.loop.run(second.stop())
+
+
+def test_the_journal_is_private(stage):
+    from areal_hpc.proxy.job import ProxyJobConfig
+
+    path = journal_path(ProxyJobConfig.model_validate(stage.config))
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,197 @@
+"""Whatever happened before a crash, the journal rebuilds it: before and after it was compacted."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from areal_hpc.proxy.events import (
+    InteractionAdded,
+    RewardSet,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketFinished,
+    TicketsSealed,
+    TicketsSettled,
+    decode_event,
+    encode_event,
+)
+from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.sessions import SessionBook, key_digest, new_key
+from areal_hpc.session.tree import InteractionTree
+from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.proxy import StartSessionRequest
+from tests.unit.session.model_stub import say, user
+
+SYNC_INTERVAL_S = 60.0
+draws = st.integers(0, 1000)
+
+
+def picture(book: SessionBook) -> dict[str, Any]:
+    """Everything recorded in a book, as plain data."""
+    return {
+        "sessions": {
+            session_id: (session.opened, session.ended, list(session.tree))
+            for session_id, session in book.sessions.items()
+            if session.is_recorded
+        },
+        "finished": {
+            ref: (
+                [session.session_id for session in ticket.sessions],
+                ticket.row_count,
+                ticket.row_bytes,
+                ticket.finished_at,
+            )
+            for ref, ticket in book.finished.items()
+        },
+        "sealed": dict(book.sealed),
+    }
+
+
+class RecorderMachine(RuleBasedStateMachine):
+    """Drives a recorder as drivers and the sealer do; crashes and compacts it at any moment."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp())
+        self.recorder = Recorder(self.folder / "journal", SYNC_INTERVAL_S)
+        self.count = 0
+
+    def teardown(self) -> None:
+        self.recorder.close()
+        shutil.rmtree(self.folder)
+
+    @property
+    def book(self) -> SessionBook:
+        return self.recorder.book
+
+    def pick(self, draw: int, *, ended: bool) -> Any:
+        """One unfinished session, or None."""
+        found = [
+            session
+            for session in self.book.sessions.values()
+            if session.ended is ended and session.request.ref not in self.book.finished
+        ]
+        return found[draw % len(found)] if found else None
+
+    @rule(draw=draws)
+    def open(self, draw: int) -> None:
+        self.count += 1
+        ref = [None, TicketRef(draw % 4, self.count // 8), TicketRef(0, 0, 3)][min(draw % 5, 2)]
+        if draw % 5 > 2:
+            ref = TicketRef(draw % 4, self.count // 8)
+        if ref is not None and self.book.rows_of(ref) is not None:
+            return
+        request = StartSessionRequest("task", ref, draw % 3)
+        opened = SessionOpened(f"s{self.count}", key_digest(new_key()), request)
+        self.recorder.record(opened)
+
+    @rule(draw=draws, text=st.sampled_from(["a", "b", "é"]))
+    def answer(self, draw: int, text: str) -> None:
+        if session := self.pick(draw, ended=False):
+            trial = InteractionTree()
+            for one in session.tree:
+                trial.add(one)
+            self.recorder.record(
+                InteractionAdded(session.session_id, say(trial, [user(text)], text))
+            )
+
+    @rule(draw=draws)
+    def reward(self, draw: int) -> None:
+        session = self.pick(draw, ended=False)
+        if session and len(session.tree):
+            last = session.tree.last.interaction_id
+            self.recorder.record(RewardSet(session.session_id, last, float(draw)))
+
+    @rule(draw=draws)
+    def end(self, draw: int) -> None:
+        if session := self.pick(draw, ended=False):
+            self.recorder.record(SessionEnded(session.session_id))
+
+    @rule(draw=draws)
+    def drop(self, draw: int) -> None:
+        if session := self.pick(draw, ended=bool(draw % 2)):
+            self.recorder.record(SessionDropped(session.session_id))
+
+    @rule(draw=draws)
+    def finish(self, draw: int) -> None:
+        session = self.pick(draw, ended=True)
+        if session and session.is_recorded and any(one.reward for one in session.tree):
+            event = TicketFinished(session.request.ref, [session.session_id], time.time())
+            self.recorder.record(event)
+
+    @precondition(lambda self: self.book.finished)
+    @rule(draw=draws)
+    def seal(self, draw: int) -> None:
+        refs = list(self.book.finished)[: 1 + draw % 2]
+        self.recorder.record(
+            TicketsSealed([SettledTicket(ref, "cell-0-000000.h5", [0], [1.0]) for ref in refs])
+        )
+
+    @precondition(lambda self: self.book.sealed)
+    @rule(draw=draws)
+    def settle(self, draw: int) -> None:
+        self.recorder.record(TicketsSettled(list(self.book.sealed)[: 1 + draw % 2]))
+
+    @rule()
+    def compact(self) -> None:
+        self.recorder.rotate()
+
+    @rule()
+    def crash(self) -> None:
+        before = picture(self.book)
+        self.recorder.close()
+        self.recorder = Recorder(self.folder / "journal", SYNC_INTERVAL_S)
+        assert picture(self.book) == before
+
+    @invariant()
+    def every_key_opens_its_session(self) -> None:
+        assert set(self.book._by_key) == {
+            session.opened.key_digest for session in self.book.sessions.values()
+        }
+
+
+RecorderMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)
+test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
+
+
+def test_events_survive_the_journal_as_they_are():
+    interaction = say(InteractionTree(), [user("a")], "b")
+    event = InteractionAdded("s", interaction)
+    assert decode_event(encode_event(event)) == event
+
+
+def test_a_key_is_found_by_its_digest_alone():
+    book = SessionBook()
+    key = new_key()
+    book.apply(SessionOpened("s", key_digest(key), StartSessionRequest("t")))
+    assert book.session_of_key(key) is book.sessions["s"]
+    assert book.session_of_key(key[:-1]) is None
+    assert key not in str(msgspec.to_builtins(book.sessions["s"].opened))
+
+
+@pytest.mark.parametrize(
+    ("ref", "ended", "dropped"),
+    [(TicketRef(1, 0), True, False), (None, True, True), (None, False, False)],
+)
+def test_only_what_nobody_needs_is_idle(ref, ended, dropped):
+    book = SessionBook()
+    book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref)))
+    session = book.sessions["s"]
+    session.ended = ended
+    session.touched_at -= 61.0
+    assert bool(book.idle_sessions(3600.0)) is dropped
+    session.touched_at -= 3600.0
+    assert book.idle_sessions(3600.0) == [session]
+    session.in_flight = 1
+    assert book.idle_sessions(3600.0) == []

@@ -1,0 +1,140 @@
+"""A request that extends another re-uses its tokens; what the model read is never guessed."""
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.session.template import ChatTemplate
+from areal_hpc.session.tree import InteractionTree, ids_of
+from tests.unit.session.chatml import CHATML
+from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
+
+texts = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\u241f"),
+    max_size=20,
+).filter(lambda text: "<|" not in text)
+
+
+def rendered_ids(messages):
+    return ENCODER.encode(TEMPLATE.render(messages))
+
+
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
+def test_splicing_canonical_replies_equals_the_full_rendering(turns):
+    tree, messages = InteractionTree(), []
+    for question, reply in turns:
+        messages.append(user(question))
+        interaction = say(tree, messages, reply)
+        assert prompt_ids(tree, interaction) == rendered_ids(messages)
+        messages.append(assistant(reply))
+
+
+@given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=2, max_size=5))
+def test_the_models_own_tokens_stay_verbatim_however_it_split_them(turns):
+    tree, messages, read = InteractionTree(), [], []
+    for question, reply, closed in turns:
+        messages.append(user(question))
+        letters = [i for letter in reply for i in ENCODER.encode(letter)]
+        interaction = say(tree, messages, reply, ids=letters, closed=closed)
+        prompt = prompt_ids(tree, interaction)
+        assert prompt[: len(read)] == read
+        assert ENCODER.decode(prompt) == TEMPLATE.render(messages)
+        read = prompt + ids_of(interaction.output_ids).tolist()
+        messages.append(assistant(reply))
+    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+
+
+@given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
+def test_the_json_of_a_sequence_is_its_ids(turns):
+    tree, messages = InteractionTree(), []
+    for question, reply in turns:
+        messages.append(user(question))
+        last = say(tree, messages, reply)
+        messages.append(assistant(reply))
+    sequence = prompt_ids(tree, last) + ids_of(last.output_ids).tolist()
+    assert msgspec.json.decode(b"[" + tree.sequence_json(last) + b"]") == sequence
+    assert len(sequence) == last.sequence_tokens
+
+
+def test_a_reply_cut_by_length_is_closed_by_the_template():
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "hello", closed=False)
+    second = say(tree, [user("a"), assistant("hello"), user("b")], "x")
+    sequence = prompt_ids(tree, first) + ids_of(first.output_ids).tolist()
+    added = prompt_ids(tree, second)[len(sequence) :]
+    assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
+
+
+def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string():
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "3 + 4", ids=ENCODER.encode("3 + 4 STOP"), closed=False)
+    second = say(tree, [user("a"), assistant("3 + 4"), user("b")], "x")
+    assert second.splice == "spliced"
+    text = ENCODER.decode(prompt_ids(tree, second))
+    assert "3 + 4 STOP<|im_end|>\n<|im_start|>user\nb" in text
+    assert second.parent_id == first.interaction_id
+
+
+def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor():
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "one")
+    say(tree, [user("a"), assistant("one"), user("b")], "two ")
+    history = [user("a"), assistant("one"), user("b"), assistant("two"), user("c")]
+    third = say(tree, history, "x")
+    assert (third.splice, third.parent_id) == ("spliced", first.interaction_id)
+    assert prompt_ids(tree, third) == rendered_ids(history)
+
+
+def test_the_same_request_again_shares_the_parent():
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "one")
+    again = [user("a"), assistant("one"), user("b")]
+    assert {say(tree, again, reply).parent_id for reply in ("x", "y")} == {first.interaction_id}
+
+
+def test_unrelated_conversations_are_roots():
+    tree = InteractionTree()
+    say(tree, [user("a")], "one")
+    assert say(tree, [user("b")], "two").splice == "root"
+    assert say(tree, [user("a"), user("one")], "two").splice == "root"
+
+
+def test_other_tools_make_another_prompt():
+    tree = InteractionTree()
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    say(tree, [user("a")], "one")
+    history = [user("a"), assistant("one"), user("b")]
+    assert say(tree, history, "two", tools=tools).splice == "root"
+    assert say(tree, history, "two").splice == "spliced"
+
+
+def test_a_template_that_hides_replies_is_tokenised_again_and_counted():
+    hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", template=hiding)
+    second = say(tree, [user("a"), assistant("one"), user("b")], "two", template=hiding)
+    assert (second.splice, second.parent_id) == ("retokenised", None)
+
+
+def test_a_template_that_drops_earlier_reasoning_still_splices():
+    forgetful = ChatTemplate(
+        CHATML.replace("message.content +", "message.content.split('</think>')[-1] | trim +")
+    )
+    tree = InteractionTree()
+    reply = "<think>3 + 4</think> 7"
+    first = say(tree, [user("a")], reply, template=forgetful)
+    second = say(tree, [user("a"), assistant(reply), user("b")], "x", template=forgetful)
+    assert second.splice == "spliced"
+    sequence = prompt_ids(tree, first) + ids_of(first.output_ids).tolist()
+    assert prompt_ids(tree, second)[: len(sequence)] == sequence
+
+
+def test_user_text_that_looks_like_the_mark_costs_only_the_splice():
+    from areal_hpc.session.tree import REPLY_MARK
+
+    tree = InteractionTree()
+    say(tree, [user("a")], "one")
+    history = [user("a"), assistant("one"), user(REPLY_MARK)]
+    second = say(tree, history, "two")
+    assert second.splice == "retokenised"
+    assert prompt_ids(tree, second) == rendered_ids(history)

@@ -1,0 +1,116 @@
+"""Chat templates render as Hugging Face renders them, and fail with a name."""
+
+import json
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.template import ChatTemplate, TemplateRefusal, TokenEncoder
+from tests.unit.session.chatml import write_model_dir
+
+MESSAGES = [{"role": "user", "content": "<é>"}]
+
+
+def test_json_keeps_letters_and_angle_brackets():
+    assert ChatTemplate("{{ messages[0] | tojson }}").render(MESSAGES) == json.dumps(
+        MESSAGES[0], ensure_ascii=False
+    )
+
+
+def test_special_tokens_and_variables_have_names():
+    template = ChatTemplate("{{ bos_token }}{{ mood }}", {"bos_token": "<s>"})
+    assert template.render(MESSAGES, variables={"mood": "calm"}) == "<s>calm"
+
+
+def test_blocks_are_trimmed_and_loops_can_break():
+    source = (
+        "{% for m in [1, 2] %}\n  {% if m == 2 %}{% break %}{% endif %}\n{{ m }}\n{% endfor %}\n"
+    )
+    assert ChatTemplate(source).render(MESSAGES) == "1\n"
+
+
+def test_generation_marks_render_their_content():
+    assert ChatTemplate("a{% generation %}b{% endgeneration %}c").render(MESSAGES) == "abc"
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"]
+)
+def test_a_template_that_raises_refuses_the_messages(source):
+    with pytest.raises(TemplateRefusal):
+        ChatTemplate(source).render(MESSAGES)
+
+
+def test_a_template_cannot_reach_the_interpreter():
+    with pytest.raises(TemplateRefusal):
+        ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").render(MESSAGES)
+
+
+def test_a_broken_template_is_the_users_to_mend():
+    with pytest.raises(RecipeError, match="does not parse"):
+        ChatTemplate("{% for %}")
+
+
+def test_the_template_file_wins_over_the_tokenizer_configuration(tmp_path):
+    write_model_dir(tmp_path)
+    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES).startswith("<|im_start|>user")
+    (tmp_path / "chat_template.jinja").write_text("from the file {{ eos_token }}")
+    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "from the file <|im_end|>"
+
+
+def test_named_templates_mean_the_default(tmp_path):
+    entry = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
+    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "d"
+
+
+def test_a_model_without_template_or_tokenizer_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="no chat template"):
+        ChatTemplate.from_model_dir(tmp_path)
+    with pytest.raises(RecipeError, match=r"no tokenizer\.json"):
+        TokenEncoder.from_model_dir(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(RecipeError, match="damaged"):
+        TokenEncoder.from_model_dir(tmp_path)
+
+
+def test_the_vocabulary_is_the_models(tmp_path):
+    encoder = TokenEncoder.from_model_dir(write_model_dir(tmp_path, vocab_size=600))
+    assert encoder.vocab_size == 600
+    assert encoder.decode(encoder.encode("<|im_start|>héllo")) == "<|im_start|>héllo"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"content": "a", "refusal": None, "tool_calls": None}, {"content": "a"}),
+        ({"content": None}, {"content": ""}),
+        (
+            {"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+            {"content": "a\nb"},
+        ),
+        (
+            {"tool_calls": [{"id": "1", "function": {"name": "f", "arguments": '{"x":1}'}}]},
+            {
+                "content": "",
+                "tool_calls": [
+                    {
+                        "id": "1",
+                        "type": "function",
+                        "function": {"name": "f", "arguments": '{ "x": 1 }'},
+                    }
+                ],
+            },
+        ),
+    ],
+)
+def test_what_sdks_change_makes_no_difference(one, other):
+    same = [normalise_chat_message({"role": "assistant", **message}) for message in (one, other)]
+    assert same[0] == same[1]
+
+
+def test_a_malformed_tool_call_stays_text():
+    call = {"function": {"name": "f", "arguments": '{"x":'}}
+    message = normalise_chat_message({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"]["arguments"] == '{"x":'
