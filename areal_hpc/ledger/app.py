@@ -1,4 +1,9 @@
-"""The HTTP face of the ledger: raw ASGI, JSON by msgspec, one secret."""
+"""The HTTP face of the ledger: raw ASGI, JSON by msgspec, one secret.
+
+Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
+404, 405, 409 (a superseded trainer, or one that opened no epoch), 413 (size), 500 (damaged
+run directory, or a defect) or 503 (the file system refused; try again).
+"""
 
 from __future__ import annotations
 

@@ -104,7 +104,16 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     listener = socket.create_server((advertised_host(), 0), backlog=1024)
     server = _Server(
         uvicorn.Config(
-            app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            # Longer than any pause between two calls of a cell: a connection closed just as its
+            # owner uses it again is a failed call.
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=1,
         )
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))

@@ -61,9 +61,20 @@ def write_manifest(layout: RunLayout, manifest: BatchManifest) -> None:
     write_durably(layout.manifest(manifest.step), msgspec.json.encode(manifest))
 
 
-def read_manifest(layout: RunLayout, step: int) -> BatchManifest | None:
-    """The batch of `step` exactly as it was handed out; None if there was none yet."""
-    return _read(layout.manifest(step), BatchManifest)
+def read_manifest(layout: RunLayout, step: int) -> BatchManifest:
+    """The batch of `step` exactly as it was handed out.
+
+    Raises:
+        ShardError: The file is gone or damaged.
+    """
+    manifest = _read(layout.manifest(step), BatchManifest)
+    if manifest is None:
+        raise ShardError(
+            f"the batch of step {step} was handed out, but its manifest is gone",
+            key=str(layout.manifest(step)),
+            hint="restore the file from a backup of the run directory",
+        )
+    return manifest
 
 
 def read_manifests(layout: RunLayout) -> Iterator[BatchManifest]:

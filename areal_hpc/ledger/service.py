@@ -146,6 +146,12 @@ class LedgerService:
                     f"and {len(ticket.rewards)} rewards",
                     hint="send one reward per row",
                 )
+            if ticket.ref.eval_step >= 0:
+                raise Refused(
+                    400,
+                    f"{ticket.ref} is an evaluation ticket: it is never settled",
+                    hint="send its rewards to /evaluated",
+                )
         for ticket in request.tickets:
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
@@ -259,8 +265,10 @@ class LedgerService:
     def _hear(self, request: LeaseRequest) -> None:
         now_s = self._clock()
         self._cells[request.cell] = now_s
-        held = [ref for ref in request.held if ref.eval_step < 0]
-        self._tickets.report(request.cell, held, request.finished, now_s)
+        held, finished = (
+            [ref for ref in refs if ref.eval_step < 0] for refs in (request.held, request.finished)
+        )
+        self._tickets.report(request.cell, held, finished, now_s)
         for ref in request.held:
             if evaluation := self._evaluations.get(ref.eval_step):
                 evaluation.report(request.cell, ref, now_s)

@@ -56,6 +56,7 @@ class LedgerProcess:
         }
         self.shards = 0
         self.threads = ThreadPoolExecutor(8)
+        self.clients: list[WireClient] = []
         self.start()
 
     def start(self) -> None:
@@ -70,10 +71,11 @@ class LedgerProcess:
             time.sleep(0.01)
         self.url = endpoint.url
         self.client = WireClient(endpoint.url, self.layout.admin_key.read_text())
+        # Not closed before the end: another thread may be in the middle of a call.
+        self.clients.append(self.client)
 
     def kill(self) -> None:
         """kill -9: no chance to write anything."""
-        self.client.close()
         self.process.kill()
         self.process.wait()
 
@@ -84,6 +86,8 @@ class LedgerProcess:
     def close(self) -> None:
         self.kill()
         self.threads.shutdown()
+        for client in self.clients:
+            client.close()
 
     def call(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Reply:
         return self.client.call(route, request, reply)

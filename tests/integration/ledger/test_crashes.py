@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import pytest
 
 from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.errors import ClusterError
+from areal_hpc.ledger.manifests import read_manifest
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -23,6 +29,8 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from tests.integration.ledger.ledger_process import LedgerProcess
+
+Reply = TypeVar("Reply")
 
 SHORT_TIMEOUT_S = 0.6
 """Cells are lost after this and a restarted ledger listens for a third of it."""
@@ -245,3 +253,65 @@ def test_a_kill_during_a_long_poll_is_a_broken_connection_to_the_caller(
     ledger.restart()
     with pytest.raises(httpx.TransportError):
         pending.result(2.0)
+
+
+def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: Path) -> None:
+    steps, batch_size = 60, 4
+    ledger = LedgerProcess(
+        tmp_path,
+        cell_timeout_s=SHORT_TIMEOUT_S,
+        batch_size=batch_size,
+        total_steps=steps,
+        max_head_offpolicyness=1,
+    )
+    published = threading.Event()
+
+    def until_answered(call: Callable[[], Reply]) -> Reply:
+        while True:
+            try:
+                return call()
+            except HttpRefused:
+                raise
+            except ClusterError:
+                time.sleep(0.01)
+
+    def work(cell: str) -> None:
+        while not published.is_set():
+            reply = until_answered(partial(ledger.lease, cell, 2, wait_s=0.1))
+            refs = [grant.ref for grant in reply.grants]
+            time.sleep(0.01)
+            if refs:
+                sealed = ledger.seal(refs, cell)
+                until_answered(partial(ledger.settle, sealed, cell))
+
+    def train() -> list[BatchManifest]:
+        until_answered(ledger.open_epoch)
+        manifests = []
+        for step in range(1, steps + 1):
+            while (
+                manifest := until_answered(partial(ledger.batch, step, 1, 0.2)).manifest
+            ) is None:
+                pass
+            manifests.append(manifest)
+            until_answered(partial(ledger.publish, step))
+        return manifests
+
+    try:
+        cells = [ledger.threads.submit(work, f"cell-{i}") for i in range(3)]
+        trainer = ledger.threads.submit(train)
+        dice = random.Random(0)
+        for _ in range(4):
+            time.sleep(dice.uniform(0.2, 0.5))
+            ledger.restart()
+        manifests = trainer.result(60.0)
+        published.set()
+        for cell in cells:
+            cell.result(10.0)
+        times_trained = Counter(t.ref.ticket_id for m in manifests for t in m.tickets)
+        assert set(times_trained.values()) == {1}
+        assert times_trained.total() == steps * batch_size
+        on_disk = [read_manifest(ledger.layout, step) for step in range(1, steps + 1)]
+        assert on_disk == manifests
+    finally:
+        published.set()
+        ledger.close()

@@ -193,6 +193,13 @@ def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     assert ledger.status().settled == 0
 
 
+def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
+    idle_ledger: LedgerProcess,
+) -> None:
+    with pytest.raises(HttpRefused, match="evaluation ticket"):
+        idle_ledger.settle([SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0])])
+
+
 def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
     ledger.open_epoch()
     with pytest.raises(HttpRefused, match="0 of 3 were handed out"):

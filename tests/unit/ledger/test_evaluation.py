@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from areal_hpc.ledger.evaluation import Evaluation
+from areal_hpc.wire.ledger import TicketRef
+
+
+def test_every_task_is_leased_once_and_the_mean_waits_for_the_last() -> None:
+    evaluation = Evaluation(step=3, n_tasks=2)
+    refs = evaluation.lease("a", 9, 0.0)
+    assert refs == [TicketRef(0, 1, 3), TicketRef(1, 1, 3)]
+    assert evaluation.lease("b", 9, 0.0) == []
+    assert evaluation.settle(refs[0], 1.0)
+    assert evaluation.mean_reward is None
+    assert evaluation.settle(refs[1], 0.0)
+    assert evaluation.mean_reward == 0.5
+
+
+def test_a_result_counts_once() -> None:
+    evaluation = Evaluation(step=0, n_tasks=1)
+    (ref,) = evaluation.lease("a", 1, 0.0)
+    assert evaluation.settle(ref, 1.0)
+    assert not evaluation.settle(ref, 0.0)
+    assert evaluation.mean_reward == 1.0
+
+
+def test_a_result_for_a_task_that_is_not_evaluated_is_ignored() -> None:
+    assert not Evaluation(step=0, n_tasks=1).settle(TicketRef(1, 1, 0), 1.0)
+
+
+def test_tasks_of_a_silent_cell_are_leased_again() -> None:
+    evaluation = Evaluation(step=0, n_tasks=2)
+    lost, kept = evaluation.lease("a", 2, 0.0)
+    evaluation.report("a", kept, 20.0)
+    assert evaluation.expire(10.0) == 1
+    assert evaluation.lease("b", 2, 20.0) == [TicketRef(lost.ticket_id, 2, 0)]
+
+
+def test_a_late_result_saves_the_second_run() -> None:
+    evaluation = Evaluation(step=0, n_tasks=1)
+    (ref,) = evaluation.lease("a", 1, 0.0)
+    evaluation.expire(10.0)
+    assert evaluation.settle(ref, 1.0)
+    assert evaluation.pending == 0
+
+
+def test_a_failed_task_scores_zero_and_keeps_its_reason() -> None:
+    evaluation = Evaluation(step=0, n_tasks=1)
+    (ref,) = evaluation.lease("a", 1, 0.0)
+    evaluation.fail(ref, "timed out")
+    assert evaluation.mean_reward == 0.0
+    assert evaluation.failures == {0: "timed out"}

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger import manifests
+from areal_hpc.ledger.manifests import LedgerState
+from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    return RunLayout(tmp_path)
+
+
+def batch(step: int) -> BatchManifest:
+    ticket = SettledTicket(TicketRef(step, 1), "cell-0-000000.h5", [0, 1], [0.1, -1e-7])
+    return BatchManifest(step, 2, [ticket])
+
+
+def test_a_manifest_reads_back_as_written(layout: RunLayout) -> None:
+    manifests.write_manifest(layout, batch(1))
+    assert manifests.read_manifest(layout, 1) == batch(1)
+
+
+def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
+    layout: RunLayout,
+) -> None:
+    for step in (10, 2, 1):
+        manifests.write_manifest(layout, batch(step))
+    (layout.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
+    assert [manifest.step for manifest in manifests.read_manifests(layout)] == [1, 2, 10]
+
+
+def test_a_write_that_fails_leaves_the_old_content(
+    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifests.write_state(layout, LedgerState(1, 1, 1))
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        manifests.write_state(layout, LedgerState(1, 1, 2))
+    assert manifests.read_state(layout) == LedgerState(1, 1, 1)
+
+
+def test_a_damaged_manifest_is_named(layout: RunLayout) -> None:
+    layout.manifests_dir.mkdir()
+    layout.manifest(1).write_bytes(b"{")
+    with pytest.raises(ShardError, match=r"batch_00000001\.json is not a BatchManifest"):
+        manifests.read_manifest(layout, 1)
+
+
+def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(layout: RunLayout) -> None:
+    with pytest.raises(ShardError, match="its manifest is gone"):
+        manifests.read_manifest(layout, 2)
+
+
+def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunLayout) -> None:
+    assert manifests.read_state(layout) == LedgerState(0, 0, 0)
+    assert list(manifests.read_settled(layout)) == []
+
+
+def test_settled_tickets_are_those_of_the_shard_index(layout: RunLayout) -> None:
+    sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0])
+    append_to_index(
+        layout.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
+    )
+    expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0])
+    assert list(manifests.read_settled(layout)) == [expected]

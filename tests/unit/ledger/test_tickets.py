@@ -1,0 +1,255 @@
+"""Single situations of the ticket state machine, by name."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.ledger.tickets import TicketPolicy, Tickets
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+
+def policy(
+    batch_size: int = 2, offpolicyness: int = 0, concurrent: int = 100, total_steps: int = 10
+) -> TicketPolicy:
+    return TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, cell_timeout_s=30.0)
+
+
+def settled(ref: TicketRef) -> SettledTicket:
+    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0])
+
+
+def form_batch(tickets: Tickets) -> BatchManifest:
+    manifest = tickets.next_batch(epoch=1)
+    assert manifest is not None
+    tickets.record_batch(manifest)
+    return manifest
+
+
+def fill_batch(tickets: Tickets) -> BatchManifest:
+    for ref in tickets.lease("a", 2, 0.0):
+        tickets.settle(settled(ref))
+    return form_batch(tickets)
+
+
+def test_synchronous_training_generates_one_batch_per_published_step() -> None:
+    tickets = Tickets(policy(offpolicyness=0))
+    fill_batch(tickets)
+    assert tickets.lease("a", 9, 0.0) == []
+    tickets.publish(1)
+    assert len(tickets.lease("a", 9, 0.0)) == 2
+
+
+@pytest.mark.parametrize("offpolicyness", [0, 1, 4])
+def test_generation_runs_ahead_by_the_allowed_number_of_batches(offpolicyness: int) -> None:
+    tickets = Tickets(policy(offpolicyness=offpolicyness))
+    assert len(tickets.lease("a", 100, 0.0)) == 2 * (offpolicyness + 1)
+
+
+def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
+    tickets = Tickets(policy(offpolicyness=4, concurrent=3))
+    refs = tickets.lease("a", 100, 0.0)
+    assert len(refs) == 3
+    tickets.report("a", refs[1:], refs[:1], 0.0)
+    assert len(tickets.lease("a", 100, 0.0)) == 1
+
+
+def test_a_dropped_ticket_is_replaced_by_a_new_one() -> None:
+    tickets = Tickets(policy())
+    refs = tickets.lease("a", 9, 0.0)
+    assert tickets.drop(refs[0], "boom")
+    assert [ref.ticket_id for ref in tickets.lease("a", 9, 0.0)] == [2]
+
+
+def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
+    tickets = Tickets(policy())
+    (old, _) = tickets.lease("a", 9, 0.0)
+    tickets.expire(31.0)
+    tickets.lease("b", 9, 31.0)
+    assert not tickets.drop(old, "boom")
+    assert tickets.leased == 2
+
+
+def test_the_run_ends_with_nothing_issued_in_vain() -> None:
+    tickets = Tickets(policy(offpolicyness=4, total_steps=2))
+    refs = tickets.lease("a", 100, 0.0)
+    assert len(refs) == 4
+    tickets.drop(refs[0], "boom")
+    assert len(tickets.lease("a", 100, 0.0)) == 1
+
+
+def test_batches_take_tickets_in_the_order_they_settled() -> None:
+    tickets = Tickets(policy(batch_size=3))
+    a, b, c = tickets.lease("a", 3, 0.0)
+    for ref in (c, a, b):
+        tickets.settle(settled(ref))
+    assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
+
+
+def test_asking_for_a_batch_changes_nothing_until_it_is_recorded() -> None:
+    tickets = Tickets(policy())
+    for ref in tickets.lease("a", 2, 0.0):
+        tickets.settle(settled(ref))
+    assert tickets.next_batch(1) == tickets.next_batch(1)
+    assert tickets.settled == 2
+
+
+def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> None:
+    tickets = Tickets(policy(offpolicyness=1))
+    lost = tickets.lease("a", 2, 0.0)
+    kept = tickets.lease("b", 2, 0.0)
+    tickets.report("b", kept, [], 30.0)
+    assert tickets.expire(31.0) == 2
+    again = tickets.lease("b", 9, 31.0)
+    assert again == [TicketRef(ref.ticket_id, 2) for ref in lost]
+
+
+def test_a_grant_whose_reply_was_lost_is_issued_again() -> None:
+    """The cell lives and reports, but never mentions the ticket."""
+    tickets = Tickets(policy())
+    tickets.lease("a", 1, 0.0)
+    tickets.report("a", [], [], 31.0)
+    tickets.expire(31.0)
+    assert tickets.lease("a", 1, 31.0) == [TicketRef(0, 2)]
+
+
+def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:
+    tickets = Tickets(policy())
+    refs = tickets.lease("a", 2, 0.0)
+    tickets.report("a", [], refs, 1.0)
+    tickets.expire(32.0)
+    assert [ref.attempt for ref in tickets.lease("b", 2, 32.0)] == [2, 2]
+
+
+def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
+    tickets = Tickets(policy())
+    refs = tickets.lease("a", 2, 0.0)
+    tickets.expire(31.0)
+    tickets.report("a", refs, [], 32.0)
+    assert tickets.leased == 2
+    assert tickets.lease("b", 2, 32.0) == []
+
+
+def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() -> None:
+    tickets = Tickets(policy(batch_size=1))
+    (first,) = tickets.lease("a", 1, 0.0)
+    tickets.expire(31.0)
+    (second,) = tickets.lease("b", 1, 31.0)
+    tickets.expire(62.0)
+    tickets.report("a", [first], [], 62.0)
+    tickets.expire(100.0)
+    (third,) = tickets.lease("b", 1, 100.0)
+    assert [ref.attempt for ref in (first, second, third)] == [1, 2, 3]
+
+
+def test_a_late_settle_of_an_older_attempt_counts_once() -> None:
+    tickets = Tickets(policy(batch_size=1))
+    (old,) = tickets.lease("a", 1, 0.0)
+    tickets.expire(31.0)
+    (new,) = tickets.lease("b", 1, 31.0)
+    assert tickets.settle(settled(old))
+    assert not tickets.settle(settled(new))
+    assert not tickets.settle(settled(old))
+    form_batch(tickets)
+    assert not tickets.settle(settled(old))
+    assert tickets.state_of(0) == "batched"
+
+
+def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
+    tickets = Tickets(policy(offpolicyness=1))
+    for step in (1, 2, 3):
+        fill_batch(tickets)
+        tickets.publish(step)
+    tickets.publish(1)
+    assert tickets.unconsumed == 4
+    assert tickets.lease("a", 9, 0.0) == []
+    tickets.publish(3)
+    assert tickets.capacity() == 4
+
+
+def test_a_step_without_a_batch_cannot_be_published() -> None:
+    with pytest.raises(ValueError, match="step 1 cannot be served"):
+        Tickets(policy()).publish(1)
+
+
+def rebuilt(
+    manifests: list[BatchManifest], index: list[SettledTicket], version_step: int = 0
+) -> Tickets:
+    return Tickets.rebuilt(
+        policy(offpolicyness=4),
+        incarnation=2,
+        version_step=version_step,
+        manifests=manifests,
+        settled=index,
+        grants_from_s=10.0,
+    )
+
+
+def test_a_restarted_ledger_takes_a_ticket_sealed_twice_from_the_batch_that_used_it() -> None:
+    first, again = settled(TicketRef(0, 1)), settled(TicketRef(0, 2))
+    manifest = BatchManifest(1, 1, [again, settled(TicketRef(1, 1))])
+    tickets = rebuilt([manifest], [first, again, settled(TicketRef(2, 1))])
+    assert [tickets.state_of(i) for i in range(3)] == ["batched", "batched", "settled"]
+
+
+def test_a_restarted_ledger_grants_nothing_until_cells_had_time_to_report() -> None:
+    tickets = rebuilt([], [settled(TicketRef(2, 1))])
+    assert tickets.lease("a", 9, 9.9) == []
+    tickets.report("b", [TicketRef(0, 1), TicketRef(4, 1)], [], 9.9)
+    assert [ref.ticket_id for ref in tickets.lease("a", 3, 10.0)] == [1, 3, 5]
+    assert tickets.state_of(0) == tickets.state_of(4) == "leased"
+
+
+def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
+    tickets = rebuilt([], [])
+    assert tickets.settle(settled(TicketRef(3, 1)))
+    assert [tickets.state_of(i) for i in range(5)] == [*["waiting"] * 3, "settled", "unissued"]
+
+
+def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
+    tickets = Tickets(policy())
+    assert not tickets.settle(settled(TicketRef(3, 1)))
+    tickets.report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
+    assert tickets.issued == tickets.leased == tickets.finished == 0
+
+
+@pytest.mark.parametrize("steps", [[2], [1, 3], [1, 1]])
+def test_manifests_with_a_gap_are_refused(steps: list[int]) -> None:
+    batches = [BatchManifest(step, 1, [settled(TicketRef(i, 1))]) for i, step in enumerate(steps)]
+    with pytest.raises(ClusterError, match=f"the manifest of step {len(steps)} is missing"):
+        rebuilt(batches, [])
+
+
+def test_a_ticket_in_two_batches_is_refused() -> None:
+    batches = [BatchManifest(step, 1, [settled(TicketRef(0, 1))]) for step in (1, 2)]
+    with pytest.raises(ClusterError, match="batches of steps 1 and 2"):
+        rebuilt(batches, [])
+
+
+def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_success() -> None:
+    tickets = Tickets(policy())
+    for _ in range(2):
+        assert tickets.trouble() == ""
+        for ref in tickets.lease("a", 2, 0.0):
+            tickets.drop(ref, f"ticket {ref.ticket_id}: KeyError 'answer'")
+    assert "ticket 3: KeyError 'answer'" in tickets.trouble()
+    (ref,) = tickets.lease("a", 1, 0.0)
+    tickets.settle(settled(ref))
+    assert tickets.trouble() == ""
+
+
+def test_a_ticket_costs_the_same_however_many_went_before() -> None:
+    """A quadratic queue would make this take minutes."""
+    count = 20_000
+    tickets = Tickets(policy(batch_size=count, concurrent=count, total_steps=2))
+    began = time.process_time()
+    refs = [ref for _ in range(count) for ref in tickets.lease("a", 1, 0.0)]
+    tickets.report("a", refs, [], 1.0)
+    tickets.expire(100.0)
+    refs = [ref for _ in range(count) for ref in tickets.lease("b", 1, 100.0)]
+    for ref in refs:
+        tickets.settle(settled(ref))
+    form_batch(tickets)
+    assert time.process_time() - began < 2.0
