@@ -64,6 +64,9 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("run", type=Path, help="a run directory")
     status.set_defaults(command=_status)
 
+    keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
+    keys.set_defaults(command=_keys)
+
     _add_model_commands(commands)
     _add_shards_commands(commands)
     return parser
@@ -176,6 +179,13 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _keys(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe import describe_keys
+
+    print(describe_keys(), end="")
+    return 0
+
+
 def _status(arguments: argparse.Namespace) -> int:
     print(_summary(_existing_run(arguments.run)))
     return 0
@@ -260,11 +270,11 @@ def _version_text(packed: int) -> str:
 
 def _tokenizer_of(layout: RunLayout) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    import yaml
+    from areal_hpc.recipe import load
 
     folders = [layout.export("warmup"), layout.tiny_model_dir]
     if layout.recipe.exists():
-        named = yaml.safe_load(layout.recipe.read_text())["model"]["path"]
-        folders += [Path(named)] if named else []
+        named = load(layout.recipe).model.path
+        folders += [named] if named else []
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.is_file()), None)

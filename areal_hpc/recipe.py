@@ -176,16 +176,15 @@ def _explain(item: ErrorDetails) -> Problem:
 
 def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     """The fields of the configuration class at a place of the tree."""
-    model: Any = Recipe
+    model: type[StageConfig] = Recipe
     for part in location:
-        field = model.model_fields.get(part)
+        field = model.model_fields.get(str(part))
         if field is None:
             return []
-        choices = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        classes = [c for c in choices if isinstance(c, type) and issubclass(c, StageConfig)]
-        if not classes:
+        section = _section(field.annotation)
+        if section is None:
             return []
-        model = classes[0]
+        model = section
     return sorted(model.model_fields)
 
 
@@ -255,3 +254,43 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _sampling_can_be_trained_on,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""
+
+
+def describe_keys() -> str:
+    """Every key of a recipe with its type, default and meaning, as a Markdown table."""
+    lines = [
+        "# Recipe keys",
+        "",
+        "Made by `areal-hpc keys`. Override any of them on the command line with `key=value`.",
+        "",
+        "| key | type | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    return "\n".join([*lines, *_key_rows(Recipe, "")]) + "\n"
+
+
+def _key_rows(model: type[StageConfig], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        key = f"{prefix}{name}"
+        section = _section(field.annotation)
+        if section is not None:
+            yield f"| **`{key}`** | | | {field.description} |"
+            yield from _key_rows(section, f"{key}.")
+            continue
+        kind = getattr(field.annotation, "__name__", None) or str(field.annotation)
+        if hasattr(field.annotation, "__args__"):
+            kind = str(field.annotation)
+        for noise in ("typing.", "pathlib.", "pathlib._local."):
+            kind = kind.replace(noise, "")
+        default = "required"
+        if not field.is_required():
+            default = f"`{field.get_default(call_default_factory=True)}`"
+        yield f"| `{key}` | {kind.replace('|', 'or')} | {default} | {field.description} |"
+
+
+def _section(annotation: Any) -> type[StageConfig] | None:
+    """The configuration class behind a field, optional or not."""
+    for choice in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(choice, type) and issubclass(choice, StageConfig):
+            return choice
+    return None

@@ -74,7 +74,7 @@ class WireClient:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
                 raise ClusterError(
-                    f"{self._client.base_url}{route} gave no answer in {patience_s:.0f} s ({trouble})",
+                    f"{self._client.base_url}{route} is silent for {patience_s:.0f} s ({trouble})",
                     hint="read that role's log in logs/latest",
                 )
             time.sleep(pause_s)

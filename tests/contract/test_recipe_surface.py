@@ -1,0 +1,17 @@
+"""The keys of a recipe are part of the product: a change shows as a change of docs/recipe.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_hpc.recipe import describe_keys
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
+
+
+def test_the_key_reference_is_current() -> None:
+    assert REFERENCE.read_text() == describe_keys(), "run: areal-hpc keys > docs/recipe.md"
+
+
+def test_every_key_is_documented() -> None:
+    assert "| None |" not in describe_keys()
