@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
@@ -151,7 +152,7 @@ def load_commit(policy: Policy, optimizer: Any, commit: Commit) -> None:
         TorchDistLoadShardedStrategy(),
     )
     policy.gpt.load_state_dict(loaded["model"])
-    with _steps_kept(optimizer):
+    with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
         optimizer.load_state_dict(loaded["optimizer"])
     for part in optimizer.chained_optimizers:
         for moments in part.optimizer.state.values():
@@ -166,32 +167,62 @@ def _sharded_state(policy: Policy, optimizer: Any, *, is_loading: bool) -> dict[
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {"model": policy.gpt.sharded_state_dict(metadata=metadata)}
-    state["optimizer"] = optimizer.sharded_state_dict(
-        state, is_loading=is_loading, metadata=metadata
-    )
+    with _replaced(optimizer, "get_parameter_state_dp_zero", _keeping_bucket_padding):
+        state["optimizer"] = optimizer.sharded_state_dict(
+            state, is_loading=is_loading, metadata=metadata
+        )
     return state
 
 
 @contextmanager
-def _steps_kept(optimizer: Any) -> Iterator[None]:
-    """Megatron 0.16 copies every moment of torch's AdamW but forgets to load its step count."""
-
-    def keeping_step(part: Any, load: Any) -> Any:
-        def load_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
-            group, place = part.model_param_group_index_map[parameter]
-            main = part.optimizer.param_groups[group]["params"][place]
-            load(parameter, {**tensors, "step": part.optimizer.state[main]["step"]})
-
-        return load_with_step
-
-    name = "_set_main_param_and_optimizer_states"
+def _replaced(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Each part's method `name` replaced by `wrap(part, method)` for the time of the block."""
     for part in optimizer.chained_optimizers:
-        setattr(part, name, keeping_step(part, getattr(part, name)))
+        setattr(part, name, wrap(part, getattr(part, name)))
     try:
         yield
     finally:
         for part in optimizer.chained_optimizers:
             delattr(part, name)
+
+
+def _keeping_step(part: Any, load: Any) -> Any:
+    """Megatron 0.16 copies every moment of torch's AdamW but has no step count to copy."""
+
+    def load_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
+        group, place = part.model_param_group_index_map[parameter]
+        main = part.optimizer.param_groups[group]["params"][place]
+        load(parameter, {**tensors, "step": part.optimizer.state[main]["step"]})
+
+    return load_with_step
+
+
+def _keeping_bucket_padding(part: Any, gather: Any) -> Any:
+    """Megatron 0.16 gathers moments without the padding between buckets, yet counts it later.
+
+    A tied embedding has a bucket of its own when there are several pipeline stages: every moment
+    and master weight behind it would be saved shifted.
+    """
+
+    def gather_padded(**arguments: Any) -> Any:
+        state = gather(**arguments)
+        for index, buffer in enumerate(part.buffers):
+            for moments in state[index].values():
+                for name in ("param", "exp_avg", "exp_avg_sq"):
+                    moments[name] = _pad_buckets(moments[name], buffer.buckets)
+        return state
+
+    return gather_padded
+
+
+def _pad_buckets(unpadded: torch.Tensor, buckets: Sequence[Any]) -> torch.Tensor:
+    parts = unpadded.split([bucket.numel_unpadded for bucket in buckets])  # type: ignore[no-untyped-call]
+    return torch.cat(
+        [
+            torch.nn.functional.pad(part, (0, bucket.grad_data.numel() - len(part)))
+            for part, bucket in zip(parts, buckets, strict=True)
+        ]
+    )
 
 
 class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]

@@ -133,7 +133,7 @@ class Conductor:
         try:
             return self._decide()
         except ClusterError:
-            if not self._stop.requested:
+            if not self._stop.wait(timeout_s=0.0):
                 raise
             return self._wind_up()  # the ledger was told to stop as well
 

@@ -146,7 +146,11 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         use_cpu_initialization=device.type == "cpu",
-        perform_initialization=False,
+        # Weights are always loaded. Initialisation still has to run: it is what marks
+        # parameters as cut over tensor-parallel ranks, which the gradient norm depends on.
+        init_method=_leave_as_is,
+        output_layer_init_method=_leave_as_is,
+        embedding_init_method=_leave_as_is,
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         # variable_seq_lengths refuses the default dispatcher even for dense networks.
@@ -159,6 +163,10 @@ def transformer_config(
         apply_rope_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _leave_as_is(weights: torch.Tensor) -> torch.Tensor:
+    return weights
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

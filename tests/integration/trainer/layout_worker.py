@@ -1,0 +1,215 @@
+"""One rank of one parallel layout: compare with transformers, save, commit, resume.
+
+`python -m tests.integration.trainer.layout_worker CASE.json`, with AREAL_HPC_RANK and
+AREAL_HPC_NUM_TASKS set. Rank 0 leaves its findings in `report.json` of the case's folder.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.architecture import parse_architecture
+from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
+from areal_hpc.trainer.huggingface import Checkpoint, export_hf, hf_specs, load_hf, save_hf
+from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.step import (
+    MicroBatch,
+    Tally,
+    make_micro_batches,
+    run_passes,
+    train_once,
+)
+from tests.integration.trainer.reference_models import SIZES, hf_model
+
+LR = 1e-3
+
+
+def make_rows(seed: int) -> list[Row]:
+    generator = np.random.default_rng(seed)
+    rows = []
+    for length in generator.integers(4, 41, size=11):
+        mask = (generator.random(length) < 0.6).astype(np.uint8)
+        mask[-1] = 1
+        rows.append(
+            Row(
+                generator.integers(0, SIZES["vocab_size"], length).astype(np.int32),
+                mask,
+                {
+                    "advantage": generator.normal(size=length).astype(np.float32),
+                    "temperature": np.full(length, generator.choice([0.7, 1.0]), np.float32),
+                    "expected": np.zeros(length, np.float32),
+                },
+            )
+        )
+    return rows
+
+
+CHANNELS = ("advantage", "temperature", "expected")
+
+
+def reference(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Fill each row's `expected` channel; the gradients of the token-mean loss by name."""
+    model.zero_grad()
+    tokens = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
+    for row in rows:
+        ids = torch.from_numpy(row.input_ids_T).long()
+        logits = model(ids[None]).logits[0] / row.channels["temperature"][0]
+        logprobs = torch.log_softmax(logits, -1)[:-1].gather(-1, ids[1:, None])[:, 0]
+        np.copyto(row.channels["expected"][1:], logprobs.detach().numpy())
+        weight = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
+        (-(logprobs * weight).sum() / tokens).backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    gaps = (logprobs_N.detach() - batch.channels_N["expected"]).abs()
+    total = -(logprobs_N * batch.channels_N["advantage"]).sum()
+    largest = gaps.max().item() if gaps.numel() else 0.0
+    return total, Tally({"tokens": len(logprobs_N)}, {"gap": largest})
+
+
+def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
+    """The reduced gradients, carried out by the same way as weights."""
+    for buffer in policy.replica.buffers:
+        group = buffer.data_parallel_group
+        for bucket in buffer.buckets:
+            shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+    weights = {parameter: parameter.data for parameter in policy.gpt.parameters()}
+    for parameter in weights:
+        parameter.data = parameter.main_grad
+    gradients = {name: tensor.clone() for name, tensor in export_hf(policy)}
+    for parameter, data in weights.items():
+        parameter.data = data
+    return gradients
+
+
+class Case:
+    """One family in one layout."""
+
+    def __init__(self, family: str, parallel: ParallelConfig, folder: Path) -> None:
+        self.family = family
+        self.parallel = parallel
+        self.folder = folder / family
+        self.model = hf_model(family)
+        self.arch = parse_architecture(self.model.config.to_dict(), family)
+        self.policy, self.optimizer = self.build()
+        load_hf(self.policy, self.model.state_dict().__getitem__)
+        self.optimizer.reload_model_params()
+
+    def build(self) -> tuple[Policy, Any]:
+        policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
+        load_hf(policy, lambda name: torch.zeros_like(self.model.state_dict()[name]))
+        config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
+        return policy, build_optimizer(policy, config)
+
+    def batches(self, policy: Policy, rows: list[Row]) -> list[MicroBatch]:
+        return make_micro_batches(policy, rows, CHANNELS, max_tokens=90)
+
+    def step(self, policy: Policy, optimizer: Any, seed: int) -> float:
+        batches = self.batches(policy, make_rows(seed))
+        return train_once(policy, optimizer, batches, weighted_loss, LR)[1]
+
+    def compare(self) -> dict[str, Any]:
+        """Log-probabilities and gradients against transformers."""
+        state = self.model.state_dict()
+        exported = {name: tensor.clone() for name, tensor in export_hf(self.policy)}
+        specs = [(name, shape) for name, shape, _ in hf_specs(self.policy)]
+        rows = make_rows(seed=1)
+        expected = reference(self.model, rows)
+        batches = self.batches(self.policy, rows)
+        tally = run_passes(self.policy, batches, weighted_loss, backward=True)
+        total = tally.over_all_ranks(("tokens",), ("gap",))
+        gradients = exported_gradients(self.policy)
+        self.policy.replica.zero_grad_buffer()
+        return {
+            "export_is_exact": all(torch.equal(exported[name], state[name]) for name in exported),
+            "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
+            "missing": sorted(set(expected) - set(exported)),
+            "micro_batches": len(batches),
+            "tokens": total.sums["tokens"],
+            "logprob_gap": total.maxima["gap"],
+            "gradient_gap": max(
+                ((gradients[name] - expected[name]).abs().max() / expected[name].abs().max()).item()
+                for name in expected
+            ),
+        }
+
+    def commit_and_resume(self) -> dict[str, Any]:
+        """Two steps, a commit, a third step; then the third step again from the commit."""
+        store = CommitStore(self.folder / "commits", keep=2)
+        expected = reference(self.model, make_rows(2))
+        expected_norm = torch.cat([part.flatten() for part in expected.values()]).norm().item()
+        norm = self.step(self.policy, self.optimizer, 2)
+        self.step(self.policy, self.optimizer, 3)
+        state = TrainerState(step=2, epoch=1, seed=0)
+        store.commit(self.policy, self.optimizer, state)
+        self.step(self.policy, self.optimizer, 4)
+        save_hf(self.policy, self.folder, self.folder / "after_step_3")
+        resumed = self.resume(store)
+        return {
+            "norm_gap": abs(norm / expected_norm - 1),
+            "resume_is_bitwise": all(
+                torch.equal(one[1], other[1])
+                for one, other in zip(export_hf(resumed), export_hf(self.policy), strict=True)
+            ),
+        }
+
+    def resume(self, store: CommitStore) -> Policy:
+        commit = store.latest()
+        assert commit is not None
+        policy, optimizer = self.build()
+        load_commit(policy, optimizer, commit)
+        self.step(policy, optimizer, 4)
+        return policy
+
+    def resume_from_other_layout(self, folder: Path) -> float:
+        """Take the third step from another layout's commit: the largest difference to its own."""
+        policy = self.resume(CommitStore(folder / self.family / "commits", keep=2))
+        read = Checkpoint(folder / self.family / "after_step_3").read
+        return max((tensor - read(name)).abs().max().item() for name, tensor in export_hf(policy))
+
+    def save(self) -> None:
+        """Leave a model directory in several files."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model.config.save_pretrained(self.folder)
+        save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
+
+
+def main() -> None:
+    case = json.loads(Path(sys.argv[1]).read_text())
+    torch.set_num_threads(1)
+    cpu.install()
+    parallel = ParallelConfig(**case["parallel"])
+    folder = Path(case["folder"])
+    open_world(current_task(), parallel, "cpu", folder / "rendezvous")
+    findings: dict[str, Any] = {}
+    for family in ("qwen3", "qwen2", "llama"):
+        one = Case(family, parallel, folder)
+        found = one.compare()
+        one.save()
+        found |= one.commit_and_resume()
+        found["from_other_layouts"] = [
+            one.resume_from_other_layout(Path(other)) for other in case["others"]
+        ]
+        findings[family] = found
+    if dist.get_rank() == 0:
+        (folder / "report.json").write_text(json.dumps(findings))
+    close_world()
+
+
+if __name__ == "__main__":
+    main()

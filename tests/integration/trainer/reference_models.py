@@ -1,0 +1,44 @@
+"""Small random models of every supported family, as transformers builds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+SIZES = {
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 331,  # odd: tensor parallelism has to pad it
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+def hf_model(family: str) -> Any:
+    """The same random model on every rank and in every launch."""
+    config = {
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+        "qwen2": lambda: transformers.Qwen2Config(**SIZES, tie_word_embeddings=False),
+        "llama": lambda: transformers.LlamaConfig(
+            **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
+        ),
+    }[family]()
+    torch.manual_seed(7)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:  # norms and biases that are not 1 and 0
+                parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+    return model
