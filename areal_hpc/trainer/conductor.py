@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +20,7 @@ from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
@@ -31,35 +31,6 @@ logger = logging.getLogger(__name__)
 LONG_POLL_S = 1.0
 REPLICA_POLL_S = 1.0
 NO_REPLICA_PAUSE_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class Schedule:
-    """Which steps get what. Pure."""
-
-    total_steps: int
-    commit_every_steps: int
-    export_every_steps: int
-    """0 exports only the last step."""
-    evaluation_every_steps: int
-    """0 evaluates only the first and the last weights."""
-    evaluation_tasks: int
-    """0 never evaluates."""
-
-    def evaluates(self, step: int) -> bool:
-        """The weights of `step` are judged on held-out tasks."""
-        every = self.evaluation_every_steps
-        regular = every > 0 and step % every == 0
-        return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
-
-    def commits(self, step: int) -> bool:
-        """The work up to `step` is made durable without being asked."""
-        return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)
-
-    def exports(self, step: int) -> bool:
-        """The weights of `step` are written as a Hugging Face model."""
-        every = self.export_every_steps
-        return step > 0 and (step == self.total_steps or (every > 0 and step % every == 0))
 
 
 class Conductor:

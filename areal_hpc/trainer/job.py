@@ -23,7 +23,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.architecture import read_architecture
-from areal_hpc.trainer.conductor import Conductor, Schedule
+from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.huggingface import Checkpoint, hf_specs, load_hf
 from areal_hpc.trainer.learner import Learner
@@ -33,6 +33,7 @@ from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero
+from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

@@ -24,8 +24,9 @@ from areal_hpc.trainer.experience import (
 from areal_hpc.trainer.huggingface import save_hf
 from areal_hpc.trainer.model import Policy
 from areal_hpc.trainer.objective import policy_loss
-from areal_hpc.trainer.optimizer import build_optimizer, learning_rate
+from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
     MicroBatch,
     Tally,

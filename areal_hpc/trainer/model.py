@@ -22,15 +22,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.architecture import Architecture
-from areal_hpc.trainer.attention import (
-    PackedAttention,
-    PackedCausalAttention,
-    RMSNorm,
-    plan_attention,
-)
+from areal_hpc.trainer.attention import PackedCausalAttention, RMSNorm
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
 from areal_hpc.trainer.packing import Pack, Split
+from areal_hpc.trainer.rectangles import PackedAttention, plan_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

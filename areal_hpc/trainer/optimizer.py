@@ -1,8 +1,7 @@
-"""AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer, and its schedule."""
+"""AdamW, sharded over data-parallel ranks by Megatron's DistributedOptimizer."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -11,17 +10,6 @@ from megatron.core.optimizer import get_megatron_optimizer
 
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model import Policy
-
-
-def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    progress = min(1.0, step / total_steps)
-    if config.decay == "constant":
-        return config.lr * warmup
-    linear = 1.0 - progress
-    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:

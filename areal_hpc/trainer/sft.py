@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.packing import Row
-from areal_hpc.trainer.step import MicroBatch, Tally
 
 Messages = list[dict[str, Any]]
 
@@ -97,9 +95,3 @@ class Tokenizer:
         loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
         loss_mask[len(prompt) :] = 1
         return Row(np.array(prompt + reply, dtype=np.int32), loss_mask, {})
-
-
-def imitation_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
-    """Cross entropy summed over the replies' tokens."""
-    total = -logprobs_N.sum()
-    return total, Tally({"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places})

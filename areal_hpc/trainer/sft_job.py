@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
@@ -21,17 +22,17 @@ from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.huggingface import Checkpoint, load_hf, save_hf
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import build_optimizer, learning_rate
+from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.sft import (
     Messages,
     Tokenizer,
     batch_indices,
-    imitation_loss,
     read_demonstrations,
 )
-from areal_hpc.trainer.step import make_micro_batches, train_once
+from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_once
 
 logger = logging.getLogger(__name__)
 
@@ -164,3 +165,9 @@ class SftTrainer:
         state = TrainerState(step=self._step, epoch=0, seed=self._job.seed, parent=self._parent)
         self._parent = self._commits.commit(self._policy, self._optimizer, state).name
         self._committed = self._step
+
+
+def imitation_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    """Cross entropy summed over the replies' tokens."""
+    total = -logprobs_N.sum()
+    return total, Tally({"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places})

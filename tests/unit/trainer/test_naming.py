@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.architecture import Architecture, parse_architecture
+from areal_hpc.trainer.naming import name_table, shard_shape, to_hf, to_megatron
+
+QWEN3 = Architecture(
+    family="qwen3",
+    layers=2,
+    hidden=12,
+    heads=8,
+    kv_heads=4,
+    head_dim=2,
+    ffn=20,
+    vocab=13,
+    norm_eps=1e-6,
+    rope_theta=1e4,
+    rope_scaling=None,
+    tied=True,
+)
+FAMILIES = [
+    QWEN3,
+    replace(QWEN3, tied=False),
+    replace(QWEN3, family="qwen2"),
+    replace(QWEN3, family="llama", tied=False),
+]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int) -> None:
+    for parameter in name_table(arch):
+        tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
+        shards = [to_megatron(parameter, tensors, arch, tp, rank) for rank in range(tp)]
+        assert {tuple(shard.shape) for shard in shards} == {shard_shape(parameter, arch, tp)}
+        for back, tensor in zip(to_hf(parameter, shards, arch), tensors, strict=True):
+            assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_no_tensor_is_named_twice(arch: Architecture) -> None:
+    names = [tensor.name for parameter in name_table(arch) for tensor in parameter.hf]
+    assert len(names) == len(set(names))
+    assert ("lm_head.weight" in names) is not arch.tied
+
+
+CONFIG = {
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "intermediate_size": 96,
+    "vocab_size": 100,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+}
+
+
+def test_absent_sizes_follow_from_the_others() -> None:
+    arch = parse_architecture(CONFIG, "config.json")
+    assert (arch.kv_heads, arch.head_dim, arch.rope_theta, arch.tied) == (4, 16, 5e5, False)
+
+
+def test_rotary_settings_are_read_from_old_and_new_configs() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    old = parse_architecture({**CONFIG, "rope_scaling": scaling}, "config.json")
+    new = parse_architecture(
+        {**CONFIG, "rope_parameters": {**scaling, "rope_theta": 5e5}}, "config.json"
+    )
+    assert old == new
+    assert old.rope_frequencies()[0] == pytest.approx(1.0)
+    assert old.rope_frequencies()[-1] == pytest.approx(5e5 ** -(14 / 16) / 8.0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "mamba"},
+        {"attention_bias": True},
+        {"use_sliding_window": True},
+        {"rope_scaling": {"type": "yarn"}},
+    ],
+)
+def test_an_unsupported_network_is_named(change: dict[str, object]) -> None:
+    with pytest.raises(RecipeError):
+        parse_architecture({**CONFIG, **change}, "config.json")
