@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.huggingface import sync_directory, sync_tree
+from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model import Policy
 from areal_hpc.weights.version import Fork
 
@@ -56,7 +57,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the manifests trained on, from the first."""
     forks: list[Fork] = []
     """Every epoch of this chain of commits, with the step it began from."""
-    line: dict[str, float] = {}
+    line: Line = {}
     """The metrics of this step as far as they were known: its line is written after the commit."""
 
 

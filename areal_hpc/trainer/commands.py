@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
+from areal_hpc.trainer.metrics import Line
 from areal_hpc.wire.ledger import BatchManifest
 
 
@@ -20,7 +21,7 @@ class Publish(Struct, frozen=True, tag=True):
 class Commit(Struct, frozen=True, tag=True):
     """Make the work so far durable."""
 
-    line: dict[str, float]
+    line: Line
     """Metrics of the step, unfinished."""
 
 

@@ -19,7 +19,7 @@ from areal_hpc.errors import AgentError, ClusterError
 from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.ledger_peer import LedgerPeer
-from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.metrics import Line, MetricsLog
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
@@ -54,7 +54,7 @@ class Conductor:
         self,
         schedule: Schedule,
         version: WeightVersion,
-        line: dict[str, float],
+        line: Line,
         *,
         ledger: LedgerPeer,
         publisher: Publisher,
@@ -78,7 +78,7 @@ class Conductor:
         self._open_version(line)
         self._begin_step()
 
-    def _open_version(self, line: dict[str, float]) -> None:
+    def _open_version(self, line: Line) -> None:
         self._line = line
         self._is_served = self._is_announced = False
         self._is_line_open = True
@@ -168,14 +168,14 @@ class Conductor:
             return
         seconds = round(time.monotonic() - self._began_at, 4)
         # A line reopened by a resume keeps the times of its first writing.
-        spent = {**self._timer.metrics(), "time/step_s": seconds}
-        self._metrics.write(self._version.step, {**spent, **self._line})
+        known: Line = {"version": str(self._version), **self._timer.metrics()}
+        self._metrics.write(self._version.step, known | {"time/step_s": seconds} | self._line)
         self._is_line_open = False
         self._begin_step()
 
     # What came of it -------------------------------------------------------------------------
 
-    def trained(self, version: WeightVersion, report: dict[str, float]) -> None:
+    def trained(self, version: WeightVersion, report: Line) -> None:
         """A step was taken; `report` is what is known of its metrics."""
         self._version = version
         self._open_version(report)

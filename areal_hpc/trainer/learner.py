@@ -22,6 +22,7 @@ from areal_hpc.trainer.experience import (
     read_batch,
 )
 from areal_hpc.trainer.huggingface import save_hf
+from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model import Policy
 from areal_hpc.trainer.objective import policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
@@ -74,7 +75,7 @@ class Learner:
         self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits)
         self._optimizer = build_optimizer(policy, config.optimizer)
         self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
-        self.reopened_line: dict[str, float] = {}
+        self.reopened_line: Line = {}
         """What the commit knows of the metrics of its step."""
         if (commit := self._commits.latest()) is not None:
             load_commit(policy, self._optimizer, commit)
@@ -99,7 +100,7 @@ class Learner:
         """Delete what interrupted commits left behind. For rank 0."""
         self._commits.clean()
 
-    def train(self, manifest: BatchManifest) -> dict[str, float]:
+    def train(self, manifest: BatchManifest) -> Line:
         """Train on one batch; its metrics, the same on every rank. A collective."""
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
@@ -120,6 +121,7 @@ class Learner:
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
         return {
+            "version": str(self.version),
             **metrics,
             "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
             "loss": sums["loss"] / tokens,
@@ -185,7 +187,7 @@ class Learner:
             consumed=[*self.state.consumed, manifest.step],
         )
 
-    def commit(self, line: dict[str, float]) -> None:
+    def commit(self, line: Line) -> None:
         """Make the work so far durable, with the step's unfinished metrics. A collective."""
         state = msgspec.structs.replace(self.state, line=line)
         path = self._commits.commit(self.policy, self._optimizer, state)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.telemetry import append_json_line, read_json_lines
+
+Line = dict[str, int | float | str]
+"""The metrics of one step, by name."""
 
 
 class MetricsLog:
@@ -27,7 +28,7 @@ class MetricsLog:
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
         self._path = path
         kept = {line["step"]: line for line in read_json_lines(path) if line["step"] <= resume_step}
-        self.reopened: dict[str, Any] = kept.pop(resume_step, {})
+        self.reopened: Line = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
         if path.exists():
@@ -39,12 +40,13 @@ class MetricsLog:
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Line) -> None:
         """Append the line of one step."""
         append_json_line(self._path, {"step": step, **values})
         if self._board is not None:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                if not isinstance(value, str):
+                    self._board.add_scalar(name, value, step)
             self._board.flush()
 
     def close(self) -> None:
