@@ -107,6 +107,9 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
             lifespan="off",
             access_log=False,
             log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
             timeout_graceful_shutdown=1,
         )
     )

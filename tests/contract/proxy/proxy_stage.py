@@ -19,6 +19,7 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+from areal_hpc.wire.replicas import ReplicaState
 from tests.contract.proxy.scripted_sglang import (
     CELL,
     LoopThread,
@@ -32,10 +33,17 @@ from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 class Stage:
     """A run directory with relay, ledger, one scripted SGLang and a proxy process."""
 
-    def __init__(self, root: Path, **config: Any) -> None:
+    def __init__(
+        self,
+        root: Path,
+        *,
+        model_dir: Path | None = None,
+        context_tokens: int = 2048,
+        **config: Any,
+    ) -> None:
         self.layout = RunLayout(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.layout.admin_key)
-        self.model_dir = write_model_dir(root / "model")
+        self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"
         self.tokenizer = byte_level_tokenizer()
         self.loop = LoopThread()
@@ -54,7 +62,7 @@ class Stage:
                 "cell": CELL,
                 "model_path": str(self.model_dir),
                 "model_name": "tiny",
-                "context_tokens": 2048,
+                "context_tokens": context_tokens,
                 "proxy": config.get("proxy", {}),
                 "shards": {**shards, **config.get("shards", {})},
             }
@@ -102,6 +110,13 @@ class Stage:
             if endpoint is not None and endpoint.pid == self._process.pid:
                 return
             time.sleep(0.02)
+
+    def route_to(self, *urls: str, state: ReplicaState = "serving") -> None:
+        """Let the relay show these replicas; returns when the proxy has seen it."""
+        self.relay.show(*urls, state=state)
+        polls = self.relay.polls
+        while self.relay.polls < polls + 2:
+            time.sleep(0.01)
 
     def kill_proxy(self) -> None:
         assert self._process is not None

@@ -47,10 +47,7 @@ def test_what_the_server_refuses_is_the_requests_fault(stage):
 
 
 def test_requests_wait_while_no_replica_serves(stage):
-    stage.relay.show(stage.sglang.url, state="ready")
-    polls = stage.relay.polls
-    while stage.relay.polls < polls + 2:
-        time.sleep(0.01)
+    stage.route_to(stage.sglang.url, state="ready")
     _, key = stage.open_session()
     threading.Timer(0.5, stage.relay.show, [stage.sglang.url]).start()
     began = time.monotonic()
@@ -78,10 +75,7 @@ def test_without_any_replica_the_wait_ends_with_503(own_stage):
 def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage):
     second = ScriptedSGLang(stage.tokenizer)
     stage.loop.run(second.start())
-    stage.relay.show(stage.sglang.url, second.url)
-    polls = stage.relay.polls
-    while stage.relay.polls < polls + 2:
-        time.sleep(0.02)
+    stage.route_to(stage.sglang.url, second.url)
     _, key = stage.open_session()
     for turn in range(3):
         assert stage.ask(key, f"turn {turn}").status_code == 200
