@@ -170,7 +170,10 @@ class RelayServer:
 
     def __init__(self, app: RelayApp, host: str) -> None:
         self._app = app
-        self._socket = socket.create_server((host, 0))
+        # The protocol is named because asyncio turns off Nagle's algorithm only then; with it
+        # every answer would wait 40 ms for a delayed acknowledgement.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind((host, 0))
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -91,3 +91,11 @@ def reference_word_hash(data: bytes) -> int:
 def test_the_gpu_hash_equals_its_definition_word_by_word(size: int) -> None:
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8)
     assert word_hash(flat) == reference_word_hash(bytes(flat.tolist()))
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"), [(7, 0xCC0EA198474F9E19), (4 * 8192 * 2 + 6, 0x3C857FF3AFF33DF6)]
+)
+def test_the_gpu_hash_equals_sglangs_own_kernel(size: int, expected: int) -> None:
+    """Recorded from sglang 0.5.23's kernel under Triton's interpreter."""
+    assert word_hash((torch.arange(size) * 31 % 251).to(torch.uint8)) == expected
