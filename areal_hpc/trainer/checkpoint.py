@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from areal_hpc.layout import step_name
-from areal_hpc.trainer.huggingface import sync_directory, sync_tree
+from areal_hpc.trainer.huggingface import sync_path, sync_tree
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model import Policy
 from areal_hpc.weights.version import Fork
@@ -124,7 +124,8 @@ class CommitStore:
             (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
             sync_tree(partial)
             (partial / MARKER).touch()
-            sync_tree(partial)
+            sync_path(partial / MARKER)
+            sync_path(partial)
             self._put_in_place(partial, target)
         dist.barrier()
         return target
@@ -137,7 +138,7 @@ class CommitStore:
             shutil.rmtree(replaced)
         else:
             partial.rename(target)
-        sync_directory(self._directory)
+        sync_path(self._directory)
         for old in self.complete()[: -self._keep]:
             # Hidden first: a half-deleted commit must not look complete.
             doomed = old.path.with_name(f".{old.path.name}.old")

@@ -16,15 +16,20 @@ from typing import Any
 
 import torch
 
-with warnings.catch_warnings():
-    # Six modules announce that Transformer Engine and Apex are absent, which is on purpose.
-    warnings.simplefilter("ignore")
+# Megatron announces at length, by logs and by warnings, that Transformer Engine and Apex are
+# absent, which is on purpose. One of its modules resets filters, so the warnings are recorded.
+logging.getLogger("megatron").setLevel(logging.WARNING)
+with warnings.catch_warnings(record=True):
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401
     from megatron.core.tensor_parallel import random as parallel_random
 
 
 def install() -> bool:
     """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
-    logging.getLogger("megatron").setLevel(logging.WARNING)
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")

@@ -172,7 +172,7 @@ def save_hf(
     sync_tree(partial)
     shutil.rmtree(target_dir, ignore_errors=True)
     partial.rename(target_dir)
-    sync_directory(target_dir.parent)
+    sync_path(target_dir.parent)
     dist.barrier()
 
 
@@ -212,10 +212,10 @@ def _write_files(
 def sync_tree(directory: Path) -> None:
     """Force every file below, and the directories that name them, to disk."""
     for path in [*directory.rglob("*"), directory]:
-        sync_directory(path)
+        sync_path(path)
 
 
-def sync_directory(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Force one file or directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import threading
@@ -102,6 +103,7 @@ def run(config: dict[str, Any]) -> None:
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
     learner = _make_learner(job, layout, device, int(from_rank_zero(taken)))
     conductor = _make_conductor(job, layout, learner, device, stop) if is_first else None
+    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
     if finished and conductor:
         layout.finished.touch()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from pathlib import Path
@@ -81,6 +82,7 @@ def run(config: dict[str, Any]) -> None:
         read_architecture(job.model_path), job.parallel, DTYPES[job.dtype], device
     )
     trainer = SftTrainer(job, layout, policy)
+    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = trainer.train(stop)
     if finished:
         save_hf(policy, job.model_path, layout.export("warmup"))
