@@ -149,7 +149,7 @@ class Publisher:
                 update.each(lambda swap: swap.verify(version, expected))
             with timer.phase("resume"):
                 update.each(lambda swap: swap.resume(version))
-        except BaseException:
+        except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.give_up()
             raise
         self._swaps.update({swap.keys: swap for swap in update.live})
