@@ -39,7 +39,7 @@ class Problem:
 
 
 class ArealError(Exception):
-    """Base of all errors raised on purpose. Survives pickling (submitit carries errors as pickles)."""
+    """Base of all errors raised on purpose. Survives pickling: submitit carries pickles."""
 
     exit_code: ClassVar[int] = 70
 

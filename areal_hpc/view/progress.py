@@ -116,12 +116,14 @@ def step_line(row: dict[str, Any], total: int) -> str:
     evaluated = f"  held-out {row['eval/reward']:.3f}" if "eval/reward" in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
+    metered = row["logprob/metered_tokens"]
+    difference = f"{row['logprob/engine_trainer_max_abs_diff']:.1e}" if metered else "unmetered"
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {row['reward/mean']:.3f}{evaluated}"
         f"  {row['tokens_per_s']:.0f} tok/s"
         f"  staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})"
-        f"  engine-trainer {row['logprob/engine_trainer_max_abs_diff']:.1e}"
+        f"  engine-trainer {difference}"
     )
 
 

@@ -127,39 +127,37 @@ class AsyncWireClient:
             HttpRefused: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
-        url = f"{self._base_url}{route}"
         limit = aiohttp.ClientTimeout(total=timeout_s) if timeout_s else self._session.timeout
-        try:
-            async with self._session.post(
-                url,
-                data=msgspec.json.encode(request),
-                headers={"Authorization": f"Bearer {key or self._key}"},
-                timeout=limit,
-            ) as answer:
-                body = await answer.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ClusterError(
-                f"{url} is out of reach ({type(error).__name__}: {error})"
-            ) from error
-        if answer.status >= 400:
-            raise HttpRefused(answer.status, url, body.decode(errors="replace"))
-        return msgspec.json.decode(body, type=reply)
+        body = msgspec.json.encode(request)
+        return await self._exchange("POST", route, reply, key or self._key, limit, body)
 
     async def get(self, route: str, reply: type[Reply]) -> Reply:
         """GET and decode. Raises as `call` does."""
+        return await self._exchange("GET", route, reply, self._key, self._session.timeout)
+
+    async def _exchange(
+        self,
+        method: str,
+        route: str,
+        reply: type[Reply],
+        key: str,
+        limit: aiohttp.ClientTimeout,
+        body: bytes | None = None,
+    ) -> Reply:
         url = f"{self._base_url}{route}"
+        headers = {"Authorization": f"Bearer {key}"}
         try:
-            async with self._session.get(
-                url, headers={"Authorization": f"Bearer {self._key}"}
+            async with self._session.request(
+                method, url, data=body, headers=headers, timeout=limit
             ) as answer:
-                body = await answer.read()
+                content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise ClusterError(
                 f"{url} is out of reach ({type(error).__name__}: {error})"
             ) from error
         if answer.status >= 400:
-            raise HttpRefused(answer.status, url, body.decode(errors="replace"))
-        return msgspec.json.decode(body, type=reply)
+            raise HttpRefused(answer.status, url, content.decode(errors="replace"))
+        return msgspec.json.decode(content, type=reply)
 
     async def close(self) -> None:
         """Close pooled connections."""
