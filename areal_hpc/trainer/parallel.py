@@ -121,15 +121,17 @@ def _find_store(
             continue
         host, _, port = endpoint.url.removeprefix("tcp://").rpartition(":")
         try:
+            # Refused at once when nobody listens; the store's own client would insist for seconds.
+            socket.create_connection((host, int(port)), timeout=2).close()
             store = dist.TCPStore(  # type: ignore[attr-defined]
                 host, int(port), is_master=False, timeout=datetime.timedelta(seconds=5)
             )
             if store.add(f"joined/{task.rank}", 1) == 1:
                 return store
             spent.add(endpoint.url)
-        except (dist.DistNetworkError, dist.DistStoreError) as error:
-            logger.info("the store at %s is gone (%s), waiting for a new one", endpoint.url, error)
-            time.sleep(0.2)
+        except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+            logger.debug("the store at %s is gone (%s)", endpoint.url, error)
+            time.sleep(0.1)
     raise ClusterError(
         f"rank {task.rank} found no living {STORE_NAME} within {JOIN_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
