@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.ledger.service import LedgerService, Refused
+from areal_hpc.ledger.refusal import Refused
+from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.waiting import CallerGone, Patience, Receive
 from areal_hpc.wire.ledger import (
     BatchRequest,

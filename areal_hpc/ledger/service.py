@@ -12,11 +12,11 @@ from collections.abc import Callable
 import msgspec
 
 from areal_hpc.cluster.epochs import newest_epoch
-from areal_hpc.errors import ArealError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
+from areal_hpc.ledger.refusal import Refused, refuse_other_epoch, refuse_superseded_epoch
 from areal_hpc.ledger.stream import TaskStream
 from areal_hpc.ledger.tickets import TicketPolicy, Tickets
 from areal_hpc.ledger.waiting import News, Patience
@@ -45,22 +45,6 @@ log = logging.getLogger(__name__)
 ACKNOWLEDGED = Acknowledged()
 TRAINER_POLL_SLACK_S = 1.0
 """A trainer that waits for a batch asks again within this."""
-
-
-class Refused(ArealError):
-    """The request is wrong (400) or comes from a superseded trainer (409)."""
-
-    def __init__(self, status: int, message: str, *, hint: str = "") -> None:
-        super().__init__(message, hint=hint)
-        self.status = status
-
-    def __reduce__(self) -> tuple[object, ...]:
-        problem = self.problems[0]
-        return (_refused, (self.status, problem.message, problem.hint))
-
-
-def _refused(status: int, message: str, hint: str) -> Refused:
-    return Refused(status, message, hint=hint)
 
 
 class LedgerService:
@@ -358,20 +342,8 @@ class LedgerService:
         self._spread_news()
 
     def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._state.epoch:
-            raise Refused(
-                409,
-                f"this run is in epoch {self._state.epoch}, the request came from epoch {epoch}",
-                hint="stop this trainer: another one took over"
-                if epoch < self._state.epoch
-                else "call /open_epoch first",
-            )
+        refuse_other_epoch(epoch, self._state.epoch)
 
     def _check_newest_on_disk(self, epoch: int) -> None:
-        newest = max(self._state.epoch, newest_epoch(self._layout.epochs_dir))
-        if epoch < newest:
-            raise Refused(
-                409,
-                f"epoch {epoch} was superseded by epoch {newest}",
-                hint="stop this trainer: another one took over",
-            )
+        newest = newest_epoch(self._layout.epochs_dir)
+        refuse_superseded_epoch(epoch, max(self._state.epoch, newest))

@@ -21,6 +21,7 @@ from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import FinishedTicket
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
+from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import Acknowledged, SettledTicket, SettleRequest, TicketRef
@@ -59,7 +60,8 @@ class Sealer:
         self._not_before = 0.0
 
     def recover(self) -> None:
-        """Note tickets that an earlier proxy sealed but could not note."""
+        """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
+        repair(self._layout, self._cell)
         indexed = locate_tickets(read_index(self._layout.index_dir, self._cell))
         found = [
             _settled(ref, *indexed[ref.ticket_id, ref.attempt])

@@ -6,7 +6,7 @@ from collections import OrderedDict
 
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
-FINISHED_KEPT = 1024
+FINISHED_KEPT = 256
 """Finished tickets reported again and again, because the driver does not see them settle.
 
 The ledger ignores those it knows to be settled; after a restart of the ledger the others would

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,21 +145,3 @@ class ShardReader:
                 wrong.append(f"{name} does not rise from 0 to {total}")
         if wrong:
             raise ShardError("; ".join(wrong), key=str(self.path))
-
-
-def open_with_retry(path: Path, timeout_s: float) -> ShardReader:
-    """The shard, as soon as this node can see all of it (shared storage may lag behind).
-
-    Raises:
-        ShardError: It could not be opened within `timeout_s`.
-    """
-    give_up_at = time.monotonic() + timeout_s
-    pause_s = 0.05
-    while True:
-        try:
-            return ShardReader(path)
-        except ShardError:
-            if time.monotonic() + pause_s > give_up_at:
-                raise
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, 1.0)

@@ -1,7 +1,5 @@
 import os
 import tempfile
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
-from areal_hpc.shards.reader import ShardReader, open_with_retry
+from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
 from areal_hpc.trajectory import Trajectory
@@ -227,20 +225,3 @@ def test_columns_that_contradict_one_another_are_an_error(
         file[name] = content
     with pytest.raises(ShardError, match=complaint):
         ShardReader(path)
-
-
-def test_opening_waits_for_a_shard_that_is_not_visible_yet(layout: RunLayout) -> None:
-    shard = seal_in(layout, ticket(1))
-    path = layout.shards_dir / shard.file
-    hidden = path.rename(path.with_name("hidden"))
-    appearing = threading.Timer(0.1, hidden.rename, [path])
-    appearing.start()
-    assert open_with_retry(path, timeout_s=10).num_rows == 2
-    appearing.join()
-
-
-def test_opening_gives_up_in_time(tmp_path: Path) -> None:
-    began = time.monotonic()
-    with pytest.raises(ShardError, match="there is no such shard"):
-        open_with_retry(tmp_path / "cell-0-000000.h5", timeout_s=0.2)
-    assert time.monotonic() - began < 1

@@ -1,0 +1,51 @@
+"""What the ledger refuses, with the HTTP status that says why."""
+
+from __future__ import annotations
+
+from areal_hpc.errors import ArealError
+
+
+class Refused(ArealError):
+    """The request is wrong (400) or comes from a superseded trainer (409)."""
+
+    def __init__(self, status: int, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        problem = self.problems[0]
+        return (_refused, (self.status, problem.message, problem.hint))
+
+
+def _refused(status: int, message: str, hint: str) -> Refused:
+    return Refused(status, message, hint=hint)
+
+
+def refuse_other_epoch(epoch: int, current: int) -> None:
+    """Demand that a request comes from the trainer that opened the current epoch.
+
+    Raises:
+        Refused: 409: the caller was superseded, or has not opened its epoch.
+    """
+    if epoch != current:
+        raise Refused(
+            409,
+            f"this run is in epoch {current}, the request came from epoch {epoch}",
+            hint="stop this trainer: another one took over"
+            if epoch < current
+            else "call /open_epoch first",
+        )
+
+
+def refuse_superseded_epoch(epoch: int, newest: int) -> None:
+    """Demand that no newer trainer has started.
+
+    Raises:
+        Refused: 409: another trainer took over.
+    """
+    if epoch < newest:
+        raise Refused(
+            409,
+            f"epoch {epoch} was superseded by epoch {newest}",
+            hint="stop this trainer: another one took over",
+        )
