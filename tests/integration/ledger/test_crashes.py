@@ -32,7 +32,7 @@ from tests.integration.ledger.ledger_process import LedgerProcess
 
 Reply = TypeVar("Reply")
 
-SHORT_TIMEOUT_S = 0.6
+SHORT_TIMEOUT_S = 1.5
 """Cells are lost after this and a restarted ledger listens for a third of it."""
 
 
