@@ -8,7 +8,7 @@ AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format unit contract integration gpu acceptance clean
+.PHONY: help setup demo test check lint format unit contract integration acceptance clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,7 +17,8 @@ setup: ## make or mend the environments in .venvs/
 	@scripts/setup.sh all
 
 demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
-	$(AGENTS)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
+	@$(AGENTS)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
+	@echo "make demo FRESH=1 keeps this run and starts another"
 
 test: check ## everything that needs no GPU and no Slurm: the checks, then all tests
 	$(PYTEST) tests/unit tests/contract tests/integration
@@ -44,10 +45,7 @@ contract: setup ## formats and edges that must not move
 integration: setup ## real servers, real processes
 	$(PYTEST) tests/integration
 
-gpu: setup ## needs a CUDA device
-	$(PYTEST) tests/gpu
-
-acceptance: setup ## the long measurements
+acceptance: setup ## train the recipes with several seeds (half an hour)
 	$(PYTEST) tests/acceptance
 
 clean: ## remove caches; environments and runs stay

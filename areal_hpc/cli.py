@@ -120,9 +120,9 @@ def _run(arguments: argparse.Namespace) -> int:
     layout = RunLayout(recipe.run_dir.resolve())
     if arguments.fresh and (kept := launch.archive(layout)) is not None:
         print(f"the earlier run was moved to {kept}")
-    if layout.finished.exists():
+    if launch.is_finished(recipe, layout):
         print(_summary(layout))
-        print(f"\nthis run is finished; start anew with: areal-hpc run {arguments.recipe} --fresh")
+        print(f"\nthis run is finished; to start anew: {_program()} run {arguments.recipe} --fresh")
         return 0
     stop = threading.Event()
     _stop_on_signals(stop)
@@ -160,7 +160,13 @@ def _summary(layout: RunLayout) -> str:
     snapshot = read_snapshot(layout)
     if snapshot.steps:
         draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
-    return summarise(layout, snapshot)
+    return summarise(layout, snapshot, _program())
+
+
+def _program() -> str:
+    """How the user called this command line."""
+    path = Path(sys.argv[0])
+    return "python -m areal_hpc" if path.name == "__main__.py" else str(path)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.plan import Stage, plan
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog
+from areal_hpc.telemetry import EventLog, read_json_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
@@ -77,6 +77,8 @@ def run(
     layout = RunLayout(recipe.run_dir.resolve())
     with _held(layout.lock):
         prepare.announce_changes(recipe, layout, reporter.say)
+        if not is_finished(recipe, layout):
+            layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
         facts = prepare.put_in_place(recipe, layout, reporter.say, pythons["serve"], sys_path)
         attempt = prepare.open_attempt(layout)
         prepare.record_provenance(recipe, layout, attempt, command_line)
@@ -85,6 +87,14 @@ def run(
                 raise Interrupted
             if not stage.done_marker.exists():
                 _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
+
+
+def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
+    """True if the run has taken all the steps that the recipe now asks for."""
+    if not layout.finished.exists():
+        return False
+    rows = read_json_lines(layout.metrics)
+    return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
 def archive(layout: RunLayout) -> Path | None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from areal_hpc.view.snapshot import Snapshot
 
@@ -49,4 +50,5 @@ def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
     lower.set_ylabel("tokens\nper reply")
     lower.set_xlabel("optimizer steps taken")
     lower.grid(alpha=0.25)
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(out)

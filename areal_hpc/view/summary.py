@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.view.snapshot import Snapshot
 
 
-def summarise(layout: RunLayout, snapshot: Snapshot) -> str:
-    """Start and end reward, speed, exactness, and where everything lies."""
+def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
+    """Start and end reward, speed, exactness, and where everything lies.
+
+    Args:
+        layout: The run.
+        snapshot: What it has done.
+        program: How the reader calls this command line, for the suggestions.
+    """
     trained = [row for row in snapshot.steps if "reward/mean" in row]
     if not trained:
         return f"nothing trained yet in {layout.root}"
     last = trained[-1]
+    root = _nearby(layout.root)
     evaluations = snapshot.evaluations
     seconds = sum(row["time/step_s"] for row in trained)
     tokens = sum(row["tokens/trained"] for row in trained)
@@ -34,12 +43,18 @@ def summarise(layout: RunLayout, snapshot: Snapshot) -> str:
         f"  staleness         {last['staleness/mean']:.2f} mean, "
         f"{max(row['staleness/max'] for row in trained)} max; "
         f"{spanning} replies span two weight versions",
-        f"  run directory     {layout.root}",
-        f"  learning curve    {layout.curve}",
-        f"  trained model     {layout.export(step_name(last['step']))}",
+        f"  run directory     {root}",
+        f"  learning curve    {root / layout.curve.name}",
+        f"  trained model     {root / 'export' / step_name(last['step'])}",
         "try next:",
-        f"  areal-hpc shards show {layout.root} 0      one recorded reply, token by token",
-        f"  areal-hpc shards verify {layout.root}      every digest checked",
-        f"  tensorboard --logdir {layout.tensorboard_dir}",
+        f"  {program} shards show {root} 0    # one recorded reply, token by token",
+        f"  {program} shards verify {root}    # every digest checked",
+        f"  {Path(program).with_name('tensorboard')} --logdir {root / 'tensorboard'}",
     ]
     return "\n".join(lines)
+
+
+def _nearby(path: Path) -> Path:
+    """The path as seen from the working directory, if it lies below."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

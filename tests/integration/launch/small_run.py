@@ -39,6 +39,7 @@ class SmallRun:
     """One run directory and the command that works in it."""
 
     def __init__(self, fileroot: Path, *overrides: str) -> None:
+        self.fileroot = fileroot
         self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
         self.layout = RunLayout(fileroot / "quickstart" / "demo")
         self._log = fileroot / "launcher.log"

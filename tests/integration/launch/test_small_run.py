@@ -31,7 +31,7 @@ def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
-    rows = read_json_lines(finished.layout.metrics)
+    rows = read_json_lines(finished.layout.metrics)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
     for row in rows[1:]:
@@ -53,7 +53,7 @@ def test_nothing_is_left_running(finished: SmallRun) -> None:
 
 def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     layout = finished.layout
-    (launch,) = json.loads(layout.provenance.read_text())["launches"]
+    launch = json.loads(layout.provenance.read_text())["launches"][0]
     assert "recipes/quickstart.yaml" in launch["command"]
     assert layout.recipe.exists()
     assert layout.curve.stat().st_size > 10_000
@@ -89,6 +89,13 @@ def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) 
     finished.finish()
     assert "this run is finished" in finished.said()
     assert finished.layout.metrics.read_bytes() == before
+
+
+def test_a_finished_run_goes_on_when_more_steps_are_asked_for(finished: SmallRun) -> None:
+    longer = SmallRun(finished.fileroot, "trainer.total_steps=4")
+    longer.finish()
+    assert "changed  trainer.total_steps: 3 -> 4" in longer.said()
+    assert read_json_lines(finished.layout.metrics)[-1]["step"] == 4
 
 
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
