@@ -118,9 +118,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunLayout(recipe.run_dir.resolve())
-    if arguments.fresh and (kept := launch.archive(layout)) is not None:
-        print(f"the earlier run was moved to {kept}")
-    if launch.is_finished(recipe, layout):
+    if launch.is_finished(recipe, layout) and not arguments.fresh:
         print(_summary(layout))
         print(f"\nthis run is finished; to start anew: {_program()} run {arguments.recipe} --fresh")
         return 0
@@ -131,7 +129,9 @@ def _run(arguments: argparse.Namespace) -> int:
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
     reporter.say(f"run      {layout.root}")
     try:
-        launch.run(recipe, command_line=sys.argv, reporter=reporter, stop=stop)
+        launch.run(
+            recipe, command_line=sys.argv, reporter=reporter, stop=stop, fresh=arguments.fresh
+        )
     except launch.Interrupted:
         reporter.close()
         print("stopped; the same command continues the run")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 from pydantic import Field, model_validator
 
 from areal_hpc.config import StageConfig
@@ -69,20 +70,19 @@ def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
             yield row
 
 
-def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterable[dict[str, Any]]:
+def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     module, colon, name = dotted.partition(":")
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
     try:
         function = getattr(importlib.import_module(module), name)
-        produced: Iterable[dict[str, Any]] = function(**kwargs)
-    except (ImportError, AttributeError, TypeError) as error:
+        yield from function(**kwargs)
+    except Exception as error:  # boundary: a user's code may raise anything
         raise RecipeError(
-            f"{dotted} cannot be called with {kwargs} ({type(error).__name__}: {error})",
+            f"{dotted} fails with arguments {kwargs} ({type(error).__name__}: {error})",
             key=key,
             hint="start the run from the folder that holds the package",
         ) from error
-    return produced
 
 
 def materialise(config: DatasetConfig, key: str, out: Path) -> int:
@@ -96,7 +96,7 @@ def materialise(config: DatasetConfig, key: str, out: Path) -> int:
     count = 0
     with partial.open("w") as stream:
         for row in rows(config, key):
-            stream.write(json.dumps(row, separators=(",", ":")) + "\n")
+            stream.write(_as_line(row, count, key))
             count += 1
         stream.flush()
         os.fsync(stream.fileno())
@@ -105,6 +105,18 @@ def materialise(config: DatasetConfig, key: str, out: Path) -> int:
         raise RecipeError("the data set is empty", key=key)
     partial.rename(out)
     return count
+
+
+def _as_line(row: object, number: int, key: str) -> str:
+    """One line of strict JSON: what the driver reads back must be what was written."""
+    try:
+        return orjson.dumps(row).decode() + "\n"
+    except TypeError as error:
+        raise RecipeError(
+            f"row {number} is not JSON-able ({error})",
+            key=key,
+            hint="use strings, numbers, lists and dicts with string keys",
+        ) from error
 
 
 def count_rows(path: Path) -> int:

@@ -17,6 +17,9 @@ from areal_hpc.recipe import Recipe
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
+LONGEST_AGENT_LOAD_S = 120
+"""An agent that takes longer to import and build would also hold up every driver."""
+
 _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
@@ -143,14 +146,22 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
         "kwargs": recipe.rollout.workflow_kwargs,
         "sys_path": sys_path,
     }
-    answer = subprocess.run(
-        [python, "-c", _LOAD_AGENT],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    try:
+        answer = subprocess.run(
+            [python, "-c", _LOAD_AGENT],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_AGENT_LOAD_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield Problem(
+            f"the agent {recipe.rollout.workflow} was not built within {LONGEST_AGENT_LOAD_S} s",
+            "rollout.workflow",
+            "move slow work from the constructor into run()",
+        )
+        return
     if answer.returncode == 0:
         return
     try:

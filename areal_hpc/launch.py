@@ -54,6 +54,7 @@ def run(
     command_line: Sequence[str],
     reporter: Reporter,
     stop: threading.Event,
+    fresh: bool = False,
 ) -> None:
     """Run a recipe from where it stands to its end.
 
@@ -62,6 +63,7 @@ def run(
         command_line: For the provenance record.
         reporter: Where progress goes.
         stop: Set it to stop all jobs.
+        fresh: Move an earlier run aside first.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -75,6 +77,8 @@ def run(
     if problems:
         raise RecipeError.of(problems)
     layout = RunLayout(recipe.run_dir.resolve())
+    if fresh and (kept := archive(layout)) is not None:
+        reporter.say(f"kept     the earlier run as {kept}")
     with _held(layout.lock):
         prepare.announce_changes(recipe, layout, reporter.say)
         if not is_finished(recipe, layout):
@@ -103,8 +107,8 @@ def archive(layout: RunLayout) -> Path | None:
     Raises:
         ClusterError: A launcher is working in it.
     """
-    if not layout.root.exists():
-        return None
+    if not layout.recipe.exists():
+        return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
     with _held(layout.lock):
@@ -185,6 +189,12 @@ class _Foreground:
             self._reporter.watch(stage.name)
             for handle in handles:
                 self._raise_if_failed(handle)
+                if handle is not leader and handle.done() and not stage.done_marker.exists():
+                    raise JobFailedError(
+                        f"the job {handle.name} was ended from outside while {leader.name} works",
+                        key=str(self._layout.log_dir(self._attempt) / handle.name),
+                        hint="start the same command again to continue the run",
+                    )
             time.sleep(0.2)
         self._reporter.watch(stage.name)
         self._raise_if_failed(leader)

@@ -111,6 +111,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "evaluation_every_steps": recipe.evaluation.every_steps,
         "evaluation_tasks": evaluated,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "stop_grace_s": recipe.cluster.stop_grace_s,
     }
     ledger = {
         "run_dir": str(layout.root),
@@ -142,6 +143,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "inference": recipe.inference.model_dump(mode="json"),
         "model_path": model,
         "serve_python": facts.serve_python,
+        "serve_variables": dict(recipe.cluster.serve.variables),
         "seed": recipe.seed,
     }
     proxy = {

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from areal_hpc import dataset
-from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.plan import Facts
@@ -134,14 +134,8 @@ def record_provenance(
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     if layout.recipe.exists() and layout.recipe.read_text() != text:
         layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
-    layout.recipe.write_text(text)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.strip()
+    # Variables and agent arguments may hold keys of other services.
+    write_private(layout.recipe, text.encode())
     launches = []
     if layout.provenance.exists():
         launches = json.loads(layout.provenance.read_text())["launches"]
@@ -151,9 +145,24 @@ def record_provenance(
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": list(command_line),
             "areal_hpc": importlib.metadata.version("areal-hpc"),
-            "git_commit": commit or None,
+            "git_commit": _git_commit(),
             "python": platform.python_version(),
             "host": platform.node(),
         }
     )
-    layout.provenance.write_text(json.dumps({"launches": launches}, indent=2) + "\n")
+    write_private(layout.provenance, json.dumps({"launches": launches}, indent=2).encode())
+
+
+def _git_commit() -> str | None:
+    """The commit of the code that runs; None where it is not a checkout or there is no git."""
+    try:
+        answer = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    except OSError:
+        return None
+    return answer.stdout.strip() or None

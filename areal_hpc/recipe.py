@@ -82,9 +82,9 @@ class EvaluationConfig(StageConfig):
 class Recipe(StageConfig):
     """Everything a run is made of."""
 
-    experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """Groups trials; part of the run directory."""
-    trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")]
+    trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
     """One run; part of the run directory."""
     seed: int = 1
     """Of task order, episodes, initialisation and shuffling."""
@@ -116,7 +116,7 @@ class Recipe(StageConfig):
     @property
     def run_dir(self) -> Path:
         """The run directory."""
-        return self.cluster.fileroot / self.experiment_name / self.trial_name
+        return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -246,12 +246,38 @@ def _sampling_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _engine_and_trainer_agree(recipe: Recipe) -> Iterator[Problem]:
+    """Replicas prove the checksum of what the trainer sends, so both must hold the same bits."""
+    for name in ("device", "dtype"):
+        engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
+        if engine != trainer:
+            yield Problem(
+                f"inference.{name}={engine} and trainer.{name}={trainer} differ, so no update "
+                "could be verified",
+                f"inference.{name}",
+                f"use {trainer} for both",
+            )
+
+
+def _sessions_outlive_episodes(recipe: Recipe) -> Iterator[Problem]:
+    longest_s = recipe.rollout.episode_timeout_s * recipe.rollout.max_episode_tries
+    if recipe.proxy.session_timeout_s < longest_s:
+        yield Problem(
+            f"session_timeout_s={recipe.proxy.session_timeout_s:.0f} is less than the "
+            f"{longest_s:.0f} s that {recipe.rollout.max_episode_tries} tries of an episode take",
+            "proxy.session_timeout_s",
+            f"use {longest_s:.0f} or more",
+        )
+
+
 CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _warmup_feeds_the_tiny_model,
     _minibatches_divide_the_batch,
     _a_group_has_at_least_two,
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,
+    _engine_and_trainer_agree,
+    _sessions_outlive_episodes,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""
 

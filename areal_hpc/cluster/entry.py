@@ -17,7 +17,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ArealError
+from pydantic import ValidationError
+
+from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.telemetry import set_up_logging
 
 _PR_SET_PDEATHSIG = 1
@@ -63,10 +65,11 @@ def main() -> None:
     config = json.loads(Path(config_path).read_text())
     try:
         resolve(entry)(config)
-    except ArealError as error:
+    except (ArealError, ValidationError) as error:
         log.error("%s", error, exc_info=True)
         Path(config_path).with_suffix(".error").write_text(str(error))
-        sys.exit(error.exit_code)
+        # A configuration that does not validate will not validate at the next start either.
+        sys.exit(getattr(error, "exit_code", RecipeError.exit_code))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,7 +49,9 @@ def run_job(launch_path: str) -> None:
     set_up_logging()
     outcome = _Supervisor(launch, position, StopRequest.install()).run()
     path = Path(launch.job_dir) / f"outcome.{position.rank}.json"
-    path.write_bytes(msgspec.json.encode(outcome))
+    partial = path.with_suffix(".tmp")
+    partial.write_bytes(msgspec.json.encode(outcome))
+    partial.rename(path)  # the launcher looks several times a second: never at half a file
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -132,7 +135,7 @@ class _Supervisor:
     def _start(self, child: _Child) -> None:
         spec = child.spec
         python = self._launch.pythons[spec.role]
-        if not Path(python).exists():
+        if shutil.which(python) is None:
             raise RecipeError(
                 f"there is no Python for the role {spec.role}: {python}",
                 key=f"cluster.{spec.role}.python",

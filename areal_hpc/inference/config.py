@@ -20,7 +20,7 @@ class InferenceConfig(StageConfig):
     """Tensor-parallel ranks of one replica."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Weights and activations of the server."""
     max_running_requests: Annotated[int, Field(ge=1)] = 64
     """Requests one replica decodes at once."""

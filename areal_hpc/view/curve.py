@@ -37,7 +37,8 @@ def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
         upper.annotate(
             f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 7), ha="center"
         )
-    upper.set_ylim(0, 1.12)
+    rewards = [row["reward/mean"] for row in trained] + [r for _, r in snapshot.evaluations]
+    upper.set_ylim(min(0.0, *rewards) * 1.12, max(1.0, *rewards) * 1.12)
     upper.set_ylabel("mean reward")
     upper.set_title(title)
     upper.grid(alpha=0.25)

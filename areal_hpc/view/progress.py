@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console, Group
@@ -14,6 +15,8 @@ from rich.text import Text
 from areal_hpc.layout import RunLayout
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
 
+WARMUP_LINES = 10
+"""Lines a warm-up prints."""
 REFRESH_S = 1.0
 """Shortest time between two looks at the run."""
 
@@ -21,14 +24,20 @@ REFRESH_S = 1.0
 class PlainReporter:
     """One line per finished step, for logs and pipes."""
 
-    def __init__(self, layout: RunLayout, total_steps: int, warmup_steps: int) -> None:
+    def __init__(
+        self,
+        layout: RunLayout,
+        total_steps: int,
+        warmup_steps: int,
+        console: Console | None = None,
+    ) -> None:
         self._layout = layout
         self._total_steps = total_steps
         self._warmup_steps = warmup_steps
-        self._console = Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True)
         before = read_snapshot(layout)
-        self._last_step = before.steps[-1]["step"] if before.steps else -1
-        self._last_warmup = before.warmup[-1]["step"] if before.warmup else 0
+        self._last_step = _last_step(before.steps)
+        self._last_warmup = _last_step(before.warmup)
         self._looked_at = 0.0
 
     def say(self, message: str) -> None:
@@ -45,8 +54,11 @@ class PlainReporter:
     def report_new_steps(self) -> None:
         """Print what is new, without waiting."""
         snapshot = read_snapshot(self._layout)
+        # Both fall back when a run starts anew or resumes from a commit.
+        self._last_step = min(self._last_step, _last_step(snapshot.steps))
+        self._last_warmup = min(self._last_warmup, _last_step(snapshot.warmup))
         for row in snapshot.warmup:
-            if row["step"] > self._last_warmup and row["step"] % 100 == 0:
+            if row["step"] >= self._last_warmup + self._warmup_steps / WARMUP_LINES:
                 self._last_warmup = row["step"]
                 self.say(warmup_line(row, self._warmup_steps))
         for row in snapshot.steps:
@@ -67,8 +79,7 @@ class LiveReporter:
         self._total_steps = total_steps
         self._warmup_steps = warmup_steps
         self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
-        self._plain = PlainReporter(layout, total_steps, warmup_steps)
-        self._plain._console = self._live.console
+        self._plain = PlainReporter(layout, total_steps, warmup_steps, self._live.console)
         self._live.start()
         self._looked_at = 0.0
         self._began_at = time.monotonic()
@@ -104,6 +115,10 @@ class LiveReporter:
             f"{elapsed_s:.0f} s",
         )
         return Group(head, Text(queue_line(snapshot), style="dim"))
+
+
+def _last_step(rows: Sequence[dict[str, Any]]) -> int:
+    return int(rows[-1]["step"]) if rows else -1
 
 
 def warmup_line(row: dict[str, Any], total: int) -> str:

@@ -10,7 +10,7 @@ from examples.quickstart.task import verify
 class ArithmeticAgent:
     """Asks the model the question; the reward is 1 if the number after `Answer:` is right."""
 
-    def __init__(self, max_tokens: int = 32) -> None:
+    def __init__(self, max_tokens: int = 48) -> None:
         self.max_tokens = max_tokens
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

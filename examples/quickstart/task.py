@@ -1,4 +1,4 @@
-"""Sums of four one-digit numbers, from reasoning-gym: a real generator with a real verifier."""
+"""Sums of one-digit numbers, from reasoning-gym: a real generator with a real verifier."""
 
 import itertools
 import random
@@ -18,17 +18,17 @@ SEED_STRIDE = 1_000_000_000
 _verify = reasoning_gym.get_score_answer_fn("chain_sum")
 
 
-def train_tasks(size: int, seed: int) -> Iterator[dict[str, Any]]:
+def train_tasks(size: int, seed: int, terms: int = 5) -> Iterator[dict[str, Any]]:
     """Tasks to learn from."""
-    return itertools.islice(_tasks(3 * seed, held_out=False), size)
+    return itertools.islice(_tasks(3 * seed, terms, held_out=False), size)
 
 
-def valid_tasks(size: int, seed: int) -> Iterator[dict[str, Any]]:
+def valid_tasks(size: int, seed: int, terms: int = 5) -> Iterator[dict[str, Any]]:
     """Held-out tasks, no question twice."""
     if size > MOST_HELD_OUT:
         raise ValueError(f"size={size}: at most {MOST_HELD_OUT} questions are held out")
     seen: set[str] = set()
-    for task in _tasks(3 * seed + 1, held_out=True):
+    for task in _tasks(3 * seed + 1, terms, held_out=True):
         question = task["messages"][0]["content"]
         if len(seen) == size:
             return
@@ -37,14 +37,16 @@ def valid_tasks(size: int, seed: int) -> Iterator[dict[str, Any]]:
             yield task
 
 
-def demonstrations(size: int, seed: int, p_work: float = 0.33) -> Iterator[dict[str, Any]]:
+def demonstrations(
+    size: int, seed: int, p_work: float = 0.4, terms: int = 5
+) -> Iterator[dict[str, Any]]:
     """Correct conversations: a share of `p_work` shows its work, the others only answer.
 
     After the warm-up the model is right nine times in ten when it shows its work, one in ten when
     it does not, and mostly it does not. Reinforcement learning finds that out.
     """
     rng = random.Random(seed)
-    for task in itertools.islice(_tasks(3 * seed + 2, held_out=False), size):
+    for task in itertools.islice(_tasks(3 * seed + 2, terms, held_out=False), size):
         work = f"{show_work(task['metadata']['expression'])}. " if rng.random() < p_work else ""
         reply = {"role": "assistant", "content": f"{work}Answer: {task['answer']}"}
         yield {"messages": [*task["messages"], reply]}
@@ -67,12 +69,12 @@ def show_work(expression: str) -> str:
     return ",".join(steps)
 
 
-def _tasks(stream: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
+def _tasks(stream: int, terms: int, *, held_out: bool) -> Iterator[dict[str, Any]]:
     """Endless tasks of one stream, of one side of the split."""
     sums = reasoning_gym.create_dataset(
         "chain_sum",
-        min_terms=4,
-        max_terms=4,
+        min_terms=terms,
+        max_terms=terms,
         min_digits=1,
         max_digits=1,
         seed=stream * SEED_STRIDE,

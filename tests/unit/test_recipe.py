@@ -94,3 +94,23 @@ def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     assert load(path) == recipe
+
+
+def test_engine_and_trainer_must_hold_the_same_bits() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, ["inference.dtype=bfloat16", "trainer.device=cuda"])
+    assert {problem.key for problem in caught.value.problems} == {
+        "inference.dtype",
+        "inference.device",
+    }
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "a/b", ""])
+def test_names_that_would_leave_the_file_root_are_refused(name: str) -> None:
+    with pytest.raises(RecipeError, match="trial_name"):
+        load(QUICKSTART, [f"trial_name='{name}'"])
+
+
+def test_sessions_must_outlive_their_episodes() -> None:
+    with pytest.raises(RecipeError, match="session_timeout_s=3600 is less than the 7200 s"):
+        load(QUICKSTART, ["rollout.episode_timeout_s=2400"])

@@ -1,0 +1,39 @@
+"""`--fresh` moves an earlier run aside; it never deletes one, nor one that is in use."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch import archive
+from areal_hpc.layout import RunLayout
+
+
+def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "quickstart" / "demo")
+    layout.shards_dir.mkdir(parents=True)
+    layout.recipe.touch()
+    (layout.shards_dir / "cell-0-000000.h5").write_bytes(b"precious")
+    kept = archive(layout)
+    assert kept is not None
+    assert not layout.root.exists()
+    assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
+    assert kept.parent == layout.root.parent
+
+
+def test_there_may_be_no_earlier_run(tmp_path: Path) -> None:
+    assert archive(RunLayout(tmp_path / "none")) is None
+
+
+def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "demo")
+    layout.root.mkdir()
+    layout.recipe.touch()
+    with layout.lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ClusterError, match="another launcher"):
+            archive(layout)
+    assert layout.root.exists()

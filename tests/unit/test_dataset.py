@@ -1,0 +1,64 @@
+"""Task sets are checked when they are made, not when an episode trips over them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.dataset import DatasetConfig, count_rows, materialise, rows
+from areal_hpc.errors import RecipeError
+
+
+@pytest.fixture
+def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_up_tasks.py").write_text(
+        "def good(size): return ({'n': i} for i in range(size))\n"
+        "def empty(): return []\n"
+        "def breaks(): yield {'n': 1}; raise ValueError('out of questions')\n"
+        "def odd(): yield {'n': object()}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_generator_is_written_as_json_lines(generators: None, tmp_path: Path) -> None:
+    out = tmp_path / "data" / "train.jsonl"
+    config = DatasetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
+    assert materialise(config, "train_dataset", out) == 3
+    assert count_rows(out) == 3
+    assert list(rows(DatasetConfig(path=out), "train_dataset")) == [{"n": 0}, {"n": 1}, {"n": 2}]
+
+
+@pytest.mark.parametrize(
+    ("generator", "complaint"),
+    [
+        ("made_up_tasks:empty", "the data set is empty"),
+        ("made_up_tasks:breaks", "ValueError: out of questions"),
+        ("made_up_tasks:odd", "row 0 is not JSON-able"),
+        ("made_up_tasks:absent", "AttributeError"),
+        ("nowhere_at_all:x", "ModuleNotFoundError"),
+        ("nocolon", "expected `package.module:function`"),
+    ],
+)
+def test_a_broken_generator_is_named_and_leaves_no_file(
+    generators: None, tmp_path: Path, generator: str, complaint: str
+) -> None:
+    out = tmp_path / "train.jsonl"
+    with pytest.raises(RecipeError, match=complaint):
+        materialise(DatasetConfig(generator=generator), "train_dataset", out)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("{broken\n", "bad.jsonl:1 is not JSON"), ("[1]\n", "holds list")]
+)
+def test_a_broken_line_is_named(tmp_path: Path, content: str, complaint: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content)
+    with pytest.raises(RecipeError, match=complaint):
+        list(rows(DatasetConfig(path=path), "train_dataset"))
+
+
+def test_exactly_one_source_is_demanded() -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        DatasetConfig()

@@ -1,0 +1,64 @@
+"""Progress lines: each finished step once, also over resumes and fresh starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import append_json_line
+from areal_hpc.view.progress import PlainReporter
+
+STEP = {
+    "reward/mean": 0.5,
+    "tokens_per_s": 100.0,
+    "staleness/mean": 0.0,
+    "staleness/max": 0,
+    "logprob/engine_trainer_max_abs_diff": 1e-6,
+    "logprob/metered_tokens": 10,
+}
+
+
+def steps_in(text: str) -> list[int]:
+    return [int(line.split()[1].split("/")[0]) for line in text.splitlines() if "step" in line]
+
+
+def test_each_step_is_told_once_and_again_after_it_was_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    append_json_line(layout.metrics, {"step": 0, "eval/reward": 0.25})
+    append_json_line(layout.metrics, {"step": 1, **STEP})
+    reporter.report_new_steps()
+    reporter.report_new_steps()
+    append_json_line(layout.metrics, {"step": 2, **STEP})
+    reporter.report_new_steps()
+    assert steps_in(capsys.readouterr().out) == [0, 1, 2]
+    layout.metrics.unlink()  # a fresh start
+    reporter.report_new_steps()
+    append_json_line(layout.metrics, {"step": 1, **STEP})
+    reporter.close()
+    assert steps_in(capsys.readouterr().out) == [1]
+
+
+def test_what_an_earlier_launch_told_is_not_told_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    append_json_line(layout.metrics, {"step": 1, **STEP})
+    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    append_json_line(layout.metrics, {"step": 2, **STEP})
+    reporter.close()
+    assert steps_in(capsys.readouterr().out) == [2]
+
+
+def test_a_step_without_metered_tokens_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    append_json_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
+    reporter.close()
+    assert "unmetered" in capsys.readouterr().out
