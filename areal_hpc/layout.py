@@ -90,6 +90,11 @@ class RunLayout:
         return self.manifests_dir / f"batch_{step:08d}.json"
 
     @property
+    def drops(self) -> Path:
+        """Training tickets given up on: one JSON object a line."""
+        return self.root / "drops.jsonl"
+
+    @property
     def ledger_state(self) -> Path:
         """The ledger's incarnation, newest epoch and published step."""
         return self.root / "ledger.json"

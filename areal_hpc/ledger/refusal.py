@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_hpc.errors import ArealError
+from areal_hpc.wire.ledger import SettledTicket
 
 
 class Refused(ArealError):
@@ -48,4 +49,25 @@ def refuse_superseded_epoch(epoch: int, newest: int) -> None:
             409,
             f"epoch {epoch} was superseded by epoch {newest}",
             hint="stop this trainer: another one took over",
+        )
+
+
+def refuse_unfit(ticket: SettledTicket) -> None:
+    """Demand that a settled ticket is one of training with a reward for every row.
+
+    Raises:
+        Refused: 400.
+    """
+    if len(ticket.rows) != len(ticket.rewards):
+        raise Refused(
+            400,
+            f"ticket {ticket.ref.ticket_id} of {ticket.shard} has {len(ticket.rows)} rows "
+            f"and {len(ticket.rewards)} rewards",
+            hint="send one reward per row",
+        )
+    if ticket.ref.eval_step >= 0:
+        raise Refused(
+            400,
+            f"{ticket.ref} is an evaluation ticket: it is never settled",
+            hint="send its rewards to /evaluated",
         )

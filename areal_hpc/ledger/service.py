@@ -16,7 +16,12 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
-from areal_hpc.ledger.refusal import Refused, refuse_other_epoch, refuse_superseded_epoch
+from areal_hpc.ledger.refusal import (
+    Refused,
+    refuse_other_epoch,
+    refuse_superseded_epoch,
+    refuse_unfit,
+)
 from areal_hpc.ledger.stream import TaskStream
 from areal_hpc.ledger.tickets import TicketPolicy, Tickets
 from areal_hpc.ledger.waiting import News, Patience
@@ -87,6 +92,7 @@ class LedgerService:
             incarnation=self._state.incarnation,
             version_step=before.version_step,
             manifests=manifests.read_manifests(layout),
+            dropped=manifests.read_drops(layout),
             settled=manifests.read_settled(layout),
             grants_from_s=now_s + policy.report_within_s if is_restart else now_s,
         )
@@ -123,19 +129,7 @@ class LedgerService:
     async def settle(self, request: SettleRequest, patience: Patience) -> Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
-            if len(ticket.rows) != len(ticket.rewards):
-                raise Refused(
-                    400,
-                    f"ticket {ticket.ref.ticket_id} of {ticket.shard} has {len(ticket.rows)} rows "
-                    f"and {len(ticket.rewards)} rewards",
-                    hint="send one reward per row",
-                )
-            if ticket.ref.eval_step >= 0:
-                raise Refused(
-                    400,
-                    f"{ticket.ref} is an evaluation ticket: it is never settled",
-                    hint="send its rewards to /evaluated",
-                )
+            refuse_unfit(ticket)
         for ticket in request.tickets:
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
@@ -149,8 +143,12 @@ class LedgerService:
         if ref.eval_step >= 0:
             if evaluation := self._evaluations.get(ref.eval_step):
                 evaluation.fail(ref, request.reason)
-        elif self._tickets.drop(ref, request.reason):
-            log.warning("%s dropped ticket %d: %s", request.cell, ref.ticket_id, request.reason)
+        else:
+            if self._tickets.drop(ref, request.reason):
+                log.warning("%s dropped ticket %d: %s", request.cell, ref.ticket_id, request.reason)
+            if self._tickets.state_of(ref.ticket_id) == "dropped":
+                # A repeat is written again: it may follow a write that failed.
+                manifests.append_drop(self._layout, request)
         self._spread_news()
         return ACKNOWLEDGED
 

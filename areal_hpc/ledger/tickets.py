@@ -26,7 +26,7 @@ from typing import Literal
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
@@ -92,6 +92,7 @@ class Tickets:
         incarnation: int,
         version_step: int,
         manifests: Iterable[BatchManifest],
+        dropped: Iterable[DropRequest],
         settled: Iterable[SettledTicket],
         grants_from_s: float,
     ) -> Tickets:
@@ -106,6 +107,10 @@ class Tickets:
             for ticket in manifest.tickets:
                 tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.record_batch(manifest)
+        for drop in dropped:
+            tickets._note_issued_up_to(drop.ref.ticket_id)
+            tickets.drop(drop.ref, drop.reason)
+        tickets._drops_in_a_row = 0  # only what fails from here on is trouble
         for ticket in settled:
             tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.settle(ticket)
@@ -253,9 +258,7 @@ class Tickets:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         self._note_claim(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
-        if lease is not None and lease.attempt != ref.attempt:
-            return False
-        if not self._pop_open(ref.ticket_id):
+        if (lease and lease.attempt != ref.attempt) or not self._pop_open(ref.ticket_id):
             return False
         self._dropped[ref.ticket_id] = reason
         self._drops_in_a_row += 1
@@ -326,8 +329,7 @@ class Tickets:
 
     def _pop_open(self, ticket_id: int) -> bool:
         """Take a ticket out of waiting, leased or finished; False if it was in none of them."""
-        if ticket_id in self._waiting:
-            del self._waiting[ticket_id]
+        if self._waiting.pop(ticket_id, None) is not None:
             return True
         return (self._leased.pop(ticket_id) or self._finished.pop(ticket_id)) is not None
 

@@ -20,6 +20,7 @@ from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchReply,
     BatchRequest,
+    DropRequest,
     Empty,
     LeaseReply,
     LeaseRequest,
@@ -145,6 +146,9 @@ class LedgerProcess:
 
     def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:
         self.call("/settle", SettleRequest(cell, tickets), Acknowledged)
+
+    def drop(self, ref: TicketRef, reason: str) -> None:
+        self.call("/drop", DropRequest("cell-0", ref, reason), Acknowledged)
 
     # The trainer
 

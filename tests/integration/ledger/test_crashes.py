@@ -80,6 +80,21 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
     assert ledger.status().trained == 4
 
 
+def test_dropped_tickets_stay_dropped_and_are_no_new_trouble(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    dropped = []
+    for _ in range(2):
+        for grant in ledger.grants():
+            ledger.drop(grant.ref, "KeyError")
+            dropped.append(grant.ref)
+    assert ledger.batch(1).trouble
+    ledger.restart()
+    assert ledger.batch(1).trouble == ""
+    assert ledger.status().dropped == len(dropped)
+    again = {grant.ref.ticket_id for grant in ledger.grants()}
+    assert again.isdisjoint(ref.ticket_id for ref in dropped)
+
+
 def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) -> None:
     ledger.open_epoch()
     manifest = form_batch(ledger, 1)

@@ -182,6 +182,7 @@ def rebuilt(
         incarnation=2,
         version_step=version_step,
         manifests=manifests,
+        dropped=[],
         settled=index,
         grants_from_s=10.0,
     )

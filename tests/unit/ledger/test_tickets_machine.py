@@ -21,7 +21,7 @@ from hypothesis.stateful import (
 )
 
 from areal_hpc.ledger.tickets import State, TicketPolicy, Tickets
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
 TIMEOUT_S = 30.0
 CELLS = ("cell-0", "cell-1", "cell-2")
@@ -42,6 +42,7 @@ class Disk:
     """Everything that survives a crash of the ledger or the trainer."""
 
     manifests: list[BatchManifest] = field(default_factory=list)
+    drops: list[DropRequest] = field(default_factory=list)
     index: list[SettledTicket] = field(default_factory=list)
     incarnation: int = 1
     version_step: int = 0
@@ -130,7 +131,9 @@ class TicketHistories(RuleBasedStateMachine):
     def drop(self, name: str) -> None:
         cell = self.cells[name]
         if cell.held:
-            self.ledger.drop(cell.held.pop(), "the agent raised ValueError")
+            drop = DropRequest(name, cell.held.pop(), "the agent raised ValueError")
+            if self.ledger.drop(drop.ref, drop.reason):
+                self.disk.drops.append(drop)
             self.drops += 1
 
     @rule(name=st.sampled_from(CELLS))
@@ -192,6 +195,7 @@ class TicketHistories(RuleBasedStateMachine):
             incarnation=self.disk.incarnation,
             version_step=self.disk.version_step,
             manifests=list(self.disk.manifests),
+            dropped=list(self.disk.drops),
             settled=list(self.disk.index),
             grants_from_s=self.now_s + self.policy.report_within_s,
         )
