@@ -42,8 +42,8 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """Correct conversations: a share of `p_work` shows its work, the others only answer.
 
-    After the warm-up the model is right nine times in ten when it shows its work, one in ten when
-    it does not, and mostly it does not. Reinforcement learning finds that out.
+    After the warm-up the model is right eight to nine times in ten when it shows its work, one
+    in ten when it does not, and mostly it does not. Reinforcement learning finds that out.
     """
     rng = random.Random(seed)
     for task in itertools.islice(_tasks(3 * seed + 2, terms, held_out=False), size):
