@@ -71,3 +71,31 @@ def refuse_unfit(ticket: SettledTicket) -> None:
             f"{ticket.ref} is an evaluation ticket: it is never settled",
             hint="send its rewards to /evaluated",
         )
+
+
+def refuse_unformed_step(step: int, formed_steps: int) -> None:
+    """Demand that weights of `step` can exist.
+
+    Raises:
+        Refused: 400: its batch was never handed out.
+    """
+    if not 0 <= step <= formed_steps:
+        raise Refused(
+            400,
+            f"step {step} cannot be served: batches were handed out for steps 1 to {formed_steps}",
+            hint="check that manifests/ and checkpoints/ belong to the same run",
+        )
+
+
+def refuse_step_out_of_order(step: int, formed_steps: int, total_steps: int) -> None:
+    """Demand that `step` is the one whose batch forms next.
+
+    Raises:
+        Refused: 400: it is not, or the run has all its batches.
+    """
+    if step != formed_steps + 1 or step > total_steps:
+        raise Refused(
+            400,
+            f"there is no batch for step {step}: {formed_steps} of {total_steps} were handed out",
+            hint="ask for the steps in order",
+        )

@@ -19,8 +19,10 @@ from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
 from areal_hpc.ledger.refusal import (
     Refused,
     refuse_other_epoch,
+    refuse_step_out_of_order,
     refuse_superseded_epoch,
     refuse_unfit,
+    refuse_unformed_step,
 )
 from areal_hpc.ledger.stream import TaskStream
 from areal_hpc.ledger.tickets import TicketPolicy, Tickets
@@ -86,7 +88,7 @@ class LedgerService:
         before = manifests.read_state(layout)
         self._state = msgspec.structs.replace(before, incarnation=before.incarnation + 1)
         is_restart = before.incarnation > 0
-        now_s = clock()
+        self._listens_until_s = clock() + policy.report_within_s
         self._tickets = Tickets.rebuilt(
             policy,
             incarnation=self._state.incarnation,
@@ -94,7 +96,8 @@ class LedgerService:
             manifests=manifests.read_manifests(layout),
             dropped=manifests.read_drops(layout),
             settled=manifests.read_settled(layout),
-            grants_from_s=now_s + policy.report_within_s if is_restart else now_s,
+            # A new trainer may resume from before the version of the last ledger.
+            grants_from_s=float("inf") if is_restart else clock(),
         )
         manifests.write_state(layout, self._state)
         self._evaluations: dict[int, Evaluation] = {}
@@ -178,6 +181,7 @@ class LedgerService:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._check_newest_on_disk(request.epoch)
         self._set_version(request.epoch, request.base_step)
+        self._hear_trainer()
         # Its weights are not yet those an unfinished evaluation began with; it asks again.
         self._evaluated_step = -1
         log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
@@ -288,13 +292,7 @@ class LedgerService:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._layout, step)
-        if step != tickets.formed_steps + 1 or step > self._policy.total_steps:
-            raise Refused(
-                400,
-                f"there is no batch for step {step}: {tickets.formed_steps} of "
-                f"{self._policy.total_steps} were handed out",
-                hint="ask for the steps in order",
-            )
+        refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
         manifest = tickets.next_batch(request.epoch)
         if manifest is not None:
             # A ledger left over from an earlier trainer must not overwrite the new one's batch.
@@ -325,13 +323,7 @@ class LedgerService:
 
     def _set_version(self, epoch: int, step: int) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
-        if not 0 <= step <= self._tickets.formed_steps:
-            raise Refused(
-                400,
-                f"step {step} cannot be served: batches were handed out for steps 1 to "
-                f"{self._tickets.formed_steps}",
-                hint="check that manifests/ and checkpoints/ belong to the same run",
-            )
+        refuse_unformed_step(step, self._tickets.formed_steps)
         state = LedgerState(self._state.incarnation, epoch, step)
         if state != self._state:
             manifests.write_state(self._layout, state)
@@ -341,6 +333,13 @@ class LedgerService:
 
     def _check_epoch(self, epoch: int) -> None:
         refuse_other_epoch(epoch, self._state.epoch)
+        if self._tickets.grants_from_s == float("inf"):
+            self._check_newest_on_disk(epoch)
+            self._hear_trainer()
+
+    def _hear_trainer(self) -> None:
+        """The version is that of a living trainer: grant once the cells could report as well."""
+        self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
     def _check_newest_on_disk(self, epoch: int) -> None:
         newest = newest_epoch(self._layout.epochs_dir)

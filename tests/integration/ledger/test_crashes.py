@@ -58,6 +58,7 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
     trained: list[int] = []
     for step in (1, 2):
         ledger.restart()
+        assert ledger.batch(step).manifest is None
         refs = [grant.ref for grant in ledger.grants()]
         ledger.restart()
         ledger.lease(held=refs, tickets=0)
@@ -117,6 +118,7 @@ def test_a_sealed_ticket_counts_even_if_its_settle_was_never_delivered(
 def test_running_work_outlives_the_ledger_and_is_not_issued_twice(ledger: LedgerProcess) -> None:
     held = [grant.ref for grant in ledger.grants("cell-0")]
     ledger.restart()
+    ledger.open_epoch()
     other = ledger.threads.submit(ledger.lease, "cell-1", 8, wait_s=0.15)
     ledger.lease("cell-0", tickets=0, held=held)
     assert other.result().grants == []
@@ -137,8 +139,31 @@ def test_tickets_of_a_silent_cell_are_issued_again_with_a_higher_attempt(
 def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: LedgerProcess) -> None:
     first = {grant.ref.ticket_id: grant.ref.attempt for grant in ledger.grants()}
     ledger.restart()
-    for grant in ledger.grants("cell-1"):
+    ledger.open_epoch()
+    again = ledger.grants("cell-1")
+    assert again
+    for grant in again:
         assert grant.ref.attempt > first[grant.ref.ticket_id]
+
+
+def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resumes(
+    ledger: LedgerProcess,
+) -> None:
+    """Its last version may be of weights that were never committed."""
+    take_next_epoch(ledger.layout.epochs_dir)
+    ledger.open_epoch(1)
+    form_batch(ledger, 1)
+    ledger.publish(1)
+    take_next_epoch(ledger.layout.epochs_dir)
+    ledger.restart()
+    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+        ledger.batch(2, epoch=1)
+    time.sleep(SHORT_TIMEOUT_S / 3)
+    assert ledger.grants() == []
+    ledger.open_epoch(2, base_step=0)
+    assert ledger.grants() == [], "the batch of step 1 is there to be trained again"
+    ledger.publish(1, epoch=2)
+    assert len(ledger.grants()) == 2
 
 
 def test_a_late_settle_of_a_fenced_cell_counts_once(ledger: LedgerProcess) -> None:
