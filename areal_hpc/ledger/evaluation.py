@@ -7,21 +7,28 @@ from collections import OrderedDict
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.wire.ledger import TicketRef
 
+ATTEMPTS_PER_EPOCH = 1_000_000
+"""Attempts of epoch k begin above k times this: a result tells which epoch's weights it is of."""
+
 
 class Evaluation:
     """Held-out tasks 0..n_tasks-1, one episode each, on the weights of one step.
 
-    A ticket is pending, leased or done. Results are taken from any attempt, once.
+    A ticket is pending, leased or done. Results are taken from any attempt of the epoch, once.
     """
 
-    def __init__(self, step: int, n_tasks: int, first_attempt: int = 1) -> None:
+    def __init__(self, step: int, n_tasks: int, *, epoch: int = 0, first_attempt: int = 1) -> None:
         self.step = step
+        self.epoch = epoch
+        """The epoch of the weights: a later one may have others at the same step."""
         self.n_tasks = n_tasks
         self.rewards: dict[int, float] = {}
         """Task index -> reward, of the tickets that are done."""
         self.failures: dict[int, str] = {}
         """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
-        self._pending = OrderedDict.fromkeys(range(n_tasks), first_attempt)
+        self._pending = OrderedDict.fromkeys(
+            range(n_tasks), epoch * ATTEMPTS_PER_EPOCH + first_attempt
+        )
         self._leased = LeaseTable()
 
     @property
@@ -54,6 +61,8 @@ class Evaluation:
 
     def settle(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
+        if ref.attempt // ATTEMPTS_PER_EPOCH != self.epoch:
+            return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False
         self._leased.pop(ref.ticket_id)

@@ -13,6 +13,7 @@ import msgspec
 from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards.index import read_index, sync_directory
+from areal_hpc.weights.version import Fork
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
 Record = TypeVar("Record")
@@ -27,6 +28,19 @@ class LedgerState(msgspec.Struct, frozen=True):
     """The newest epoch a trainer opened."""
     version_step: int = 0
     """The last step that trainer published, or resumed from."""
+    forks: tuple[Fork, ...] = ()
+    """Every epoch opened so far, with the step it began from."""
+
+    def opened(self, epoch: int, base_step: int) -> LedgerState:
+        """The state once the trainer of `epoch` resumes after `base_step`."""
+        earlier = (fork for fork in self.forks if fork.epoch != epoch)
+        forks = (*earlier, Fork(epoch, base_step))
+        return LedgerState(self.incarnation, epoch, base_step, forks)
+
+    def keeps(self, result: EvaluationResult) -> bool:
+        """True if the weights that were evaluated are those this run still has at that step."""
+        later = (fork for fork in self.forks if fork.epoch > result.epoch)
+        return all(result.step <= fork.base_step for fork in later)
 
 
 class EvaluationResult(msgspec.Struct, frozen=True):
@@ -39,6 +53,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """By task index."""
     failures: dict[int, str] = {}
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
+    epoch: int = 0
+    """The epoch whose weights these were; 0 in files that do not say."""
 
 
 def write_durably(path: Path, content: bytes) -> None:

@@ -180,9 +180,12 @@ class LedgerService:
     async def open_epoch(self, request: OpenEpochRequest, patience: Patience) -> Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._check_newest_on_disk(request.epoch)
-        self._set_version(request.epoch, request.base_step)
+        self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
-        # Its weights are not yet those an unfinished evaluation began with; it asks again.
+        # Steps above are trained anew; what began at others goes on once it is asked for again.
+        self._evaluations = {
+            step: one for step, one in self._evaluations.items() if step <= request.base_step
+        }
         self._evaluated_step = -1
         log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
         return ACKNOWLEDGED
@@ -206,7 +209,7 @@ class LedgerService:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._check_epoch(request.epoch)
         if request.step > self._tickets.version_step:
-            self._set_version(request.epoch, request.step)
+            self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
 
     async def evaluate(self, request: EvaluateRequest, patience: Patience) -> EvaluateReply:
@@ -307,28 +310,29 @@ class LedgerService:
         evaluation = self._evaluations.get(step)
         if evaluation is None or evaluation.n_tasks != n_tasks:
             result = manifests.read_evaluation(self._layout, step)
-            if result is not None and result.n_tasks == n_tasks:
+            if result and result.n_tasks == n_tasks and self._state.keeps(result):
                 return n_tasks, result.mean_reward
-            evaluation = Evaluation(step, n_tasks, self._tickets.first_attempt)
+            first_attempt, epoch = self._tickets.first_attempt, self._state.epoch
+            evaluation = Evaluation(step, n_tasks, epoch=epoch, first_attempt=first_attempt)
             self._evaluations[step] = evaluation
         if self._evaluated_step != step:
             self._evaluated_step = step
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
             rewards = [evaluation.rewards[index] for index in range(n_tasks)]
-            result = EvaluationResult(step, n_tasks, mean_reward, rewards, evaluation.failures)
+            failures, epoch = evaluation.failures, evaluation.epoch
+            result = EvaluationResult(step, n_tasks, mean_reward, rewards, failures, epoch)
             manifests.write_evaluation(self._layout, result)
             del self._evaluations[step]
         return len(evaluation.rewards), mean_reward
 
-    def _set_version(self, epoch: int, step: int) -> None:
+    def _follow_trainer(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
-        refuse_unformed_step(step, self._tickets.formed_steps)
-        state = LedgerState(self._state.incarnation, epoch, step)
+        refuse_unformed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
             manifests.write_state(self._layout, state)
             self._state = state
-        self._tickets.publish(step)
+        self._tickets.publish(state.version_step)
         self._spread_news()
 
     def _check_epoch(self, epoch: int) -> None:

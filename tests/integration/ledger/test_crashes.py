@@ -267,6 +267,31 @@ def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) 
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
 
 
+def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) -> None:
+    def evaluate(epoch: int, rewards: list[float]) -> EvaluateReply:
+        ask = EvaluateRequest(epoch, 1, 1, 0.0)
+        ledger.call("/evaluate", ask, EvaluateReply)
+        granted.extend(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1)
+        for ref, reward in zip(granted, rewards, strict=True):
+            request = EvaluatedRequest("cell-0", ref, [reward])
+            ledger.call("/evaluated", request, Acknowledged)
+        return ledger.call("/evaluate", ask, EvaluateReply)
+
+    granted: list[TicketRef] = []
+    ledger.open_epoch(1)
+    form_batch(ledger, 1)
+    ledger.publish(1)
+    assert evaluate(1, [0.25]).mean_reward == 0.25
+    ledger.restart()
+    ledger.open_epoch(2, base_step=0)
+    ledger.publish(1, epoch=2)
+    # The cell of the first epoch repeats its report before the new one's comes.
+    assert evaluate(2, [0.25, 0.75]).mean_reward == 0.75
+    ledger.open_epoch(3, base_step=1)
+    ask = EvaluateRequest(3, 1, 1, 0.0)
+    assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.75
+
+
 def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
     ledger: LedgerProcess,
 ) -> None:
