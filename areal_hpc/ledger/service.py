@@ -179,7 +179,6 @@ class LedgerService:
 
     async def open_epoch(self, request: OpenEpochRequest, patience: Patience) -> Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
-        self._check_newest_on_disk(request.epoch)
         self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
         # Steps above are trained anew; what began at others goes on once it is asked for again.
@@ -328,6 +327,7 @@ class LedgerService:
 
     def _follow_trainer(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
+        self._check_newest_on_disk(state.epoch)  # the newest trainer may have another ledger
         refuse_unformed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
             manifests.write_state(self._layout, state)

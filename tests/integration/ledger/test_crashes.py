@@ -236,6 +236,17 @@ def test_a_zombie_cannot_form_a_batch_once_a_newer_epoch_is_on_disk(
     assert not ledger.layout.manifest(1).exists()
 
 
+def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerProcess) -> None:
+    take_next_epoch(ledger.layout.epochs_dir)
+    ledger.open_epoch(1)
+    form_batch(ledger, 1)
+    take_next_epoch(ledger.layout.epochs_dir)
+    before = ledger.layout.ledger_state.read_bytes()
+    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+        ledger.publish(1, epoch=1)
+    assert ledger.layout.ledger_state.read_bytes() == before
+
+
 def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess) -> None:
     ledger.open_epoch()
     ask = EvaluateRequest(1, 0, 3, 0.0)
