@@ -22,11 +22,9 @@ from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
-    EvaluatedRequest,
     EvaluateReply,
     EvaluateRequest,
     FinishRequest,
-    TicketRef,
 )
 from tests.integration.ledger.ledger_process import LedgerProcess
 
@@ -245,62 +243,6 @@ def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerPro
     with pytest.raises(HttpRefused, match="superseded by epoch 2"):
         ledger.publish(1, epoch=1)
     assert ledger.layout.ledger_state.read_bytes() == before
-
-
-def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
-    ask = EvaluateRequest(1, 0, 3, 0.0)
-    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 3)
-    grants = ledger.lease(tickets=1).grants  # four episodes: three for it, none for a group
-    assert [grant.ref.eval_step for grant in grants] == [0, 0, 0]
-    assert [(grant.task_index, grant.n_samples) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
-    for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
-        request = EvaluatedRequest("cell-0", grant.ref, [reward])
-        ledger.call("/evaluated", request, Acknowledged)
-    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
-    ledger.restart()
-    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
-    assert json.loads(ledger.layout.evaluation(0).read_bytes())["rewards"] == [0.0, 0.5, 1.0]
-
-
-def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
-    ask = EvaluateRequest(1, 0, 1, 0.0)
-    ledger.call("/evaluate", ask, EvaluateReply)
-    (first,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
-    ledger.restart()
-    lost = EvaluatedRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
-    ledger.call("/evaluated", lost, Acknowledged)
-    assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 1)
-    (second,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
-    assert second.attempt > first.attempt
-    ledger.call("/evaluated", EvaluatedRequest("cell-0", second, [0.25]), Acknowledged)
-    assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
-
-
-def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) -> None:
-    def evaluate(epoch: int, rewards: list[float]) -> EvaluateReply:
-        ask = EvaluateRequest(epoch, 1, 1, 0.0)
-        ledger.call("/evaluate", ask, EvaluateReply)
-        granted.extend(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1)
-        for ref, reward in zip(granted, rewards, strict=True):
-            request = EvaluatedRequest("cell-0", ref, [reward])
-            ledger.call("/evaluated", request, Acknowledged)
-        return ledger.call("/evaluate", ask, EvaluateReply)
-
-    granted: list[TicketRef] = []
-    ledger.open_epoch(1)
-    form_batch(ledger, 1)
-    ledger.publish(1)
-    assert evaluate(1, [0.25]).mean_reward == 0.25
-    ledger.restart()
-    ledger.open_epoch(2, base_step=0)
-    ledger.publish(1, epoch=2)
-    # The cell of the first epoch repeats its report before the new one's comes.
-    assert evaluate(2, [0.25, 0.75]).mean_reward == 0.75
-    ledger.open_epoch(3, base_step=1)
-    ask = EvaluateRequest(3, 1, 1, 0.0)
-    assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.75
 
 
 def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
