@@ -34,7 +34,10 @@ class TaskSet:
         """
         if not 0 <= index < len(self._lines):
             raise RecipeError(f"task {index} was asked for; {self._path} has {len(self)} tasks")
-        task = orjson.loads(self._lines[index])
+        try:
+            task = orjson.loads(self._lines[index])
+        except orjson.JSONDecodeError as error:
+            raise RecipeError(f"{self._path}:{index + 1} is not JSON: {error}") from error
         if not isinstance(task, dict):
             raise RecipeError(f"{self._path}:{index + 1} is not a JSON object")
         return task
