@@ -19,6 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""Rewards are stored as 32-bit floats."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:

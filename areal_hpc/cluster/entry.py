@@ -52,6 +52,13 @@ def resolve(entry: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
+def _only_cause(error: BaseException) -> BaseException:
+    """What a group of one error is about; task groups wrap even a single failure."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error
+
+
 def main() -> None:
     """Run one entry with its configuration; exit with the code of the error it raised."""
     entry, config_path = sys.argv[1:3]
@@ -65,7 +72,10 @@ def main() -> None:
     config = json.loads(Path(config_path).read_text())
     try:
         resolve(entry)(config)
-    except (ArealError, ValidationError) as error:
+    except Exception as caught:  # boundary: whatever is not ours to explain is raised again
+        error = _only_cause(caught)
+        if not isinstance(error, (ArealError, ValidationError)):
+            raise
         log.error("%s", error, exc_info=True)
         Path(config_path).with_suffix(".error").write_text(str(error))
         # A configuration that does not validate will not validate at the next start either.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
@@ -32,6 +35,8 @@ class InferenceJobConfig(StageConfig):
     """Weights to start with, in Hugging Face format; the trainer sends its own before any use."""
     serve_python: str
     """The Python that has SGLang."""
+    serve_variables: dict[str, str] = Field(default_factory=dict)
+    """Added to the environment of SGLang."""
     seed: int = 0
     """The run's seed."""
 
@@ -74,7 +79,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
 
     def launch_of(index: int) -> Any:
         def launch(incarnation: int, ports: Ports) -> Command:
-            return replica_command(
+            command = replica_command(
                 inference,
                 python=job.serve_python,
                 model_path=str(job.model_path),
@@ -83,6 +88,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
                 ports=ports,
                 random_seed=replica_seed(job.seed, job.cell, index, incarnation),
             )
+            return replace(command, environment=command.environment | job.serve_variables)
 
         return launch
 

@@ -101,6 +101,7 @@ class Replica:
         elif self._state == "starting":
             self._await_ready(self._server, now)
         elif self._paused_until is not None and now >= self._paused_until:
+            self._crashes -= 1  # the sender's fault, which _bury is about to count as its own
             self._bury(self._server, "was paused, and its sender vanished")
 
     def _start(self) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import msgspec
 import uvicorn
 import uvloop
 
@@ -22,7 +23,7 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller, ServedModel
@@ -56,8 +57,8 @@ class ProxyJobConfig(StageConfig):
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
     model_name: str
     """What `/v1/models` calls the model."""
-    context_tokens: int
-    """Longest prompt plus reply that the replicas accept."""
+    context_tokens: int | None = None
+    """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -81,9 +82,9 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.model_name,
         ChatTemplate.from_model_dir(job.model_path),
         TokenEncoder.from_model_dir(job.model_path),
-        job.context_tokens,
+        job.context_tokens or read_context_tokens(job.model_path),
     )
-    recorder = Recorder(journal_path(job), job.shards.sync_interval_s)
+    recorder = Recorder(journal_path(job, admin_key), job.shards.sync_interval_s)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
     router = Router(layout.rendezvous_dir, job.cell, admin_key)
@@ -177,10 +178,33 @@ async def _drop_idle_sessions(recorder: Recorder, timeout_s: float) -> None:
             recorder.record(SessionDropped(session.session_id))
 
 
-def journal_path(job: ProxyJobConfig) -> Path:
-    """The cell's journal: node-local, apart from those of other runs, readable by its owner."""
+def read_context_tokens(model_path: Path) -> int:
+    """The longest sequence that the model's configuration allows.
+
+    Raises:
+        RecipeError: The configuration does not say.
+    """
+    config = msgspec.json.decode((model_path / "config.json").read_bytes())
+    limit = config.get("max_position_embeddings")
+    if not isinstance(limit, int):
+        raise RecipeError(
+            f"{model_path / 'config.json'} does not say max_position_embeddings",
+            key="inference.context_tokens",
+            hint="set inference.context_tokens to the longest prompt plus reply",
+        )
+    return limit
+
+
+def journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
+    """The cell's journal: node-local, apart from those of other runs, readable by its owner.
+
+    Every run directory has a secret of its own, so a run that starts anew at an earlier run's
+    path does not take over that one's journal.
+    """
     base = job.shards.journal_dir or Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
-    run = hashlib.blake2b(f"{job.run_dir.resolve()}\n{job.cell}".encode(), digest_size=8)
+    run = hashlib.blake2b(
+        f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode(), digest_size=8
+    )
     folder = base / f"areal_hpc-{run.hexdigest()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():

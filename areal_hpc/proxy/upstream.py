@@ -144,6 +144,8 @@ class Upstream:
         try:
             async with asyncio.timeout(timeout_s):
                 status, answer = await self._post(f"{base_url}/generate", body)
+        except aiohttp.ServerTimeoutError as error:  # it does not even accept connections
+            raise UpstreamLost(f"{base_url} does not accept: {error}") from error
         except TimeoutError:
             self._abort(base_url, rid)
             raise RequestRefused(

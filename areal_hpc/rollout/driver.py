@@ -38,6 +38,10 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 2.0
 """How long the ledger may keep the request of a driver that has nothing to do."""
+FAILED_SEAL_PAUSE_S = 2.0
+FIRST_RETRY_PAUSE_S = 0.25
+LONGEST_RETRY_PAUSE_S = 10.0
+"""An agent that fails because of an outage must not use up its tries in a moment."""
 BUSY_PAUSE_S = 0.25
 """Between two requests of a busy driver, unless something happens here first."""
 LEAST_PAUSE_S = 0.05
@@ -166,6 +170,7 @@ class Driver:
             await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
         except HttpRefused as refusal:
             log.error("the proxy could not seal: %s", refusal)
+            await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
         self._news.set()
 
     async def _run_ticket(self, grant: TicketGrant) -> None:
@@ -239,6 +244,7 @@ class Driver:
                 return outcome
             self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
             failures += outcome.status != "interrupted"
+            await asyncio.sleep(min(FIRST_RETRY_PAUSE_S * 2**failures, LONGEST_RETRY_PAUSE_S))
             if failures == self._rollout.max_episode_tries:
                 raise AgentError(
                     f"episode {episode} of task {grant.task_index} failed {failures} times; "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import numbers
 import traceback
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from areal_hpc.errors import AgentError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.peer import Peer
+from areal_hpc.trajectory import LARGEST_REWARD
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import (
@@ -108,7 +108,7 @@ def _finite(value: object, place: str) -> float:
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
             "expected a finite float"
         )
-    if not math.isfinite(value):
+    if not abs(float(value)) <= LARGEST_REWARD:
         raise AgentError(f"the agent returned {float(value)}{place}, expected a finite float")
     return float(value)
 

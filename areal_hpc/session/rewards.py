@@ -6,9 +6,8 @@ become interactions, so they never count as the last.
 
 from __future__ import annotations
 
-import math
-
 from areal_hpc.session.tree import Interaction, InteractionTree
+from areal_hpc.trajectory import LARGEST_REWARD
 
 
 class RewardRefused(ValueError):
@@ -32,13 +31,13 @@ def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> I
 
 
 def check_reward(reward: float) -> float:
-    """The reward, if it is a finite number.
+    """The reward, if it is a finite 32-bit float.
 
     Raises:
         RewardRefused: It is not.
     """
-    if not math.isfinite(reward):
-        raise RewardRefused(f"a reward must be a finite number, got {reward}")
+    if not abs(reward) <= LARGEST_REWARD:
+        raise RewardRefused(f"a reward must be a finite 32-bit float, got {reward}")
     return float(reward)
 
 

@@ -126,7 +126,7 @@ class Conductor:
         if self._schedule.exports(step) and self._exported_step < step:
             return Export()
         self._close_line()
-        if step == self._schedule.total_steps:
+        if step >= self._schedule.total_steps:
             return Stop(finished=True)
         return self._await_batch()
 
@@ -185,6 +185,9 @@ class Conductor:
         self._fence()
         with self._timer.phase("publish"):
             report = self._publisher.publish(self._version, self._specs, parameters, self._replicas)
+        # From now, not from the look that found them: an update that keeps failing must leave
+        # room for the rest of the loop.
+        self._next_poll_at = time.monotonic() + REPLICA_POLL_S
         self._is_served = self._is_served or bool(report.ok)
         self._events.record(
             "published",

@@ -41,8 +41,8 @@ from areal_hpc.weights.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-STOP_GRACE_S = 8.0
-"""A step that is not over this long after a stop signal is given up; the last commit stands."""
+STOP_MARGIN_S = 4.0
+"""A step or commit that is not over this long before the job is killed is given up."""
 
 
 class TrainerJobConfig(StageConfig):
@@ -66,6 +66,8 @@ class TrainerJobConfig(StageConfig):
     """Steps between evaluations; 0 evaluates only the first and the last weights."""
     evaluation_tasks: Annotated[int, Field(ge=0)]
     """Held-out tasks per evaluation; 0 never evaluates."""
+    stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
+    """Time from a stop signal to the kill."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """How many versions old a batch may be; the ledger enforces it."""
 
@@ -90,7 +92,9 @@ def run(config: dict[str, Any]) -> None:
     job = TrainerJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     stop = StopRequest.install()
-    threading.Thread(target=_give_up, args=(stop,), name="stop-deadline", daemon=True).start()
+    threading.Thread(
+        target=_give_up, args=(stop, job.stop_grace_s), name="stop-deadline", daemon=True
+    ).start()
     cpu.install()
     device = open_world(
         current_task(),
@@ -165,10 +169,10 @@ def _make_conductor(
     )
 
 
-def _give_up(stop: StopRequest) -> None:
+def _give_up(stop: StopRequest, grace_s: float) -> None:
     """End the process when a stop takes too long: a half-written commit stays invisible."""
     while not stop.wait(timeout_s=3600.0):
         pass
-    time.sleep(STOP_GRACE_S)
+    time.sleep(grace_s - STOP_MARGIN_S)
     logger.warning("the step in flight is given up; the last commit stands")
     os._exit(STOPPED_EXIT_CODE)

@@ -25,7 +25,7 @@ from areal_hpc.trainer.huggingface import save_hf
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model import Policy
 from areal_hpc.trainer.objective import policy_loss
-from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
@@ -41,6 +41,8 @@ from areal_hpc.wire.ledger import BatchManifest
 logger = logging.getLogger(__name__)
 
 PROXIMAL = "proximal"
+FLOAT32_MAX = torch.finfo(torch.float32).max
+"""Stands for an overflow in metrics: JSON has no infinity."""
 
 SUMS = ("loss", "tokens", "places", "clipped", "metered")
 MAXIMA = ("weight", "mismatch")
@@ -79,6 +81,7 @@ class Learner:
         """What the commit knows of the metrics of its step."""
         if (commit := self._commits.latest()) is not None:
             load_commit(policy, self._optimizer, commit)
+            apply_settings(self._optimizer, config.optimizer)
             held = commit.state
             self.reopened_line = held.line
             self.state = msgspec.structs.replace(
@@ -128,7 +131,7 @@ class Learner:
             "grad_norm": grad_norm,
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
-            "behaviour/weight_max": maxima["weight"],
+            "behaviour/weight_max": min(maxima["weight"], FLOAT32_MAX),
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/metered_tokens": int(sums["metered"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / sums["places"],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 
+from areal_hpc.errors import ArealError
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model import Policy
 
@@ -33,10 +35,9 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
         ),
         [policy.replica],
     )
+    apply_settings(optimizer, config)
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
-            # Megatron leaves this product to its own scheduler, which is not used here.
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
             for parameter in group["params"]:
                 part.optimizer.state[parameter] = {
                     "step": torch.tensor(0.0),
@@ -46,11 +47,32 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
     return optimizer
 
 
+def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
+    """Give AdamW the recipe's settings: a commit brings those it was written with."""
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            # Megatron leaves this product to its own scheduler, which is not used here.
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["betas"], group["eps"] = config.betas, config.eps
+
+
 def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
-    """Apply the accumulated gradients at learning rate `rate`; their norm before clipping."""
+    """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
+
+    Raises:
+        ArealError: The norm is not finite. The weights are then worthless, and the process must
+            end before it commits or publishes them.
+    """
     for group in optimizer.param_groups:
         group["lr"] = rate
     _, norm, _ = optimizer.step()
+    if not math.isfinite(norm):
+        raise ArealError(
+            f"the gradient norm of the step is {norm}: these weights must not be used",
+            key="trainer.optimizer",
+            hint="lower the learning rate, or look for odd rewards and log-probabilities in the "
+            "newest file of manifests/; the last commit stands",
+        )
     policy.replica.zero_grad_buffer()
     optimizer.zero_grad()
     return float(norm)

@@ -23,7 +23,7 @@ from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.huggingface import Checkpoint, load_hf, save_hf
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.schedule import learning_rate
@@ -106,6 +106,7 @@ class SftTrainer:
         self._parent: str | None = None
         if (commit := self._commits.latest()) is not None:
             load_commit(policy, self._optimizer, commit)
+            apply_settings(self._optimizer, job.warmup.optimizer)
             self._step = self._committed = commit.state.step
             self._parent = commit.path.name
             logger.info("resuming the warm-up after step %d", self._step)

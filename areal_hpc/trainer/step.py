@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,7 +49,8 @@ class Tally:
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
         for name, value in other.maxima.items():
-            self.maxima[name] = max(self.maxima.get(name, value), value)
+            held = self.maxima.get(name, value)
+            self.maxima[name] = value if math.isnan(value) else max(held, value)
 
     def over_all_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> Tally:
         """The same numbers over the whole world, on every rank. A collective.

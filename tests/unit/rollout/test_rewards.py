@@ -12,7 +12,7 @@ from areal_hpc.errors import AgentError
 from areal_hpc.rollout.episode import checked_rewards
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
     assert checked_rewards(reward) == {None: reward}
 
@@ -56,3 +56,9 @@ def test_long_wrong_returns_are_cut_short() -> None:
     with pytest.raises(AgentError) as caught:
         checked_rewards("x" * 10_000)
     assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e39])
+def test_a_reward_too_large_to_be_stored_is_refused_before_it_is_recorded(reward: float) -> None:
+    with pytest.raises(AgentError, match="finite float"):
+        checked_rewards(reward)

@@ -18,11 +18,21 @@ def test_the_rate_climbs_then_stays() -> None:
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_the_rate_decays_to_its_floor(decay: str) -> None:
     config = OptimizerConfig.model_validate({"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1})
-    rates = [learning_rate(step, 50, config) for step in range(51)]
+    rates = [learning_rate(step, 51, config) for step in range(51)]
     assert rates[0] == pytest.approx(1.0)
     assert rates[25] == pytest.approx(0.55)
     assert rates[50] == pytest.approx(0.1)
     assert rates == sorted(rates, reverse=True)
+
+
+@pytest.mark.parametrize("decay", ["linear", "cosine"])
+def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> None:
+    config = OptimizerConfig.model_validate(
+        {"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1, "warmup_steps": 5}
+    )
+    rates = [learning_rate(step, 20, config) for step in range(20)]
+    assert rates[4] == rates[5] == pytest.approx(1.0)
+    assert rates[19] == pytest.approx(0.1)
 
 
 def test_steps_are_evaluated_committed_and_exported_as_asked() -> None:

@@ -1,0 +1,22 @@
+"""The context is what the recipe says, else what the model's configuration allows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.proxy.job import read_context_tokens
+
+
+def test_the_models_own_limit_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    assert read_context_tokens(tmp_path) == 4096
+
+
+def test_a_model_that_does_not_say_is_refused_with_the_key_to_set(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(RecipeError, match=r"inference\.context_tokens"):
+        read_context_tokens(tmp_path)
