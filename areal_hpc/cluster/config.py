@@ -30,5 +30,5 @@ class ClusterConfig(StageConfig):
     """Megatron-core's environment."""
     agents: EnvironmentConfig = EnvironmentConfig()
     """The proxy's and the agent's environment."""
-    stop_grace_s: Annotated[float, Field(gt=0)] = 12.0
+    stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Time a job gets to stop by itself before it is killed."""

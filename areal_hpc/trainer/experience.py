@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.advantage import group_advantages
+from areal_hpc.trainer.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.step import TEMPERATURE
@@ -41,6 +41,11 @@ class Batch:
     def groups(self) -> list[int]:
         """The ticket of each trajectory."""
         return [trajectory.ticket_id for trajectory in self.trajectories]
+
+    @property
+    def episodes(self) -> list[int]:
+        """The episode of its ticket that each trajectory belongs to."""
+        return [trajectory.episode for trajectory in self.trajectories]
 
 
 def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
@@ -76,7 +81,7 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
 
 def make_rows(batch: Batch, current: WeightVersion, min_reward_std: float) -> list[Row]:
     """Rows with the channels that the objective needs."""
-    advantages_B = group_advantages(batch.rewards, batch.groups, min_reward_std)
+    advantages_B = group_advantages(batch.rewards, batch.groups, batch.episodes, min_reward_std)
     tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
     rows = []
     for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
@@ -104,10 +109,13 @@ def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dic
     ]
     versions, counts = np.unique(np.concatenate(sampled_versions), return_counts=True)
     ages = [staleness(current, WeightVersion.unpack(int(version)), forks) for version in versions]
-    episodes = {(trajectory.ticket_id, trajectory.episode) for trajectory in batch.trajectories}
+    numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
+    for key in zip(batch.groups, batch.episodes, strict=True):
+        numbers.setdefault(key, len(numbers))
+    places = [numbers[key] for key in zip(batch.groups, batch.episodes, strict=True)]
     return {
-        "reward/mean": float(np.mean(batch.rewards)),
-        "episodes": len(episodes),
+        "reward/mean": float(episode_rewards(batch.rewards, places).mean()),
+        "episodes": len(numbers),
         "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
         "tokens/sampled": int(counts.sum()),
         "staleness/mean": float(np.average(ages, weights=counts)),
