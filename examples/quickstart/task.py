@@ -38,7 +38,7 @@ def valid_tasks(size: int, seed: int, terms: int = 5) -> Iterator[dict[str, Any]
 
 
 def demonstrations(
-    size: int, seed: int, p_work: float = 0.4, terms: int = 5
+    size: int, seed: int, p_work: float = 0.42, terms: int = 5
 ) -> Iterator[dict[str, Any]]:
     """Correct conversations: a share of `p_work` shows its work, the others only answer.
 
