@@ -24,6 +24,11 @@ from areal_hpc.errors import RecipeError
 def finish(config):
     Path(config["file"]).write_text("done")
 
+def finish_after_w(config):
+    w = Path(config["file"]).with_name("w.txt")
+    while not (w.exists() and w.read_text()):
+        time.sleep(0.02)
+
 def wait(config):
     Path(config["file"]).write_text(str(os.getpid()))
     time.sleep(600)
@@ -106,7 +111,7 @@ def pids_in(path: Path) -> list[int]:
 def test_the_job_ends_with_its_leading_process(
     folder: Path, submit: Callable[..., JobHandle]
 ) -> None:
-    job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish", ends_job=True))
+    job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish_after_w", ends_job=True))
     await_true(job.done)
     (outcome,) = job.outcomes()
     assert (outcome.exit_code, outcome.process) == (0, "f")
