@@ -46,11 +46,6 @@ class RunLayout:
         return self.data_dir / "model"
 
     @property
-    def workflow_dir(self) -> Path:
-        """The user's agent as launched."""
-        return self.root / "workflow"
-
-    @property
     def jobs_dir(self) -> Path:
         """One folder a job: process configurations and submitit's files."""
         return self.root / "jobs"

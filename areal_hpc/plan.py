@@ -110,7 +110,6 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "n_samples": recipe.rollout.n_samples,
         "evaluation_every_steps": recipe.evaluation.every_steps,
         "evaluation_tasks": evaluated,
-        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
         "stop_grace_s": recipe.cluster.stop_grace_s,
     }
     ledger = {

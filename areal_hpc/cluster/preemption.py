@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import signal
 import socket
 import threading
@@ -66,14 +65,3 @@ def _tell(writer: socket.socket, number: int) -> None:
     """
     with contextlib.suppress(BlockingIOError):  # full: the watcher has plenty to read
         writer.send(bytes((number,)))
-
-
-def is_alive(pid: int) -> bool:
-    """True while a process with this id exists."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

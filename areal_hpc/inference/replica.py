@@ -101,8 +101,7 @@ class Replica:
         elif self._state == "starting":
             self._await_ready(self._server, now)
         elif self._paused_until is not None and now >= self._paused_until:
-            self._crashes -= 1  # the sender's fault, which _bury is about to count as its own
-            self._bury(self._server, "was paused, and its sender vanished")
+            self._bury(self._server, "was paused, and its sender vanished", is_crash=False)
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, free_ports()
@@ -126,8 +125,11 @@ class Replica:
         elif waited_s > self._startup_timeout_s:
             self._bury(server, f"was not ready within {self._startup_timeout_s:.0f} s")
 
-    def _bury(self, server: ServerProcess, reason: str) -> None:
-        """End what is left of a server and decide when, or whether, the next one starts."""
+    def _bury(self, server: ServerProcess, reason: str, *, is_crash: bool = True) -> None:
+        """End what is left of a server and decide when, or whether, the next one starts.
+
+        An end that was not the server's own fault does not count towards `max_restarts`.
+        """
         usage_error, starting = server.usage_error, self._state == "starting"
         server.kill()
         log.error("replica %d %s; its log ends:\n%s", self.index, reason, server.log_tail())
@@ -144,7 +146,7 @@ class Replica:
         if starting and server.lost_port_race() and self._port_races < _PORT_RACES_FORGIVEN:
             self._port_races += 1  # other ports, at once; nobody's fault
             return
-        self._crashes += 1
+        self._crashes += is_crash
         self._failures_in_a_row += 1
         if self._crashes > self._max_restarts:
             with self._lock:

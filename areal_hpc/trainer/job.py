@@ -68,8 +68,6 @@ class TrainerJobConfig(StageConfig):
     """Held-out tasks per evaluation; 0 never evaluates."""
     stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
     """Time from a stop signal to the kill."""
-    max_head_offpolicyness: Annotated[int, Field(ge=0)]
-    """How many versions old a batch may be; the ledger enforces it."""
 
     @property
     def schedule(self) -> Schedule:
