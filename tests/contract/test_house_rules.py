@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 MOST_FILE_LINES = 350
 MOST_FUNCTION_LINES = 70
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
-PRINTERS = {"cli.py", "view"}
+PRINTERS = {"cli", "view"}
 """Modules that talk to a person on standard output."""
 
 ALLOWED: dict[str, frozenset[str]] = {}

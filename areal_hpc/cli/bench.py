@@ -1,0 +1,52 @@
+"""`areal-hpc bench`: run one of the checkout's benchmarks in the environment that it needs."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+ROLE_OF = {"shards": "agents"}
+"""Benchmarks that need another environment than the trainer's."""
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    bench = commands.add_parser(
+        "bench",
+        help="measure a part against its peer or its physical limit",
+        description="Run a benchmark of this checkout. The last line of standard output is one "
+        "JSON object. With no name: what there is.",
+    )
+    bench.add_argument("name", nargs="?", help="shards, trainer, ...")
+    bench.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="for the benchmark itself; try --help"
+    )
+    bench.set_defaults(command=_bench)
+
+
+def _bench(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cluster.submit import interpreter_of
+    from areal_hpc.errors import RecipeError
+
+    names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
+    if arguments.name is None:
+        print("\n".join(names))
+        return 0
+    if arguments.name not in names:
+        raise RecipeError(
+            f"there is no benchmark {arguments.name!r}, only: {', '.join(names) or 'none'}",
+            key=str(BENCHMARKS),
+            hint="areal-hpc bench lists what a checkout holds; an installed package holds none",
+        )
+    python = interpreter_of(ROLE_OF.get(arguments.name, "train"), "auto")
+    return subprocess.run(
+        [python, "-m", f"benchmarks.{arguments.name}", *arguments.arguments],
+        cwd=BENCHMARKS.parent,
+        # More threads than cores would spin on one another.
+        env={"OMP_NUM_THREADS": "1", **os.environ},
+    ).returncode

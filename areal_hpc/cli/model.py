@@ -1,0 +1,63 @@
+"""`areal-hpc model`: make models."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    model = commands.add_parser("model", help="make models")
+    kinds = model.add_subparsers(required=True, metavar="KIND")
+    tiny = kinds.add_parser(
+        "tiny",
+        help="a tiny, randomly initialised Qwen3 with its own tokenizer",
+        description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
+        "byte-level BPE tokenizer is trained on the text you give.",
+    )
+    tiny.add_argument("--out", type=Path, required=True, help="directory to make")
+    tiny.add_argument(
+        "--texts",
+        type=Path,
+        help="text file, one sample a line; the quick-start's demonstrations when absent",
+    )
+    tiny.add_argument("--seed", type=int, default=1)
+    tiny.set_defaults(command=_model_tiny)
+
+
+def _model_tiny(arguments: argparse.Namespace) -> int:
+    from areal_hpc.tiny_model import make_tiny_model
+
+    make_tiny_model(arguments.out, _texts(arguments.texts), seed=arguments.seed)
+    print(f"made a tiny Qwen3 in {arguments.out}")
+    return 0
+
+
+def _texts(path: Path | None) -> list[str]:
+    """The lines of a file, or the quick start's demonstrations."""
+    from areal_hpc.errors import RecipeError
+
+    if path is not None:
+        if not path.is_file():
+            raise RecipeError(f"there is no text file at {path}", key="--texts")
+        return path.read_text().splitlines()
+    try:
+        from areal_hpc.dataset import DatasetConfig, rows
+
+        sys.path.insert(0, str(Path.cwd()))
+        source = DatasetConfig(
+            generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
+        )
+        return [
+            message["content"] for row in rows(source, "--texts") for message in row["messages"]
+        ]
+    except RecipeError as error:
+        raise RecipeError(
+            "the quick start's demonstrations are found only in a checkout",
+            key="--texts",
+            hint="start this in the checkout, or give --texts FILE",
+        ) from error

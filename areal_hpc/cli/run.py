@@ -1,0 +1,123 @@
+"""`areal-hpc run | plan | status | keys`: a run from its recipe to its summary."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+
+from areal_hpc.cli.arguments import Commands, existing_run, program
+from areal_hpc.layout import RunLayout
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    run = commands.add_parser(
+        "run",
+        help="train a recipe in the foreground",
+        description="Train a recipe in the foreground. Run it again to continue where it stopped.",
+    )
+    run.add_argument("recipe", type=Path)
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.total_steps=10")
+    run.add_argument(
+        "--fresh", action="store_true", help="move an existing run directory aside and start anew"
+    )
+    run.set_defaults(command=_run)
+
+    plan = commands.add_parser("plan", help="print the jobs of a recipe without starting them")
+    plan.add_argument("recipe", type=Path)
+    plan.add_argument("overrides", nargs="*", metavar="key=value")
+    plan.set_defaults(command=_plan)
+
+    status = commands.add_parser("status", help="summary of a run so far")
+    status.add_argument("run", type=Path, help="a run directory")
+    status.set_defaults(command=_status)
+
+    keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
+    keys.set_defaults(command=_keys)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
+    from areal_hpc import launch
+    from areal_hpc.recipe import load
+    from areal_hpc.view.progress import LiveReporter, PlainReporter
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    layout = RunLayout(recipe.run_dir.resolve())
+    if launch.is_finished(recipe, layout) and not arguments.fresh:
+        print(_summary(layout))
+        print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
+        return 0
+    stop = threading.Event()
+    _stop_on_signals(stop)
+    reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
+    warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
+    reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
+    reporter.say(f"run      {layout.root}")
+    try:
+        launch.run(
+            recipe, command_line=sys.argv, reporter=reporter, stop=stop, fresh=arguments.fresh
+        )
+    except launch.Interrupted:
+        reporter.close()
+        print("stopped; the same command continues the run")
+        return INTERRUPTED_EXIT_CODE
+    finally:
+        reporter.close()
+    print(_summary(layout))
+    return 0
+
+
+def _stop_on_signals(stop: threading.Event) -> None:
+    def ask(number: int, frame: FrameType | None) -> None:
+        if not stop.is_set():
+            print("\nstopping: jobs get a moment to commit", file=sys.stderr)
+        stop.set()
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
+
+
+def _summary(layout: RunLayout) -> str:
+    from areal_hpc.view.curve import draw_curve
+    from areal_hpc.view.snapshot import read_snapshot
+    from areal_hpc.view.summary import summarise
+
+    snapshot = read_snapshot(layout)
+    if snapshot.steps:
+        draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
+    return summarise(layout, snapshot, program())
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from areal_hpc.plan import Facts, plan
+    from areal_hpc.recipe import load
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    layout = RunLayout(recipe.run_dir)
+    for stage in plan(recipe, layout, Facts(0, 0, "python", ())).stages:
+        print(f"stage {stage.name}: complete when {stage.done_marker} exists")
+        for job in stage.jobs:
+            print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
+            for process in job.processes:
+                where = "first task" if process.first_task_only else "every task"
+                print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+    return 0
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe import describe_keys
+
+    print(describe_keys(), end="")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    print(_summary(existing_run(arguments.run)))
+    return 0

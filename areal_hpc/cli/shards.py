@@ -1,0 +1,69 @@
+"""`areal-hpc shards`: look at recorded trajectories."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands, existing_run
+from areal_hpc.layout import RunLayout
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    shards = commands.add_parser("shards", help="look at recorded trajectories")
+    verbs = shards.add_subparsers(required=True, metavar="VERB")
+    listing = verbs.add_parser("ls", help="one line per sealed shard")
+    listing.add_argument("run", type=Path, help="a run directory")
+    listing.set_defaults(command=_shards_ls)
+    show = verbs.add_parser("show", help="one trajectory, token by token")
+    show.add_argument("run", type=Path, help="a run directory, or one shard file")
+    show.add_argument("row", type=int, help="row, counted over the run's shards (or in the file)")
+    show.set_defaults(command=_shards_show)
+    verify = verbs.add_parser("verify", help="check every digest; name every damaged file")
+    verify.add_argument("run", type=Path, help="a run directory")
+    verify.set_defaults(command=_shards_verify)
+
+
+def _shards_ls(arguments: argparse.Namespace) -> int:
+    from areal_hpc.shards.report import list_shards
+
+    print(list_shards(existing_run(arguments.run), _version_text))
+    return 0
+
+
+def _shards_show(arguments: argparse.Namespace) -> int:
+    from areal_hpc.shards.report import show_trajectory
+
+    path = arguments.run.resolve()
+    run_dir = path.parent.parent if path.is_file() else path
+    print(show_trajectory(path, arguments.row, _tokenizer_of(RunLayout(run_dir)), _version_text))
+    return 0
+
+
+def _shards_verify(arguments: argparse.Namespace) -> int:
+    from areal_hpc.errors import ShardError
+    from areal_hpc.shards.report import describe_verification
+    from areal_hpc.shards.verify import verify_run
+
+    report = verify_run(existing_run(arguments.run))
+    print(describe_verification(report))
+    return ShardError.exit_code if report.problems else 0
+
+
+def _version_text(packed: int) -> str:
+    from areal_hpc.weights.version import WeightVersion
+
+    return str(WeightVersion.unpack(packed))
+
+
+def _tokenizer_of(layout: RunLayout) -> Path | None:
+    """The tokenizer file of the model that a run trains, if it can be found."""
+    from areal_hpc.recipe import load
+
+    folders = [layout.export("warmup"), layout.tiny_model_dir]
+    if layout.recipe.exists():
+        named = load(layout.recipe).model.path
+        folders += [named] if named else []
+    files = (folder / "tokenizer.json" for folder in folders)
+    return next((file for file in files if file.is_file()), None)
