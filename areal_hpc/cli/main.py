@@ -1,0 +1,44 @@
+"""The entry point: every family of commands, and what errors look like."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from areal_hpc import __version__
+from areal_hpc.cli import bench, model, run, shards
+from areal_hpc.errors import ArealError
+
+FAMILIES = (run, shards, model, bench)
+"""In the order of `--help`."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Parse the command line, run the command, exit with its code."""
+    arguments = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        sys.exit(command(arguments))
+    except ArealError as error:
+        print(_as_message(error), file=sys.stderr)
+        sys.exit(getattr(error, "code", error.exit_code))
+    except BrokenPipeError:
+        sys.exit(0)  # the reader (head, less) has seen enough
+
+
+def _as_message(error: ArealError) -> str:
+    count = len(error.problems)
+    head = "error:" if count == 1 else f"{count} errors:"
+    return f"{head} {error}" if count == 1 else f"{head}\n{error}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="areal-hpc", description="Reinforcement learning of LLM agents on Slurm clusters."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for family in FAMILIES:
+        family.add_commands(commands)
+    return parser
