@@ -92,6 +92,7 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         give_up_at = time.monotonic() + self._request_timeout_s
+        asked_at = time.time()
         turn, new_ids = await self._tokenise(session, call)
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_tokens = prior + len(new_ids)
@@ -118,7 +119,7 @@ class ModelCaller:
         for choice, generation in enumerate(generations):
             choice_id = f"{answer_id}-{choice}" if choice else answer_id
             interaction = _interaction(
-                choice_id, turn, packed, prompt_tokens, generation, sampling.temperature
+                choice_id, turn, packed, prompt_tokens, generation, sampling.temperature, asked_at
             )
             self._record(session, interaction)
             answers.append(Answer(interaction, generation))
@@ -234,6 +235,7 @@ def _interaction(
     prompt_tokens: int,
     generation: Generation,
     temperature: float,
+    asked_at: float,
 ) -> Interaction:
     return Interaction(
         interaction_id=interaction_id,
@@ -250,4 +252,6 @@ def _interaction(
         finish_reason=generation.finish_reason,
         closed=generation.closed,
         temperature=temperature,
+        asked_at=asked_at,
+        answered_at=time.time(),
     )

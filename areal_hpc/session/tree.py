@@ -57,6 +57,10 @@ class Interaction(msgspec.Struct, kw_only=True):
     closed: bool
     """The model ended its turn itself: its last token is a stop token."""
     temperature: float
+    asked_at: float = 0.0
+    """Unix time at which the request arrived; 0 in journals that did not note it."""
+    answered_at: float = 0.0
+    """Unix time at which the reply was complete."""
     reward: float | None = None
 
     @property
