@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import numbers
 import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from areal_hpc.errors import AgentError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.peer import Peer
-from areal_hpc.trajectory import LARGEST_REWARD
+from areal_hpc.session.rewards import RewardRefused, check_reward
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import (
@@ -103,14 +102,13 @@ def checked_rewards(returned: object) -> dict[str | None, float]:
 
 
 def _finite(value: object, place: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+    try:
+        return check_reward(value)
+    except RewardRefused as refusal:
         raise AgentError(
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
             "expected a finite float"
-        )
-    if not abs(float(value)) <= LARGEST_REWARD:
-        raise AgentError(f"the agent returned {float(value)}{place}, expected a finite float")
-    return float(value)
+        ) from refusal
 
 
 async def _run_agent(

@@ -6,6 +6,12 @@ become interactions, so they never count as the last.
 
 from __future__ import annotations
 
+import math
+import numbers
+from collections.abc import Mapping
+
+import numpy as np
+
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.trajectory import LARGEST_REWARD
 
@@ -30,15 +36,38 @@ def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> I
     return tree[interaction_id]
 
 
-def check_reward(reward: float) -> float:
-    """The reward, if it is a finite 32-bit float.
+def set_rewards(tree: InteractionTree, rewards: Mapping[str, object]) -> None:
+    """Reward several interactions by their ids. An earlier reward of theirs is replaced.
 
     Raises:
-        RewardRefused: It is not.
+        RewardRefused: An id is unknown or a reward no finite number; nothing has been set.
     """
-    if not abs(reward) <= LARGEST_REWARD:
-        raise RewardRefused(f"a reward must be a finite 32-bit float, got {reward}")
-    return float(reward)
+    found = [
+        (rewarded_interaction(tree, name), check_reward(reward)) for name, reward in rewards.items()
+    ]
+    for interaction, reward in found:
+        interaction.reward = reward
+
+
+def check_reward(reward: object) -> float:
+    """The reward as a float: from a float, an int, a bool, or numpy's scalars of these.
+
+    Raises:
+        RewardRefused: It is something else, or not within the finite 32-bit floats.
+    """
+    if isinstance(reward, np.ndarray | np.generic) and reward.size == 1:
+        reward = reward.item()
+    if not isinstance(reward, numbers.Real):
+        raise RewardRefused(
+            f"expected a finite float as reward, got {reward!r:.200} ({type(reward).__name__})"
+        )
+    try:
+        number = float(reward)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= LARGEST_REWARD:
+        raise RewardRefused(f"a reward must be a finite 32-bit float, got {reward!r:.200}")
+    return number
 
 
 def final_reward(tree: InteractionTree) -> float | None:

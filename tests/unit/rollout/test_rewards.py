@@ -17,7 +17,9 @@ def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
     assert checked_rewards(reward) == {None: reward}
 
 
-@pytest.mark.parametrize("reward", [1, np.float32(0.5), np.int64(2)])
+@pytest.mark.parametrize(
+    "reward", [1, True, False, np.float32(0.5), np.int64(2), np.bool_(True), np.array(3.0)]
+)
 def test_other_real_numbers_become_floats(reward: Any) -> None:
     (value,) = checked_rewards(reward).values()
     assert type(value) is float
@@ -34,14 +36,13 @@ def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> N
     [
         (None, "returned None (NoneType), expected a finite float"),
         ("0.5", "returned '0.5' (str), expected a finite float"),
-        (True, "returned True (bool)"),
         (1j, "(complex)"),
         ([1.0], "(list)"),
-        (math.nan, "returned nan, expected a finite float"),
+        (math.nan, "returned nan (float), expected a finite float"),
         (math.inf, "returned inf"),
-        (np.float32("-inf"), "returned -inf"),
+        (np.float32("-inf"), "returned np.float32(-inf) (float32)"),
         ({}, "an empty dict"),
-        ({"chatcmpl-1": math.nan}, "returned nan for chatcmpl-1"),
+        ({"chatcmpl-1": math.nan}, "returned nan (float) for chatcmpl-1"),
         ({"chatcmpl-1": None}, "for chatcmpl-1, expected a finite float"),
         ({1: 1.0}, "the key 1, expected ids"),
     ],

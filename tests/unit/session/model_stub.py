@@ -44,6 +44,7 @@ def say(
     template: ChatTemplate = TEMPLATE,
     temperature: float = 1.0,
     version: int = 7,
+    during: tuple[float, float] = (0.0, 0.0),
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
@@ -66,6 +67,8 @@ def say(
         finish_reason="stop" if closed else "length",
         closed=closed,
         temperature=temperature,
+        asked_at=during[0],
+        answered_at=during[1],
     )
     tree.add(interaction)
     return interaction

@@ -9,6 +9,7 @@ from areal_hpc.session.rewards import (
     check_reward,
     final_reward,
     rewarded_interaction,
+    set_rewards,
 )
 from areal_hpc.session.tree import InteractionTree, ids_of
 from tests.unit.session.model_stub import assistant, prompt_ids, say, user
@@ -106,10 +107,32 @@ def test_the_last_completed_interaction_is_rewarded_by_default():
         rewarded_interaction(InteractionTree(), None)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_rewards_are_finite(reward):
-    with pytest.raises(RewardRefused):
+@pytest.mark.parametrize(
+    "reward", [float("nan"), float("inf"), 1e39, 10**400, None, "1", 1j, np.ones(2)]
+)
+def test_rewards_are_finite_numbers(reward):
+    with pytest.raises(RewardRefused, match="finite"):
         check_reward(reward)
+
+
+@pytest.mark.parametrize("reward", [1.0, 1, True, np.float32(1), np.int8(1), np.bool_(1)])
+def test_every_kind_of_number_is_a_reward(reward):
+    assert check_reward(reward) == 1.0
+    assert type(check_reward(reward)) is float
+
+
+def test_rewards_by_id_are_all_set_or_none():
+    tree = InteractionTree()
+    first, second = chain(tree, "one", "two")
+    set_rewards(tree, {first.interaction_id: 1, second.interaction_id: 0.5})
+    set_rewards(tree, {first.interaction_id: True})
+    assert [one.reward for one in tree] == [1.0, 0.5]
+    known = f"{first.interaction_id}, {second.interaction_id}"
+    with pytest.raises(RewardRefused, match=f"no interaction 'resp-1' .*it has: {known}"):
+        set_rewards(tree, {first.interaction_id: 0.0, "resp-1": 1.0})
+    with pytest.raises(RewardRefused, match="finite"):
+        set_rewards(tree, {first.interaction_id: 0.0, second.interaction_id: float("nan")})
+    assert [one.reward for one in tree] == [1.0, 0.5]
 
 
 def test_the_final_reward_is_the_last_one_given():

@@ -1,0 +1,160 @@
+"""Who shares a reward: credit passes back from what followed to what led to it.
+
+What an interaction earns is its own reward plus `turn_discount` times what its followers earn, the
+mean of them if there are several. Two rules say who follows whom:
+
+`tree`: the interactions that extend it. Conversations that no prefix links (an agent hands over to
+another one, whose instructions differ) follow one another when they do not overlap in time. Those
+that ran side by side stay apart, so that no reward leaks between siblings; both pass on to whatever
+began after all of them had ended.
+
+`arrival`: the interaction whose request arrived next, whatever it was about; one without any reward
+earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
+
+On a conversation of one turn after the other they agree.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_hpc.session.rewards import RewardRefused
+from areal_hpc.session.tree import Interaction, InteractionTree
+from areal_hpc.trajectory import LARGEST_REWARD
+
+CreditRule = Literal["tree", "arrival"]
+
+
+@dataclass(frozen=True, slots=True)
+class Earnings:
+    """What one interaction earned. None: no reward reaches it."""
+
+    own: float | None
+    """The reward given to it."""
+    passed_back: float | None
+    """Its share, discounted, of what its followers earned."""
+
+    @property
+    def total(self) -> float | None:
+        """Both together."""
+        return add_rewards(self.own, self.passed_back)
+
+
+@dataclass(frozen=True, slots=True)
+class _Succession:
+    """Interactions in an order in which followers come later, and who follows whom."""
+
+    order: list[Interaction]
+    followers: Mapping[str, Sequence[Interaction]]
+
+
+def assign_credit(
+    tree: InteractionTree,
+    turn_discount: float,
+    rule: CreditRule = "tree",
+    left_out: Collection[str] = (),
+) -> dict[str, Earnings]:
+    """What every interaction of a session earned, by id.
+
+    Args:
+        tree: The session.
+        turn_discount: What a turn keeps of the earnings of its followers.
+        rule: Who follows whom.
+        left_out: Ids of interactions without followers that are ignored.
+
+    Raises:
+        RewardRefused: The discount is no finite number.
+    """
+    if not math.isfinite(turn_discount):
+        raise RewardRefused(f"a turn discount must be a finite number, got {turn_discount}")
+    kept = [one for one in tree if one.interaction_id not in left_out]
+    succession = _by_arrival(kept) if rule == "arrival" else _by_tree(kept)
+    earned: dict[str, Earnings] = {}
+    for one in reversed(succession.order):
+        totals = [
+            total
+            for follower in succession.followers.get(one.interaction_id, ())
+            if (total := earned[follower.interaction_id].total) is not None
+        ]
+        passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
+        own = one.reward if one.reward is not None or rule == "tree" else 0.0
+        earned[one.interaction_id] = Earnings(own, passed_back)
+    return earned
+
+
+def add_rewards(*rewards: float | None) -> float | None:
+    """The sum of those that are not None, within what a shard can hold; None if all are."""
+    given = [reward for reward in rewards if reward is not None]
+    if not given:
+        return None
+    return max(-LARGEST_REWARD, min(math.fsum(given), LARGEST_REWARD))
+
+
+def _by_arrival(interactions: Sequence[Interaction]) -> _Succession:
+    order = sorted(interactions, key=lambda one: one.asked_at)
+    followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
+    return _Succession(order, followers)
+
+
+def _by_tree(interactions: Sequence[Interaction]) -> _Succession:
+    followers: dict[str, list[Interaction]] = {}
+    conversations: dict[str, list[Interaction]] = {}  # by their first interaction
+    first: dict[str, str] = {}
+    for one in interactions:
+        if one.parent_id is None:
+            first[one.interaction_id] = one.interaction_id
+        else:
+            first[one.interaction_id] = first[one.parent_id]
+            followers.setdefault(one.parent_id, []).append(one)
+        conversations.setdefault(first[one.interaction_id], []).append(one)
+    phases = _phases(list(conversations.values()))
+    for phase, after in itertools.pairwise(phases):
+        for conversation in phase:
+            followers[conversation[-1].interaction_id] = [following[0] for following in after]
+    order = [one for phase in phases for conversation in phase for one in conversation]
+    return _Succession(order, followers)
+
+
+def _phases(conversations: list[list[Interaction]]) -> list[list[list[Interaction]]]:
+    """Conversations in order of time; those that overlap, even through others, share a phase."""
+    phases: list[list[list[Interaction]]] = []
+    busy_until = -math.inf
+    for conversation in sorted(conversations, key=_begins_at):
+        if not phases or _begins_at(conversation) >= busy_until:
+            phases.append([])
+        phases[-1].append(conversation)
+        busy_until = max(busy_until, *(one.answered_at for one in conversation))
+    return phases
+
+
+def _begins_at(conversation: list[Interaction]) -> float:
+    return min(one.asked_at for one in conversation)
+
+
+def retry_orphans(tree: InteractionTree) -> frozenset[str]:
+    """Ids of replies that nobody used: the same request was sent again after they were given.
+
+    A client whose connection broke repeats its request, though the first reply was recorded.
+    Replies that were extended, rewarded, or sampled side by side are none.
+    """
+    used = {one.parent_id for one in tree}
+    latest: dict[tuple[object, ...], float] = {}
+    requests = {one.interaction_id: _request_of(one) for one in tree}
+    for one in tree:
+        request = requests[one.interaction_id]
+        latest[request] = max(latest.get(request, -math.inf), one.asked_at)
+    return frozenset(
+        one.interaction_id
+        for one in tree
+        if one.interaction_id not in used
+        and one.reward is None
+        and latest[requests[one.interaction_id]] >= one.answered_at > 0
+    )
+
+
+def _request_of(one: Interaction) -> tuple[object, ...]:
+    return one.parent_id, one.context, one.new_ids, one.temperature

@@ -1,0 +1,169 @@
+"""Credit passes back from what followed to what led to it, and never between siblings."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.session.credit import assign_credit, retry_orphans
+from areal_hpc.session.rewards import RewardRefused
+from areal_hpc.session.tree import InteractionTree
+from areal_hpc.trajectory import LARGEST_REWARD
+from tests.unit.session.model_stub import assistant, say, user
+
+discounts = st.floats(0, 1)
+rewards = st.one_of(st.none(), st.floats(-10, 10))
+
+
+def totals(tree, turn_discount=0.5, rule="tree", left_out=()):
+    return [
+        earnings.total
+        for _, earnings in sorted(
+            assign_credit(tree, turn_discount, rule, left_out).items(),
+            key=lambda item: [one.interaction_id for one in tree].index(item[0]),
+        )
+    ]
+
+
+def one_conversation(given):
+    tree, messages = InteractionTree(), []
+    for number, reward in enumerate(given):
+        messages.append(user(str(number)))
+        say(tree, messages, "x", during=(number, number + 0.5)).reward = reward
+        messages.append(assistant("x"))
+    return tree
+
+
+def conversations_in_turn(given):
+    tree = InteractionTree()
+    for number, reward in enumerate(given):
+        say(tree, [user(f"agent {number}")], "x", during=(number, number + 0.5)).reward = reward
+    return tree
+
+
+@settings(deadline=None)
+@given(st.lists(rewards, max_size=5), st.floats(-10, 10), discounts)
+def test_all_rules_agree_on_turns_that_follow_one_another(earlier, last, discount):
+    given_rewards = [*earlier, last]
+    expected = [last]
+    for reward in reversed(earlier):
+        expected.insert(0, (reward or 0.0) + discount * expected[0])
+    chain = one_conversation(given_rewards)
+    hand_overs = conversations_in_turn(given_rewards)
+    assert totals(chain, discount) == pytest.approx(expected)
+    assert totals(chain, discount, "arrival") == pytest.approx(expected)
+    assert totals(hand_overs, discount) == pytest.approx(expected)
+    assert totals(hand_overs, discount, "arrival") == pytest.approx(expected)
+
+
+def test_several_children_pass_on_their_mean():
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", during=(0, 1))
+    history = [user("a"), assistant("one")]
+    say(tree, [*history, user("b")], "left", during=(1, 2)).reward = 1.0
+    say(tree, [*history, user("c")], "right", during=(2, 3)).reward = 0.0
+    assert totals(tree) == [0.25, 1.0, 0.0]
+    assert totals(tree, rule="arrival") == [0.5, 1.0, 0.0]
+
+
+def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent():
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", during=(0, 1))
+    history = [user("a"), assistant("one")]
+    say(tree, [*history, user("b")], "left", during=(1, 2))
+    say(tree, [*history, user("c")], "right", during=(2, 3)).reward = 1.0
+    assert totals(tree) == [0.5, None, 1.0]
+
+
+def test_conversations_side_by_side_keep_their_rewards_to_themselves():
+    tree = InteractionTree()
+    left, right = [user("left")], [user("right")]
+    say(tree, left, "l1", during=(0, 1))
+    say(tree, right, "r1", during=(0.5, 2))
+    say(tree, [*left, assistant("l1"), user("b")], "l2", during=(2, 3)).reward = 1.0
+    say(tree, [*right, assistant("r1"), user("b")], "r2", during=(4, 5)).reward = -1.0
+    assert totals(tree) == [0.5, -0.5, 1.0, -1.0]
+    assert totals(tree, rule="arrival") == [0.125, 0.25, 0.5, -1.0]
+
+
+def test_a_sibling_that_waited_its_turn_is_still_a_sibling():
+    tree = InteractionTree()
+    say(tree, [user("long")], "x", during=(0, 9))
+    say(tree, [user("short")], "x", during=(0, 3))
+    say(tree, [user("third")], "x", during=(3, 6)).reward = 1.0
+    assert totals(tree) == [None, None, 1.0]
+
+
+def test_who_divides_the_work_and_who_joins_it_share_the_reward():
+    tree = InteractionTree()
+    say(tree, [user("divide")], "x", during=(0, 1))
+    say(tree, [user("search a")], "x", during=(1, 4))
+    say(tree, [user("search b")], "x", during=(1, 3))
+    say(tree, [user("join")], "x", during=(5, 6)).reward = 1.0
+    assert totals(tree) == [0.25, 0.5, 0.5, 1.0]
+
+
+def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch():
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", during=(0, 1))
+    history = [user("a"), assistant("one")]
+    say(tree, [*history, user("b")], "forgotten", during=(1, 2))
+    say(tree, [*history, user("c")], "handing over", during=(2, 3))
+    say(tree, [user("other agent")], "x", during=(3, 4)).reward = 1.0
+    assert totals(tree) == [0.25, None, 0.5, 1.0]
+
+
+def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_zero():
+    tree = one_conversation([1.0, None])
+    assert totals(tree) == [1.0, None]
+    assert totals(tree, rule="arrival") == [1.0, 0.0]
+    assert totals(InteractionTree()) == []
+
+
+def test_interactions_without_times_follow_one_another_as_they_were_completed():
+    tree = InteractionTree()
+    for text in ("a", "b", "c"):
+        say(tree, [user(text)], "x")
+    tree.last.reward = 1.0
+    assert totals(tree) == [0.25, 0.5, 1.0]
+
+
+def test_earnings_stay_within_what_a_shard_can_hold():
+    assert totals(one_conversation([LARGEST_REWARD, LARGEST_REWARD]), 1.0)[0] == LARGEST_REWARD
+
+
+@pytest.mark.parametrize("discount", [math.nan, math.inf])
+def test_a_discount_is_finite(discount):
+    with pytest.raises(RewardRefused, match="finite"):
+        assign_credit(InteractionTree(), discount)
+
+
+def test_a_reply_whose_request_was_sent_again_is_an_orphan():
+    tree = InteractionTree()
+    lost = say(tree, [user("a")], "one", during=(0, 1))
+    say(tree, [user("a")], "two", during=(2, 3))
+    assert retry_orphans(tree) == {lost.interaction_id}
+
+
+def test_replies_that_were_extended_or_rewarded_are_no_orphans():
+    tree = InteractionTree()
+    say(tree, [user("a")], "one", during=(0, 1))
+    say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
+    say(tree, [user("a"), assistant("one"), user("b")], "x", during=(4, 5))
+    say(tree, [user("a")], "three", during=(6, 7))
+    assert retry_orphans(tree) == frozenset()
+
+
+def test_replies_sampled_side_by_side_are_no_orphans():
+    tree = InteractionTree()
+    for text in ("one", "two"):
+        say(tree, [user("a")], text, during=(0, 1))
+    assert retry_orphans(tree) == frozenset()
+
+
+def test_an_orphan_left_out_shares_nothing():
+    tree = InteractionTree()
+    say(tree, [user("a")], "lost", during=(0, 1))
+    say(tree, [user("a")], "kept", during=(2, 3)).reward = 1.0
+    assert totals(tree, left_out=retry_orphans(tree)) == [1.0]
