@@ -6,6 +6,8 @@ import hashlib
 import secrets
 import time
 
+import msgspec
+
 from areal_hpc.proxy.events import (
     Event,
     InteractionAdded,
@@ -17,7 +19,7 @@ from areal_hpc.proxy.events import (
     TicketsSealed,
     TicketsSettled,
 )
-from areal_hpc.session.export import EpisodeKey, export_rows, plan_rows
+from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
@@ -75,7 +77,16 @@ class Session:
     def rows(self, ref: TicketRef) -> list[Trajectory]:
         """The session's training rows."""
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
-        return export_rows(self.tree, key, {"task_id": self.request.task_id})
+        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.export_rule)
+
+    def plan(self) -> list[RowPlan]:
+        """What rows the session has."""
+        return plan_rows(self.tree, self.export_rule)
+
+    @property
+    def export_rule(self) -> ExportRule:
+        """How the session becomes rows."""
+        return ExportRule(**msgspec.structs.asdict(self.request.export))
 
 
 class FinishedTicket:
@@ -85,7 +96,7 @@ class FinishedTicket:
         self.ref = ref
         self.sessions = sessions
         self.finished_at = finished_at
-        plans = [plan for session in sessions for plan in plan_rows(session.tree)]
+        plans = [plan for session in sessions for plan in session.plan()]
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].sequence_tokens for p in plans)
 

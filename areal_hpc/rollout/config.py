@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -22,6 +22,19 @@ class SamplingConfig(StageConfig):
     """Longest reply of one model call."""
 
 
+class AgentConfig(StageConfig):
+    """How an episode's interactions become training rows."""
+
+    export_style: Literal["concat", "individual"] = "concat"
+    """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
+    turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """What a turn keeps of the reward of the turns that follow it."""
+    credit: Literal["tree", "arrival"] = "tree"
+    """Who shares a reward: `tree`: the turns that led to it; `arrival`: every earlier call."""
+    drop_retry_orphans: bool = True
+    """Leave out unused replies to a request that was sent again; false if the agent resamples."""
+
+
 class RolloutConfig(StageConfig):
     """The user's agent and how many of its episodes run at once."""
 
@@ -29,6 +42,8 @@ class RolloutConfig(StageConfig):
     """Dotted path of the agent class, `package.module.Class`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
+    agent: AgentConfig = AgentConfig()
+    """How its episodes become training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64

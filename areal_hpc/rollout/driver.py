@@ -28,6 +28,7 @@ from areal_hpc.wire.ledger import (
     TicketGrant,
 )
 from areal_hpc.wire.proxy import (
+    ExportSettings,
     FinishTicketReply,
     FinishTicketRequest,
     SamplingDefaults,
@@ -88,6 +89,10 @@ class Driver:
             "train": SamplingDefaults(**rollout.sampling.model_dump()),
             "valid": SamplingDefaults(**evaluation_sampling.model_dump()),
         }
+        how = rollout.agent
+        self._export = ExportSettings(
+            how.export_style, how.turn_discount, how.credit, how.drop_retry_orphans
+        )
         self._agent = agent
         self._tasks = tasks
         self._ledger = peers.ledger
@@ -261,6 +266,7 @@ class Driver:
             sampling=self._sampling[split],
             seed=episode_seed(grant.seed, episode, failures),
             timeout_s=self._rollout.episode_timeout_s,
+            export=self._export,
         )
 
     async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:

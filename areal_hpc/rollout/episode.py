@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from areal_hpc.errors import AgentError
@@ -15,6 +15,7 @@ from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import (
     EndSessionReply,
+    ExportSettings,
     SamplingDefaults,
     SetRewardReply,
     SetRewardRequest,
@@ -39,6 +40,7 @@ class EpisodeSpec:
     sampling: SamplingDefaults
     seed: int
     timeout_s: float
+    export: ExportSettings = field(default_factory=ExportSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,9 @@ async def run_episode(
     """
     session = await proxy.call(
         "/rl/start_session",
-        StartSessionRequest(spec.task_id, spec.ref, spec.episode, spec.sampling, spec.seed),
+        StartSessionRequest(
+            spec.task_id, spec.ref, spec.episode, spec.sampling, spec.seed, spec.export
+        ),
         StartSessionReply,
     )
     incarnation = proxy.incarnation

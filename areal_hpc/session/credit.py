@@ -58,7 +58,7 @@ def assign_credit(
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
 ) -> dict[str, Earnings]:
-    """What every interaction of a session earned, by id.
+    """What every interaction of a session earned, by id, in order of completion.
 
     Args:
         tree: The session.
@@ -83,7 +83,7 @@ def assign_credit(
         passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
         own = one.reward if one.reward is not None or rule == "tree" else 0.0
         earned[one.interaction_id] = Earnings(own, passed_back)
-    return earned
+    return {one.interaction_id: earned[one.interaction_id] for one in kept}
 
 
 def add_rewards(*rewards: float | None) -> float | None:

@@ -1,25 +1,37 @@
-"""A session's tree -> training rows.
+"""A session's tree -> training rows, in one of two styles.
 
-There is one row per leaf: the token sequence from the root to that leaf. A reply that several
+`concat`: one row per leaf, the token sequence from the root to that leaf. A reply that several
 leaves share is trained in the first of them and is context in the others, so that each sampled
 token is trained once. A path whose replies were sampled at different temperatures gives one row
-per temperature, because a row is trained at one.
+per temperature, because a row is trained at one. A row has one reward: the rewards given along its
+path, added up, and what the conversations that followed the leaf pass back.
 
-The reward of a row is that of its leaf; of a leaf without reward, the reward of the last
-rewarded interaction of the session. With the usual single reward at the end of an episode all
-its rows have the episode's reward.
+`individual`: one row per interaction, in which only its own reply is trained. Its reward is what it
+earned (`session.credit`), so earlier turns may have smaller ones.
+
+An interaction that no reward reaches teaches nothing and is no row; it may be context in others.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
+from areal_hpc.session.credit import (
+    CreditRule,
+    Earnings,
+    add_rewards,
+    assign_credit,
+    retry_orphans,
+)
 from areal_hpc.session.rewards import final_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
 from areal_hpc.trajectory import Trajectory
+
+ExportStyle = Literal["concat", "individual"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,19 @@ class EpisodeKey:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportRule:
+    """How sessions become rows."""
+
+    style: ExportStyle = "concat"
+    turn_discount: float = 1.0
+    credit: CreditRule = "tree"
+    drop_retry_orphans: bool = True
+
+
+DEFAULT_RULE = ExportRule()
+
+
+@dataclass(frozen=True, slots=True)
 class RowPlan:
     """One row before its arrays are built."""
 
@@ -39,27 +64,49 @@ class RowPlan:
     trained: frozenset[str]
     """Interactions whose replies this row trains."""
     temperature: float
+    reward: float
 
 
-def plan_rows(tree: InteractionTree) -> list[RowPlan]:
-    """The rows of a session, in order of their leaves."""
-    plans: list[RowPlan] = []
+def plan_rows(tree: InteractionTree, rule: ExportRule = DEFAULT_RULE) -> list[RowPlan]:
+    """The rows of a session, in order of the interactions they end with."""
+    orphans = retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
+    earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
+    plans = _concat if rule.style == "concat" else _individual
+    return list(plans(tree, earned))
+
+
+def _individual(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[RowPlan]:
+    for name, earnings in earned.items():
+        if earnings.total is not None:
+            one = tree[name]
+            yield RowPlan(tree.path(one), frozenset([name]), one.temperature, earnings.total)
+
+
+def _concat(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[RowPlan]:
     covered: set[str] = set()
     for leaf in tree.leaves():
+        if leaf.interaction_id not in earned:
+            continue
         path = tree.path(leaf)
+        passed_back = earned[leaf.interaction_id].passed_back
+        reward = add_rewards(*(earned[one.interaction_id].own for one in path), passed_back)
+        if reward is None:
+            continue
         fresh = [one for one in path if one.interaction_id not in covered]
         for temperature in dict.fromkeys(one.temperature for one in fresh):
             trained = frozenset(
                 one.interaction_id for one in fresh if one.temperature == temperature
             )
             last = max(i for i, one in enumerate(path) if one.interaction_id in trained)
-            plans.append(RowPlan(path[: last + 1], trained, temperature))
+            yield RowPlan(path[: last + 1], trained, temperature, reward)
         covered.update(one.interaction_id for one in fresh)
-    return plans
 
 
 def export_rows(
-    tree: InteractionTree, key: EpisodeKey, meta: dict[str, Any] | None = None
+    tree: InteractionTree,
+    key: EpisodeKey,
+    meta: dict[str, Any] | None = None,
+    rule: ExportRule = DEFAULT_RULE,
 ) -> list[Trajectory]:
     """The training rows of a session.
 
@@ -67,26 +114,18 @@ def export_rows(
         tree: All its interactions; at least one must have a reward.
         key: Whose rows these are.
         meta: Added to each row's own.
+        rule: Style, and who shares a reward.
 
     Raises:
         ValueError: No interaction has a reward.
     """
-    session_reward = final_reward(tree)
-    if len(tree) and session_reward is None:
+    if len(tree) and final_reward(tree) is None:
         raise ValueError("a session without any reward cannot be trained on")
-    rows = []
-    for index, plan in enumerate(plan_rows(tree)):
-        reward = plan.path[-1].reward
-        if reward is None:
-            assert session_reward is not None
-            reward = session_reward
-        rows.append(_row(plan, key, index, reward, meta or {}))
-    return rows
+    plans = plan_rows(tree, rule)
+    return [_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
 
 
-def _row(
-    plan: RowPlan, key: EpisodeKey, index: int, reward: float, meta: dict[str, Any]
-) -> Trajectory:
+def _row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> Trajectory:
     length = plan.path[-1].sequence_tokens
     input_ids_T = np.empty(length, np.int32)
     loss_mask_T = np.zeros(length, np.uint8)
@@ -116,7 +155,7 @@ def _row(
         loss_mask_T=loss_mask_T,
         logprobs_T=logprobs_T,
         versions_T=versions_T,
-        reward=reward,
+        reward=plan.reward,
         temperature=plan.temperature or 1.0,  # greedy: the engine's log-probs are unscaled
         meta={
             **meta,

@@ -15,6 +15,8 @@ Admin routes carry the run's admin key, session routes the session's own key (Be
 
 from __future__ import annotations
 
+from typing import Literal
+
 from msgspec import Struct, field
 
 from areal_hpc.wire.ledger import TicketRef
@@ -29,6 +31,15 @@ class SamplingDefaults(Struct, frozen=True):
     max_new_tokens: int = 512
 
 
+class ExportSettings(Struct, frozen=True):
+    """How the session becomes training rows (`session.export.ExportRule`)."""
+
+    style: Literal["concat", "individual"] = "concat"
+    turn_discount: float = 1.0
+    credit: Literal["tree", "arrival"] = "tree"
+    drop_retry_orphans: bool = True
+
+
 class StartSessionRequest(Struct, frozen=True):
     """Open a session for one episode. Without `ref` the session is recorded nowhere."""
 
@@ -37,6 +48,7 @@ class StartSessionRequest(Struct, frozen=True):
     episode: int = 0
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     seed: int = 0
+    export: ExportSettings = field(default_factory=ExportSettings)
 
 
 class StartSessionReply(Struct, frozen=True):

@@ -18,7 +18,7 @@ from openai import OpenAI
 from areal_hpc.cluster import rendezvous
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.replicas import ReplicaState
 from tests.contract.proxy.scripted_sglang import (
     CELL,
@@ -149,10 +149,21 @@ class Stage:
         )
 
     def open_session(
-        self, ref: TicketRef | None = None, *, episode: int = 0, **sampling: Any
+        self,
+        ref: TicketRef | None = None,
+        *,
+        episode: int = 0,
+        export: ExportSettings | None = None,
+        **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
-        request = StartSessionRequest("task", ref, episode, SamplingDefaults(**sampling))
+        request = StartSessionRequest(
+            "task",
+            ref,
+            episode,
+            SamplingDefaults(**sampling),
+            export=export or ExportSettings(),
+        )
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text
         return reply.json()["session_id"], reply.json()["api_key"]

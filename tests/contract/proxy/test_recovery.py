@@ -9,7 +9,7 @@ import numpy as np
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import FinishTicketRequest
+from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
@@ -100,6 +100,26 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage):
     (row,) = ShardReader(stage.layout.shards_dir / shard.file).read_rows([0])
     assert row.input_ids_T.tolist()[: len(second_ids)] == second_ids
     assert row.loss_mask_T.sum() == 10
+
+
+def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage):
+    stage = own_stage
+    export = ExportSettings("individual", turn_discount=0.5)
+    session_id, key = stage.open_session(REF, export=export)
+    first = stage.ask(key, "hi").json()["choices"][0]["message"]
+    history = [{"role": "user", "content": "hi"}, first, {"role": "user", "content": "again"}]
+    stage.chat(key, history)
+    stage.ask(key, "I am another agent")
+    stage.finish_session(key, 1.0)
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert finish(stage, session_id) == 3
+    assert seal(stage) == 1
+    assert stage.ledger.settled[0].rewards == [0.25, 0.5, 1.0]
+    (shard,) = read_index(stage.layout.index_dir)
+    rows = ShardReader(stage.layout.shards_dir / shard.file).read_rows([0, 1, 2])
+    assert [row.loss_mask_T.sum() for row in rows] == [5, 5, 5]
+    assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
 
 
 def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage):

@@ -19,6 +19,7 @@ from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.telemetry import EventLog, read_json_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from areal_hpc.wire.proxy import ExportSettings
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
 from tests.integration.rollout.test_episode import ask
 
@@ -37,7 +38,7 @@ class Cell:
     """A driver between a stand-in ledger and a stand-in proxy."""
 
     def __init__(
-        self, run_dir: Path, agent: Agent, grants: list[TicketGrant], **rollout: Any
+        self, run_dir: Path, agent: Agent, grants: list[TicketGrant], /, **rollout: Any
     ) -> None:
         self.run_dir = run_dir
         self.agent = agent
@@ -135,6 +136,14 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
         rewards = [list(cell.proxy.sessions[name].rewards.values()) for name in sessions]
         assert rewards == [[float(ref.ticket_id % N_TASKS)]] * 4
     assert len(set(agent.seeds)) == 48
+
+
+def test_the_recipe_decides_how_sessions_become_rows(tmp_path: Path) -> None:
+    how = {"export_style": "individual", "turn_discount": 0.9, "credit": "arrival"}
+    cell = Cell(tmp_path, Steady(), tickets(1), agent=how)
+    cell.run()
+    settings = {session.started.export for session in cell.proxy.sessions.values()}
+    assert settings == {ExportSettings("individual", 0.9, "arrival", True)}
 
 
 def test_slots_are_kept_busy_and_never_exceeded(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from areal_hpc.session.export import EpisodeKey, export_rows, plan_rows
+from areal_hpc.session.export import EpisodeKey, ExportRule, export_rows, plan_rows
 from areal_hpc.session.rewards import (
     RewardRefused,
     check_reward,
@@ -46,7 +48,7 @@ def test_a_shared_reply_is_trained_in_one_row_only():
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
     history = [user("a"), assistant("one")]
-    say(tree, [*history, user("b")], "left")
+    say(tree, [*history, user("b")], "left").reward = 0.0
     say(tree, [*history, user("c")], "right").reward = 1.0
     left, right = export_rows(tree, KEY)
     shared = slice(first.prompt_tokens, first.sequence_tokens)
@@ -57,12 +59,85 @@ def test_a_shared_reply_is_trained_in_one_row_only():
     assert [row.row for row in (left, right)] == [0, 1]
 
 
-def test_a_leaf_without_reward_has_the_last_reward_of_the_session():
+def test_conversations_that_follow_one_another_share_the_reward():
     tree = InteractionTree()
-    say(tree, [user("a")], "one").reward = 0.25
-    say(tree, [user("b")], "two")
-    say(tree, [user("c")], "three").reward = 0.75
-    assert [row.reward for row in export_rows(tree, KEY)] == [0.25, 0.75, 0.75]
+    say(tree, [user("a")], "one", during=(0, 1)).reward = 0.25
+    say(tree, [user("b")], "two", during=(1, 2))
+    say(tree, [user("c")], "three", during=(2, 3)).reward = 0.75
+    for style in ("concat", "individual"):
+        rows = export_rows(tree, KEY, rule=ExportRule(style))
+        assert [row.reward for row in rows] == [1.0, 0.75, 0.75]
+        rows = export_rows(tree, KEY, rule=ExportRule(style, turn_discount=0.5))
+        assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
+
+
+def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it():
+    tree = InteractionTree()
+    first, _, third = chain(tree, "one", "two", "three")
+    first.reward, third.reward = -0.25, 1.0
+    (row,) = export_rows(tree, KEY, rule=ExportRule(turn_discount=0.5))
+    assert row.reward == 0.75
+
+
+def test_a_row_of_a_single_turn_has_its_discounted_share():
+    tree = InteractionTree()
+    said = chain(tree, "one", "two", "three")
+    said[-1].reward = 1.0
+    rows = export_rows(tree, KEY, rule=ExportRule("individual", turn_discount=0.5))
+    assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
+    for row, one in zip(rows, said, strict=True):
+        assert row.num_tokens == one.sequence_tokens
+        assert row.loss_mask_T.tolist() == [0] * one.prompt_tokens + [1] * one.output_tokens
+        assert row.input_ids_T.tolist()[: one.prompt_tokens] == prompt_ids(tree, one)
+
+
+def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained():
+    tree = InteractionTree()
+    first = say(tree, [user("a")], "one")
+    history = [user("a"), assistant("one")]
+    left = say(tree, [*history, user("b")], "left")
+    right = say(tree, [*history, user("c")], "right")
+    right.reward = 1.0
+    (row,) = export_rows(tree, KEY)
+    assert row.meta["interaction_ids"] == [first.interaction_id, right.interaction_id]
+    assert row.loss_mask_T.sum() == first.output_tokens + right.output_tokens
+    trained = [plan.trained for plan in plan_rows(tree, ExportRule("individual"))]
+    assert trained == [{first.interaction_id}, {right.interaction_id}]
+    trained = [plan.trained for plan in plan_rows(tree, ExportRule("individual", credit="arrival"))]
+    assert {left.interaction_id} in trained
+
+
+def test_retry_orphans_are_dropped_unless_they_are_wanted():
+    tree = InteractionTree()
+    lost = say(tree, [user("a")], "lost", during=(0, 1))
+    say(tree, [user("a")], "kept", during=(2, 3))
+    say(tree, [user("a"), assistant("kept"), user("b")], "x", during=(3, 4)).reward = 1.0
+    for style, kept in (("concat", 1), ("individual", 2)):
+        assert len(plan_rows(tree, ExportRule(style))) == kept
+        plans = plan_rows(tree, ExportRule(style, drop_retry_orphans=False))
+        assert len(plans) == kept + 1
+        assert plans[0].trained == {lost.interaction_id}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0])), min_size=1, max_size=7),
+    st.sampled_from(["concat", "individual"]),
+)
+def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(forks, style):
+    tree = InteractionTree()
+    histories = [[]]
+    for number, (origin, temperature) in enumerate(forks):
+        messages = [*histories[origin % len(histories)], user(f"q{number}")]
+        reply = f"r{number}"
+        say(tree, messages, reply, temperature=temperature, version=number).reward = 1.0
+        histories.append([*messages, assistant(reply)])
+    rows = export_rows(tree, KEY, rule=ExportRule(style))
+    trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
+    said = [number for number, one in enumerate(tree) for _ in range(one.output_tokens)]
+    assert sorted(trained) == said
+    for row in rows:
+        assert (row.versions_T[row.loss_mask_T == 0] == -1).all()
 
 
 def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own():
