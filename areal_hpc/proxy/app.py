@@ -6,12 +6,12 @@ import asyncio
 import hmac
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from typing import Any, Protocol, TypeVar
 
 from areal_hpc.proxy.calls import ModelCaller, ServedModel
 from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.dialects import chat
+from areal_hpc.proxy.dialects import chat, chat_reply
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session, SessionBook
 
@@ -20,10 +20,26 @@ log = logging.getLogger(__name__)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Handler = Callable[[str, bytes], Coroutine[Any, Any, bytes]]
-"""(key, request body) -> response body."""
+
+
+class EventStream(Protocol):
+    """Server-sent events on their way."""
+
+    def __aiter__(self) -> AsyncIterator[bytes]: ...
+
+    async def __anext__(self) -> bytes: ...
+
+    def abandon(self) -> None:
+        """The client has gone."""
+
+
+Result = bytes | EventStream
+Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
+"""(key, request body) -> response body, whole or as events."""
 
 _JSON = (b"content-type", b"application/json")
+_EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+Awaited = TypeVar("Awaited")
 
 
 class _ClientGone(Exception):
@@ -76,14 +92,16 @@ class ProxyApp:
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
             body = await self._body(receive)
-            status, content = 200, await _unless_gone(receive, handler(key, body))
-        except RequestRefused as refusal:
-            status, content = refusal.status, chat.error(refusal)
+            result = await _unless_gone(receive, handler(key, body))
+            if not isinstance(result, bytes):
+                await _send_events(receive, send, result)
+                return
+            status, content = 200, result
         except _ClientGone:
             return
-        except Exception:  # boundary: one request's failure must not reach the others
-            log.exception("%s %s failed", scope["method"], scope["path"])
-            status, content = 500, chat.error(RequestRefused(500, "the proxy failed; see its log"))
+        except Exception as caught:  # boundary: one request's failure must not reach the others
+            refusal = _refusal(caught)
+            status, content = refusal.status, chat_reply.error(refusal)
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": status, "headers": [_JSON, length]})
         await send({"type": "http.response.body", "body": content})
@@ -149,33 +167,66 @@ class ProxyApp:
 
     async def _models(self, key: str, body: bytes) -> bytes:
         self._session(key)
-        return chat.models(self._model.name, self._model.context_tokens)
+        return chat_reply.models(self._model.name, self._model.context_tokens)
 
-    async def _chat(self, key: str, body: bytes) -> bytes:
+    async def _chat(self, key: str, body: bytes) -> Result:
         session = self._session(key)
         if session.ended:
             raise RequestRefused(403, "the session has ended")
-        encoder = self._model.encoder
-        request, call = chat.parse(body, session.request.sampling, encoder.vocab_size)
+        model = self._model
+        request, call = chat.parse(body, session.request.sampling, model)
         answer_id = f"chatcmpl-{secrets.token_hex(14)}"
-        session.in_flight += 1
-        try:
-            answers = await self._caller.answer(session, call, answer_id)
-        finally:
-            session.in_flight -= 1
-            session.touch()
-        return chat.response(answer_id, self._model.name, request, answers, encoder)
+        if request.stream:
+            live = await self._caller.stream(session, call, answer_id)
+            return chat_reply.ChatEvents(answer_id, model.name, request, live, model.encoder)
+        answers = await self._caller.answer(session, call, answer_id)
+        return chat_reply.response(answer_id, model.name, request, answers, model.encoder)
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, bytes]) -> bytes:
-    """The work's result; cancels it when the client hangs up first."""
-    task = asyncio.ensure_future(work)
+async def _send_events(receive: Receive, send: Send, events: EventStream) -> None:
+    """Send events until they end or the client hangs up. A first one that fails is raised."""
     gone = asyncio.ensure_future(receive())
+    try:
+        block: bytes | None = await _first_of(anext(events), gone)
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+        while block is not None:
+            await send({"type": "http.response.body", "body": block, "more_body": True})
+            try:
+                block = await _first_of(anext(events, None), gone)
+            except _ClientGone:
+                raise
+            except Exception as caught:  # boundary: told to the client within the stream
+                block = chat_reply.error_event(_refusal(caught))
+                await send({"type": "http.response.body", "body": block, "more_body": True})
+                break
+        await send({"type": "http.response.body", "body": b""})
+    finally:
+        events.abandon()  # after the end there is nothing left to stop
+        gone.cancel()
+
+
+def _refusal(caught: Exception) -> RequestRefused:
+    if isinstance(caught, RequestRefused):
+        return caught
+    log.error("a request failed", exc_info=caught)
+    return RequestRefused(500, "the proxy failed; see its log")
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result; cancels it when the client hangs up first."""
+    gone = asyncio.ensure_future(receive())
+    try:
+        return await _first_of(work, gone)
+    finally:
+        gone.cancel()
+
+
+async def _first_of(work: Awaitable[Awaited], gone: asyncio.Future[Any]) -> Awaited:
+    task = asyncio.ensure_future(work)
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise _ClientGone
         return task.result()
     finally:
-        gone.cancel()
         task.cancel()

@@ -7,27 +7,43 @@ import hashlib
 import logging
 import secrets
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from areal_hpc.proxy.events import InteractionAdded
+from areal_hpc.proxy.generation import Generation, Piece, SamplingParams, UpstreamLost
+from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import Session
-from areal_hpc.proxy.upstream import Generation, SamplingParams, Upstream, UpstreamLost
+from areal_hpc.proxy.upstream import GenerateRequest, Upstream
 from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal, TokenEncoder
-from areal_hpc.session.tree import Interaction, Turn
+from areal_hpc.session.tree import ABORTED, Interaction, Turn
 
 log = logging.getLogger(__name__)
 
 INLINE_ENCODE_CHARS = 8192
 """Longer texts are tokenised in a thread: 8 KiB take about 2 ms, which others must not wait."""
 RETRY_PAUSE_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What the request says about calling tools."""
+
+    mode: Literal["none", "auto", "required"] = "none"
+    name: str | None = None
+    """The one tool that must be called."""
+    parallel: bool = True
+    """A reply may hold several calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +59,7 @@ class ModelCall:
     """What the dialect calls the limit of new tokens."""
     n: int = 1
     top_logprobs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One choice: what was recorded, and what the dialect needs beyond it."""
-
-    interaction: Interaction
-    generation: Generation
+    tool_choice: ToolChoice = ToolChoice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,63 @@ class ServedModel:
     template: ChatTemplate
     encoder: TokenEncoder
     context_tokens: int
+    tool_call_parser: str | None = None
+    """SGLang's name of the format of its tool calls."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the format of its reasoning."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A call that is ready to be generated."""
+
+    session: Session
+    turn: Turn
+    new_ids: bytes
+    prompt_tokens: int
+    prompt_json: bytes
+    sampling: SamplingParams
+    top_logprobs: int
+    answer_id: str
+    give_up_at: float
+    asked_at: float
+    """Unix time."""
+
+    def request(self, choice: int) -> GenerateRequest:
+        """One try at generating a choice."""
+        seed = (self.sampling.sampling_seed or 0) + choice
+        return GenerateRequest(
+            secrets.token_hex(16),
+            self.prompt_json,
+            msgspec.structs.replace(self.sampling, sampling_seed=seed),
+            self.top_logprobs,
+        )
+
+    def interaction(self, choice: int, generation: Generation, said: Said) -> Interaction:
+        """What is recorded of a choice."""
+        parent = self.turn.parent
+        return Interaction(
+            interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
+            parent_id=parent.interaction_id if parent is not None else None,
+            splice=self.turn.splice,
+            context=self.turn.context,
+            new_messages=self.turn.new_messages,
+            reply=said.message(),
+            prompt_tokens=self.prompt_tokens,
+            new_ids=self.new_ids,
+            output_ids=np.asarray(generation.output_ids, "<i4").tobytes(),
+            logprobs=np.asarray(generation.logprobs, "<f4").tobytes(),
+            spans=generation.spans,
+            finish_reason=generation.finish_reason,
+            closed=generation.closed,
+            temperature=self.sampling.temperature,
+            asked_at=self.asked_at,
+            answered_at=time.time(),
+        )
+
+
+Attempt = Callable[[str, GenerateRequest, float], Awaitable[Generation]]
+"""(replica's URL, request, seconds left) -> what was generated there."""
 
 
 class ModelCaller:
@@ -79,6 +145,7 @@ class ModelCaller:
         self._upstream = upstream
         self._recorder = recorder
         self._request_timeout_s = request_timeout_s
+        self._speaking: set[asyncio.Task[None]] = set()
 
     async def answer(self, session: Session, call: ModelCall, answer_id: str) -> list[Answer]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
@@ -91,39 +158,83 @@ class ModelCaller:
         Raises:
             RequestRefused: The call cannot be answered.
         """
+        with _in_flight(session):
+            prompt = await self._prepare(session, call, answer_id)
+            generations = await _together(
+                [self._routed(prompt, choice, self._upstream.generate) for choice in range(call.n)]
+            )
+            return [
+                self._record(prompt, choice, generation, Said(generation.text))
+                for choice, generation in enumerate(generations)
+            ]
+
+    async def stream(self, session: Session, call: ModelCall, answer_id: str) -> LiveAnswers:
+        """Begin to generate `call.n` replies; each is in the journal before its `Answer` comes.
+
+        Raises:
+            RequestRefused: The call cannot be answered.
+        """
+        with _in_flight(session):
+            prompt = await self._prepare(session, call, answer_id)
+        live = LiveAnswers(call.n)
+        for choice in range(call.n):
+            task = asyncio.ensure_future(self._speak(prompt, choice, live))
+            self._speaking.add(task)
+            task.add_done_callback(self._speaking.discard)
+        return live
+
+    async def _speak(self, prompt: _Prompt, choice: int, live: LiveAnswers) -> None:
+        """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
+        said = Said()
+
+        async def take(piece: Piece) -> None:
+            part = Said(piece.text)
+            said.add(part)
+            live.put(Delta(choice, part, piece))
+
+        async def generate(url: str, request: GenerateRequest, timeout_s: float) -> Generation:
+            live.generating(choice, partial(self._upstream.abort, url, request.rid))
+            generation = await self._upstream.generate_live(url, request, timeout_s, take)
+            if generation.finish_reason == ABORTED and not live.abandoned:
+                raise UpstreamLost(f"{url} broke the call off")
+            return generation
+
+        with _in_flight(prompt.session):
+            try:
+                generation = await self._routed(
+                    prompt, choice, generate, may_repeat=lambda: not said and not live.abandoned
+                )
+                if generation.output_ids or not live.abandoned:
+                    live.put(self._record(prompt, choice, generation, said))
+            except Exception as error:  # boundary: raised again where the stream is read
+                if live.abandoned:
+                    log.info("an abandoned stream ended with: %s", error)
+                live.put(error)
+            finally:
+                live.generated(choice)
+
+    async def _prepare(self, session: Session, call: ModelCall, answer_id: str) -> _Prompt:
         give_up_at = time.monotonic() + self._request_timeout_s
         asked_at = time.time()
         turn, new_ids = await self._tokenise(session, call)
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)
-        prompt_json = _join(session.tree.sequence_json(turn.parent), new_ids)
-        seed = sampling.sampling_seed
-        if seed is None:
-            seed = _session_seed(session)
+        if sampling.sampling_seed is None:
+            sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
         session.calls += 1
-        generations = await _together(
-            [
-                self._generate(
-                    session,
-                    prompt_json,
-                    msgspec.structs.replace(sampling, sampling_seed=seed + choice),
-                    call.top_logprobs,
-                    give_up_at,
-                )
-                for choice in range(call.n)
-            ]
+        return _Prompt(
+            session=session,
+            turn=turn,
+            new_ids=np.asarray(new_ids, "<i4").tobytes(),
+            prompt_tokens=prompt_tokens,
+            prompt_json=_join(session.tree.sequence_json(turn.parent), new_ids),
+            sampling=sampling,
+            top_logprobs=call.top_logprobs,
+            answer_id=answer_id,
+            asked_at=asked_at,
+            give_up_at=give_up_at,
         )
-        packed = np.asarray(new_ids, "<i4").tobytes()
-        answers = []
-        for choice, generation in enumerate(generations):
-            choice_id = f"{answer_id}-{choice}" if choice else answer_id
-            interaction = _interaction(
-                choice_id, turn, packed, prompt_tokens, generation, sampling.temperature, asked_at
-            )
-            self._record(session, interaction)
-            answers.append(Answer(interaction, generation))
-        return answers
 
     async def _tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
         """What the call adds to the session's tree, and the token ids of that."""
@@ -168,40 +279,47 @@ class ModelCaller:
         limit = asked or min(session.request.sampling.max_new_tokens, room)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
 
-    async def _generate(
+    async def _routed(
         self,
-        session: Session,
-        prompt_json: bytes,
-        sampling: SamplingParams,
-        top_logprobs: int,
-        give_up_at: float,
+        prompt: _Prompt,
+        choice: int,
+        attempt: Attempt,
+        may_repeat: Callable[[], bool] = lambda: True,
     ) -> Generation:
         """Generate on the session's replica; on another one if that is lost."""
         while True:
-            replica = await self._router.pick(session.session_id, give_up_at)
+            replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at)
+            timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.began(replica)
             try:
-                return await self._upstream.generate(
-                    replica.url,
-                    prompt_json,
-                    sampling,
-                    rid=secrets.token_hex(16),
-                    timeout_s=max(give_up_at - time.monotonic(), 0.001),
-                    top_logprobs=top_logprobs,
-                )
+                return await attempt(replica.url, prompt.request(choice), timeout_s)
             except UpstreamLost as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 self._router.lost(replica)
-                if time.monotonic() >= give_up_at:
+                if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise RequestRefused(503, f"the replica was lost: {error}") from error
             finally:
                 self._router.ended(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _record(self, session: Session, interaction: Interaction) -> None:
+    def _record(self, prompt: _Prompt, choice: int, generation: Generation, said: Said) -> Answer:
+        session = prompt.session
         if session.ended or not self._recorder.holds(session):
             raise RequestRefused(403, "the session ended while the model answered")
+        interaction = prompt.interaction(choice, generation, said)
         self._recorder.record(InteractionAdded(session.session_id, interaction))
+        return Answer(choice, interaction, generation, said)
+
+
+@contextmanager
+def _in_flight(session: Session) -> Iterator[None]:
+    """A session is not idle while the model answers it."""
+    session.in_flight += 1
+    try:
+        yield
+    finally:
+        session.in_flight -= 1
+        session.touch()
 
 
 async def _together(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
@@ -226,32 +344,3 @@ def _session_seed(session: Session) -> int:
     request = session.request
     text = f"{request.seed}/{request.task_id}/{request.episode}/{session.calls}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x3FFFFFFF
-
-
-def _interaction(
-    interaction_id: str,
-    turn: Turn,
-    new_ids: bytes,
-    prompt_tokens: int,
-    generation: Generation,
-    temperature: float,
-    asked_at: float,
-) -> Interaction:
-    return Interaction(
-        interaction_id=interaction_id,
-        parent_id=turn.parent.interaction_id if turn.parent is not None else None,
-        splice=turn.splice,
-        context=turn.context,
-        new_messages=turn.new_messages,
-        reply={"role": "assistant", "content": generation.text},
-        prompt_tokens=prompt_tokens,
-        new_ids=new_ids,
-        output_ids=np.asarray(generation.output_ids, "<i4").tobytes(),
-        logprobs=np.asarray(generation.logprobs, "<f4").tobytes(),
-        spans=generation.spans,
-        finish_reason=generation.finish_reason,
-        closed=generation.closed,
-        temperature=temperature,
-        asked_at=asked_at,
-        answered_at=time.time(),
-    )

@@ -1,102 +1,71 @@
-"""One model call to an SGLang server: token ids in, token ids out.
-
-Wire facts of SGLang 0.5.23 (`/generate`, `srt/managers/io_struct.py`): log-probabilities are those
-of the sampling distribution (scaled by the temperature, not renormalised for top-k/top-p); a stop
-token is part of the output ids; `weight_versions` are spans over the output tokens.
-"""
+"""Model calls to SGLang servers: token ids in, token ids out."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import aiohttp
 import msgspec
-from msgspec import Struct, field
 
+from areal_hpc.proxy.generation import (
+    Generation,
+    Piece,
+    PieceReader,
+    SamplingParams,
+    UpstreamLost,
+    error_text,
+    generation_of,
+)
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.tree import VersionSpan
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.session.tree import ABORTED
 
 log = logging.getLogger(__name__)
 
-UNVERSIONED = "default"
-"""What SGLang calls weights that nobody gave a version."""
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
 
 
-class UpstreamLost(Exception):
-    """The server died, refused, or broke the call off: another one may answer it."""
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One generation. `prompt_json` is the inside of a JSON array of token ids."""
 
+    rid: str
+    """Unique among the live requests of the server."""
+    prompt_json: bytes
+    sampling: SamplingParams
+    top_logprobs: int = 0
+    """Alternatives to report per token."""
+    reasons_first: bool = False
+    """The reply begins inside its reasoning, so a grammar starts after that."""
 
-class SamplingParams(Struct, frozen=True, omit_defaults=True):
-    """SGLang's `sampling_params`; what is left out has SGLang's default."""
-
-    temperature: float
-    max_new_tokens: int
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    sampling_seed: int | None = None
-
-
-class _Span(Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _FinishReason(Struct):
-    type: str
-    matched: int | str | None = None
-    message: str | None = None
-
-
-class _Meta(Struct):
-    finish_reason: _FinishReason
-    weight_versions: list[_Span]
-    output_token_logprobs: list[tuple[float, int, str | None]] = field(default_factory=list)
-    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
-    cached_tokens: int = 0
-
-
-class _Reply(Struct):
-    text: str
-    output_ids: list[int]
-    meta_info: _Meta
-
-
-_reply_decoder = msgspec.json.Decoder(_Reply)
-
-
-class Generation(Struct, frozen=True):
-    """What the model said."""
-
-    text: str
-    """Without special tokens and without the stop string that ended it."""
-    output_ids: list[int]
-    logprobs: list[float]
-    spans: list[VersionSpan]
-    finish_reason: str
-    """`stop` or `length`."""
-    closed: bool
-    """The last token is a stop token."""
-    cached_tokens: int
-    top_logprobs: list[list[tuple[float, int, str | None]] | None]
-    """Per output token, most likely first; empty unless asked for."""
+    def body(self, *, stream: bool) -> bytes:
+        """What is posted to `/generate`; joined, because the ids are long and already JSON."""
+        return b"".join(
+            (
+                b'{"input_ids":[',
+                self.prompt_json,
+                b'],"sampling_params":',
+                msgspec.json.encode(self.sampling),
+                b',"return_logprob":true,"rid":"',
+                self.rid.encode(),
+                b'"',
+                b',"top_logprobs_num":%d' % self.top_logprobs if self.top_logprobs else b"",
+                b',"require_reasoning":true' if self.reasons_first else b"",
+                b',"stream":true' if stream else b"",
+                b"}",
+            )
+        )
 
 
 class Upstream:
     """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, api_key: str = "") -> None:
+        key = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = aiohttp.ClientSession(
+            headers={"content-type": "application/json", **key},
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
@@ -104,70 +73,77 @@ class Upstream:
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
-        self,
-        base_url: str,
-        prompt_json: bytes,
-        sampling: SamplingParams,
-        *,
-        rid: str,
-        timeout_s: float,
-        top_logprobs: int = 0,
+        self, base_url: str, request: GenerateRequest, timeout_s: float
     ) -> Generation:
-        """Generate from a prompt given as the inside of a JSON array of ids.
-
-        Args:
-            base_url: The server's.
-            prompt_json: Comma-separated token ids.
-            sampling: What to pass as `sampling_params`.
-            rid: Unique among the live requests of the server.
-            timeout_s: Longest time the call may take.
-            top_logprobs: Alternatives to report per token.
+        """Generate and wait for the whole reply.
 
         Raises:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        extra = b',"top_logprobs_num":%d' % top_logprobs if top_logprobs else b""
-        body = b"".join(
-            (
-                b'{"input_ids":[',
-                prompt_json,
-                b'],"sampling_params":',
-                msgspec.json.encode(sampling),
-                b',"return_logprob":true,"rid":"',
-                rid.encode(),
-                b'"',
-                extra,
-                b"}",
-            )
-        )
+        async with self._guarded(base_url, request.rid, timeout_s):
+            status, answer = await self._post(f"{base_url}/generate", request.body(stream=False))
+        _check(base_url, status, answer)
+        generation = generation_of(base_url, answer)
+        if generation.finish_reason == ABORTED:
+            raise UpstreamLost(f"{base_url} broke the call off")
+        return generation
+
+    async def generate_live(
+        self,
+        base_url: str,
+        request: GenerateRequest,
+        timeout_s: float,
+        take: Callable[[Piece], Awaitable[None]],
+    ) -> Generation:
+        """Generate, and hand each piece to `take` as it comes.
+
+        After an `abort` this returns what was generated until then.
+
+        Raises:
+            UpstreamLost: The server did not finish the call.
+            RequestRefused: It says the request is wrong, or took too long.
+        """
+        reader = PieceReader(base_url, request.sampling.stop or ())
+        url = f"{base_url}/generate"
+        async with (
+            self._guarded(base_url, request.rid, timeout_s),
+            self._http.post(url, data=request.body(stream=True)) as answer,
+        ):
+            if answer.status != 200:
+                _check(base_url, answer.status, await answer.read())
+            async for data in _events(answer.content):
+                piece, whole = reader.read(data)
+                if piece.output_ids or piece.text:
+                    await take(piece)
+                if whole is not None:
+                    return whole
+        raise UpstreamLost(f"{base_url} ended the stream early")
+
+    @asynccontextmanager
+    async def _guarded(self, base_url: str, rid: str, timeout_s: float) -> AsyncIterator[None]:
+        """Give failures their names, and free the engine of a call that nobody waits for."""
         try:
             async with asyncio.timeout(timeout_s):
-                status, answer = await self._post(f"{base_url}/generate", body)
+                yield
         except aiohttp.ServerTimeoutError as error:  # it does not even accept connections
             raise UpstreamLost(f"{base_url} does not accept: {error}") from error
         except TimeoutError:
-            self._abort(base_url, rid)
+            self.abort(base_url, rid)
             raise RequestRefused(
                 504, f"the model did not answer within {timeout_s:.0f} s"
             ) from None
         except asyncio.CancelledError:
-            self._abort(base_url, rid)
+            self.abort(base_url, rid)
             raise
         except (aiohttp.ClientError, OSError) as error:
             raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
-        if status >= 500:
-            raise UpstreamLost(f"{base_url} answered {status}: {answer[:300]!r}")
-        if status >= 400:
-            raise RequestRefused(400, f"the model server refused: {_error_text(answer)}")
-        return _generation(base_url, answer)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        headers = {"content-type": "application/json"}
-        async with self._http.post(url, data=body, headers=headers) as answer:
+        async with self._http.post(url, data=body) as answer:
             return answer.status, await answer.read()
 
-    def _abort(self, base_url: str, rid: str) -> None:
+    def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
         task = asyncio.ensure_future(self._send_abort(base_url, rid))
         self._aborts.add(task)
@@ -187,53 +163,18 @@ class Upstream:
         await self._http.close()
 
 
-def _error_text(answer: bytes) -> str:
-    """The sentence inside one of SGLang's two error shapes."""
-    try:
-        error = msgspec.json.decode(answer)["error"]
-        return str(error["message"] if isinstance(error, dict) else error)
-    except (msgspec.DecodeError, KeyError, TypeError):
-        return answer[:300].decode(errors="replace")
+def _check(base_url: str, status: int, answer: bytes) -> None:
+    if status >= 500:
+        raise UpstreamLost(f"{base_url} answered {status}: {answer[:300]!r}")
+    if status >= 400:
+        raise RequestRefused(400, f"the model server refused: {error_text(answer)}")
 
 
-def _generation(base_url: str, answer: bytes) -> Generation:
-    try:
-        reply = _reply_decoder.decode(answer)
-    except msgspec.DecodeError as error:
-        raise UpstreamLost(f"{base_url} answered something else: {error}") from error
-    meta = reply.meta_info
-    reason = meta.finish_reason
-    if reason.type == "abort":
-        raise UpstreamLost(f"{base_url} broke the call off: {reason.message}")
-    logprobs = [entry[0] for entry in meta.output_token_logprobs]
-    if [entry[1] for entry in meta.output_token_logprobs] != reply.output_ids:
-        raise UpstreamLost(f"{base_url}: ids and log-probabilities of the reply disagree")
-    spans = [
-        VersionSpan(_packed(base_url, s.version), s.start, s.end) for s in meta.weight_versions
-    ]
-    covered = 0
-    for span in spans:
-        if span.start != covered:
-            break
-        covered = span.end
-    if covered != len(reply.output_ids):
-        raise UpstreamLost(f"{base_url}: weight versions cover {covered} of the reply's tokens")
-    return Generation(
-        text=reply.text,
-        output_ids=reply.output_ids,
-        logprobs=logprobs,
-        spans=spans,
-        finish_reason=reason.type,
-        closed=reason.type == "stop" and isinstance(reason.matched, int),
-        cached_tokens=meta.cached_tokens,
-        top_logprobs=meta.output_top_logprobs or [],
-    )
-
-
-def _packed(base_url: str, version: str) -> int:
-    if version == UNVERSIONED:
-        return WeightVersion(0, 0).packed
-    try:
-        return WeightVersion.parse(version).packed
-    except ValueError as error:
-        raise UpstreamLost(f"{base_url}: {error}") from error
+async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events. SGLang writes one line of data an event."""
+    rest = b""
+    async for block in stream.iter_any():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield line[6:]

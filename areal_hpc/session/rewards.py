@@ -20,6 +20,12 @@ class RewardRefused(ValueError):
     """The reward is not a finite number, or there is no such interaction."""
 
 
+class UnknownInteraction(RewardRefused, KeyError):
+    """The session has no interaction of this name."""
+
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
 def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:
     """The interaction a reward is for: the named one, else the last completed.
 
@@ -27,12 +33,15 @@ def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> I
         RewardRefused: There is none.
     """
     if interaction_id is None:
-        if not len(tree):
-            raise RewardRefused("the session has no completed interaction to reward")
-        return tree.last
+        try:
+            return tree.last
+        except LookupError:
+            raise RewardRefused("the session has no completed interaction to reward") from None
     if interaction_id not in tree:
         known = ", ".join(one.interaction_id for one in tree) or "none"
-        raise RewardRefused(f"no interaction {interaction_id!r} in this session; it has: {known}")
+        raise UnknownInteraction(
+            f"no interaction {interaction_id!r} in this session; it has: {known}"
+        )
     return tree[interaction_id]
 
 

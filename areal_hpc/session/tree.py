@@ -20,6 +20,8 @@ from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
 Splice = Literal["spliced", "retokenised", "root"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
 
+ABORTED = "abort"
+"""How an interaction ends that its client left while the model spoke."""
 REPLY_MARK = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""
 
@@ -62,6 +64,11 @@ class Interaction(msgspec.Struct, kw_only=True):
     answered_at: float = 0.0
     """Unix time at which the reply was complete."""
     reward: float | None = None
+
+    @property
+    def completed(self) -> bool:
+        """The client saw its end. One that the client left is kept, but counts for nothing."""
+        return self.finish_reason != ABORTED
 
     @property
     def output_tokens(self) -> int:
@@ -155,8 +162,15 @@ class InteractionTree:
 
     @property
     def last(self) -> Interaction:
-        """The interaction completed last. There must be one."""
-        return self._entries[next(reversed(self._entries))].interaction
+        """The interaction completed last.
+
+        Raises:
+            LookupError: There is none.
+        """
+        for entry in reversed(self._entries.values()):
+            if entry.interaction.completed:
+                return entry.interaction
+        raise LookupError("no interaction has been completed")
 
     def open_turn(
         self,
@@ -234,9 +248,9 @@ class InteractionTree:
         return None if parent_id is None else self._entries[parent_id].interaction
 
     def leaves(self) -> list[Interaction]:
-        """Interactions that no other extends, in order of completion."""
+        """Completed interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}
-        return [one for one in self if one.interaction_id not in parents]
+        return [one for one in self if one.completed and one.interaction_id not in parents]
 
 
 def ids_of(packed: bytes) -> npt.NDArray[np.int32]:

@@ -25,6 +25,7 @@ def stage(shared_stage: Stage) -> Stage:
     shared_stage.sglang.script = lambda request: Script()
     shared_stage.sglang.requests.clear()
     shared_stage.sglang.aborted.clear()
+    shared_stage.sglang.incremental = False
     shared_stage.relay.show(shared_stage.sglang.url)
     shared_stage.ledger.away = False
     return shared_stage

@@ -17,6 +17,10 @@ from openai import OpenAI
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.layout import RunLayout
+from areal_hpc.proxy.events import InteractionAdded, SessionOpened, decode_event
+from areal_hpc.proxy.sessions import key_digest
+from areal_hpc.session.tree import Interaction
+from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.replicas import ReplicaState
@@ -138,6 +142,22 @@ class Stage:
         for part in (self.sglang, self.relay, self.ledger):
             self.loop.run(part.stop())
         self.loop.stop()
+
+    def journaled(self, key: str) -> list[Interaction]:
+        """The interactions of a session that are in the journal by now."""
+        (journal,) = self.journal_dir.glob("*/journal")
+        events = [decode_event(record.payload) for record in read_journal(journal)]
+        digest = key_digest(key)
+        (session_id,) = (
+            one.session_id
+            for one in events
+            if isinstance(one, SessionOpened) and one.key_digest == digest
+        )
+        return [
+            one.interaction
+            for one in events
+            if isinstance(one, InteractionAdded) and one.session_id == session_id
+        ]
 
     # A driver's calls -----------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,7 +37,10 @@ class Script:
     output_ids: list[int] | None = None
     """Instead of the canonical encoding of `text`."""
     fault: str = ""
-    """`hang_up`, `500`, `400`, `garbage`, `abort`: what goes wrong, once."""
+    """`hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up`: what goes wrong, once."""
+    piece_tokens: int = 1
+    """Tokens in each piece of a stream."""
+    piece_delay_s: float = 0.0
 
 
 @dataclass
@@ -47,6 +50,8 @@ class ScriptedSGLang:
     tokenizer: Tokenizer
     script: Callable[[dict[str, Any]], Script] = lambda request: Script()
     version: str = "1.0"
+    incremental: bool = False
+    """Pieces of a stream hold only what is new (`--incremental-streaming-output`)."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     url: str = ""
@@ -81,7 +86,58 @@ class ScriptedSGLang:
             return web.json_response({"error": {"message": "too warm"}}, status=400)
         if script.fault == "garbage":
             return web.Response(text="<html>")
+        if body.get("stream"):
+            return await self._stream(request, body, script)
         return web.json_response(self._payload(body, script))
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], script: Script
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        whole = self._payload(body, script)
+        for piece in self.pieces(body, script):
+            if body["rid"] in self.aborted:
+                piece = self._cut(whole, piece)
+            await response.write(b"data: " + msgspec.json.encode(piece) + b"\n\n")
+            if script.fault == "late_hang_up":
+                assert request.transport is not None
+                request.transport.abort()
+                return response
+            if piece["meta_info"]["finish_reason"] is not None:
+                break
+            await asyncio.sleep(script.piece_delay_s)
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    def pieces(self, body: dict[str, Any], script: Script) -> Iterator[dict[str, Any]]:
+        """The events of a stream, as SGLang writes them."""
+        whole = self._payload(body, script)
+        ids, meta = whole["output_ids"], whole["meta_info"]
+        before, text_before = 0, ""
+        while before < len(ids):
+            end = min(before + script.piece_tokens, len(ids))
+            last = end == len(ids)
+            text = whole["text"] if last else self.tokenizer.decode(ids[:end]).rstrip("\ufffd")
+            start = before if self.incremental else 0
+            piece_meta = {**meta, "completion_tokens": end}
+            for name in ("output_token_logprobs", "output_top_logprobs"):
+                if name in meta:
+                    piece_meta[name] = meta[name][start:end]
+            if not last:
+                piece_meta["finish_reason"] = None
+                del piece_meta["weight_versions"]
+            shown = text[len(text_before) :] if self.incremental else text
+            yield {"text": shown, "output_ids": ids[start:end], "meta_info": piece_meta}
+            before, text_before = end, text
+
+    def _cut(self, whole: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+        """The last event of a generation that was aborted here."""
+        count = piece["meta_info"]["completion_tokens"]
+        reason = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        versions = [{"version": self.version, "start": 0, "end": count}]
+        meta = {**piece["meta_info"], "finish_reason": reason, "weight_versions": versions}
+        return {**piece, "meta_info": meta}
 
     def _payload(self, body: dict[str, Any], script: Script) -> dict[str, Any]:
         ids = script.output_ids

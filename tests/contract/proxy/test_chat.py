@@ -9,6 +9,7 @@ from openai import AsyncOpenAI, BadRequestError, OpenAI
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.scripted_sglang import Script
 
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
@@ -137,10 +138,23 @@ def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage):
         ({"messages": QUESTION, "max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
         ({"messages": QUESTION, "top_logprobs": 3}, "top_logprobs"),
         ({"messages": QUESTION, "stop_token_ids": [512]}, "stop_token_ids"),
-        ({"messages": QUESTION, "logit_bias": {"5": 1}}, "logit_bias"),
-        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "tools"),
+        ({"messages": QUESTION, "logit_bias": {"512": 1}}, "logit_bias"),
+        ({"messages": QUESTION, "logit_bias": {"x": 1}}, "logit_bias"),
+        ({"messages": QUESTION, "logit_bias": {"5": 101}}, "logit_bias[...]"),
+        ({"messages": QUESTION, "functions": []}, "functions"),
+        ({"messages": QUESTION, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"messages": QUESTION, "tools": [TOOL]}, "tools"),
+        ({"messages": QUESTION, "tool_choice": "sometimes"}, "tool_choice"),
         ({"messages": QUESTION, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"messages": QUESTION, "response_format": {"type": "poem"}}, "response_format.type"),
+        (
+            {"messages": QUESTION, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        (
+            {"messages": QUESTION, "regex": "a", "response_format": {"type": "json_object"}},
+            "response_format",
+        ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
@@ -168,7 +182,7 @@ def test_a_body_that_is_not_json_is_the_requests_fault(stage):
 def test_the_sdk_names_the_parameter_at_fault(stage):
     _, key = stage.open_session()
     with stage.client(key) as client, pytest.raises(BadRequestError) as caught:
-        client.chat.completions.create(model="m", messages=QUESTION, logit_bias={"5": 1})
+        client.chat.completions.create(model="m", messages=QUESTION, logit_bias={"512": 1})
     assert caught.value.param == "logit_bias"
 
 

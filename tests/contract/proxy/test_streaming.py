@@ -1,0 +1,216 @@
+"""Tokens leave as the model says them; what has been shown is recorded, whatever breaks off."""
+
+import asyncio
+import json
+import time
+
+import pytest
+from openai import APIError, AsyncOpenAI
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+
+
+def events(stage: Stage, key: str, **request) -> list[dict]:
+    """The decoded chunks of a streamed reply."""
+    answer = stage.chat(key, QUESTION, stream=True, **request)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == "text/event-stream"
+    *data, done, rest = answer.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(line.removeprefix("data: ")) for line in data]
+
+
+def text_of(chunks: list[dict], choice: int = 0) -> str:
+    return "".join(
+        one["delta"].get("content") or ""
+        for chunk in chunks
+        for one in chunk["choices"]
+        if one["index"] == choice
+    )
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("piece_tokens", [1, 3, 100])
+def test_the_parts_of_a_reply_make_the_whole(stage, incremental, piece_tokens):
+    stage.sglang.incremental = incremental
+    stage.sglang.script = lambda request: Script("hello wörld 7", piece_tokens=piece_tokens)
+    _, key = stage.open_session(TicketRef(1, 0))
+    chunks = events(stage, key)
+    assert text_of(chunks) == "hello wörld 7"
+    first, *_, last = (chunk["choices"][0] for chunk in chunks)
+    assert first["delta"] == {"role": "assistant", "content": ""}
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert stage.sglang.requests[0]["stream"] is True
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_streamed_turn_is_continued_with_the_models_own_tokens(stage, incremental):
+    stage.sglang.incremental = incremental
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    _, key = stage.open_session(TicketRef(1, 0))
+    said = text_of(events(stage, key))
+    reply = {"role": "assistant", "content": said}
+    stage.chat(key, [*QUESTION, reply, {"role": "user", "content": "and 1?"}])
+    before, after = (request["input_ids"] for request in stage.sglang.requests)
+    assert after[: len(before) + len(letters)] == before + letters
+
+
+def test_parts_leave_while_the_model_still_speaks(stage):
+    stage.sglang.script = lambda request: Script("one two three four", piece_delay_s=0.1)
+    _, key = stage.open_session(TicketRef(1, 0))
+    came_at = []
+    with stage.client(key) as client:
+        for _ in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
+            came_at.append(time.monotonic())
+    assert came_at[-1] - came_at[0] > 0.3
+
+
+def test_usage_comes_last_and_only_when_asked_for(stage):
+    _, key = stage.open_session(TicketRef(1, 0))
+    assert all("usage" not in chunk for chunk in events(stage, key))
+    *others, last = events(stage, key, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in others)
+    assert last["choices"] == []
+    prompt = len(stage.sglang.requests[-1]["input_ids"])
+    assert last["usage"]["prompt_tokens"] == prompt
+    assert last["usage"]["total_tokens"] == prompt + last["usage"]["completion_tokens"]
+
+
+def test_streamed_choices_interleave_and_each_ends_once(stage):
+    texts = iter(["one one one", "two two", "three"])
+    stage.sglang.script = lambda request: Script(next(texts), piece_delay_s=0.01)
+    _, key = stage.open_session(TicketRef(1, 0))
+    chunks = events(stage, key, n=3)
+    assert sorted(text_of(chunks, i) for i in range(3)) == ["one one one", "three", "two two"]
+    ends = [c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]]
+    assert sorted(ends) == [0, 1, 2]
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_streamed_logprobs_are_those_of_every_token(stage, incremental):
+    stage.sglang.incremental = incremental
+    _, key = stage.open_session(TicketRef(1, 0))
+    chunks = events(stage, key, logprobs=True, top_logprobs=2)
+    parts = [c["choices"][0]["logprobs"] for c in chunks if c["choices"][0]["logprobs"]]
+    tokens = [token for part in parts for token in part["content"]]
+    whole = stage.chat(key, QUESTION, logprobs=True, top_logprobs=2).json()["choices"][0]
+    assert tokens == whole["logprobs"]["content"]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stop_string_is_never_shown_not_even_its_beginning(stage, incremental):
+    stage.sglang.incremental = incremental
+    stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
+    _, key = stage.open_session(TicketRef(1, 0))
+    chunks = events(stage, key, stop=["STOP", "STRANGE"])
+    assert text_of(chunks) == "3 + 4 "
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
+def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(stage):
+    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    _, key = stage.open_session(TicketRef(1, 0))
+
+    async def read_a_little() -> str:
+        shown = ""
+        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
+            stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
+            async for chunk in stream:
+                shown += chunk.choices[0].delta.content or ""
+                if len(shown) > 20:
+                    break
+            await stream.close()
+        return shown
+
+    shown = asyncio.run(read_a_little())
+    (request,) = stage.sglang.requests
+    give_up_at = time.monotonic() + 5
+    while True:
+        recorded = stage.journaled(key)
+        if recorded or time.monotonic() > give_up_at:
+            break
+        time.sleep(0.02)
+    (interaction,) = recorded
+    assert stage.sglang.aborted == [request["rid"]]
+    assert interaction.finish_reason == "abort"
+    assert interaction.reply["content"].startswith(shown)
+    assert len(interaction.reply["content"]) < 500
+
+
+def test_what_a_client_left_is_not_the_last_completed_reply(stage):
+    _, key = stage.open_session(TicketRef(1, 0))
+    first = stage.chat(key, QUESTION).json()["id"]
+    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    with (
+        stage.client(key) as client,
+        client.chat.completions.create(model="m", messages=QUESTION, stream=True) as stream,
+    ):
+        next(iter(stream))
+        next(iter(stream))
+    give_up_at = time.monotonic() + 5
+    while len(stage.journaled(key)) < 2 and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    assert stage.post("/rl/set_reward", {"reward": 1.0}, key).json()["interaction_id"] == first
+
+
+def test_the_end_of_a_reply_comes_after_its_journal_record(stage):
+    stage.sglang.script = lambda request: Script("one two", piece_delay_s=0.01)
+    _, key = stage.open_session(TicketRef(1, 0))
+    with stage.client(key) as client:
+        for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
+            if chunk.choices[0].finish_reason:
+                assert [one.finish_reason for one in stage.journaled(key)] == ["stop"]
+
+
+@pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
+def test_a_stream_lost_before_it_speaks_is_repeated(stage, fault):
+    faults = iter([fault])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session(TicketRef(1, 0))
+    assert text_of(events(stage, key)) == "hello world"
+    assert len(stage.sglang.requests) == 2
+
+
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+    faults = iter(["late_hang_up"])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session(TicketRef(1, 0))
+    with stage.client(key) as client, pytest.raises(APIError, match="lost"):
+        list(client.chat.completions.create(model="m", messages=QUESTION, stream=True))
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
+    stage.sglang.script = lambda request: Script(fault="400")
+    _, key = stage.open_session(TicketRef(1, 0))
+    answer = stage.chat(key, QUESTION, stream=True)
+    assert answer.status_code == 400
+    assert "too warm" in answer.json()["error"]["message"]
+    answer = stage.chat(key, QUESTION, stream_options={"include_usage": True})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
+
+
+def test_grammars_and_biases_reach_the_engine(stage):
+    _, key = stage.open_session(TicketRef(1, 0))
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    for asked, sent in [
+        ({"response_format": form}, {"json_schema": json.dumps(schema, separators=(",", ":"))}),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
+        ({"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ({"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
+    ]:
+        assert stage.chat(key, QUESTION, **asked).status_code == 200
+        params = stage.sglang.requests[-1]["sampling_params"]
+        names = {"json_schema", "regex", "ebnf", "logit_bias"}
+        assert {name: params[name] for name in names & params.keys()} == sent
