@@ -61,6 +61,7 @@ def replica_command(
         *("--random-seed", str(random_seed)),
         *("--weight-version", UNSET_VERSION),
         *("--log-level-http", "warning"),
+        "--incremental-streaming-output",  # otherwise each piece of a stream repeats all before
         *(_cpu_arguments(config) if device == "cpu" else _cuda_arguments(config, index)),
     ]
     if config.context_tokens is not None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
+import time
 from typing import Any
 
 import httpx
@@ -20,6 +23,18 @@ from tests.contract.proxy.scripted_sglang import Script
 EPISODES = 6
 TURNS = 3
 REF = TicketRef(1, 0)
+SCHEMA = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "n",
+        "schema": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+}
 
 
 def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -110,6 +125,102 @@ def test_scripted_payloads_are_those_of_the_real_server(
         "length" if script.finish == "length" else "stop"
     )
     assert real["meta_info"]["weight_versions"][-1]["end"] == len(real["output_ids"])
+
+
+def stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    with httpx.stream(
+        "POST", f"{url}/generate", json={**body, "stream": True}, timeout=60, trust_env=False
+    ) as answer:
+        lines = [line for line in answer.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("fault", ["", "400"])
+def test_scripted_streams_are_those_of_the_real_server(
+    stage: Stage, sglang_url: str, fault: str
+) -> None:
+    body = {
+        "input_ids": [5, 6, 7],
+        "sampling_params": {"temperature": 1.0, "max_new_tokens": 12, "ignore_eos": True},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "rid": f"rid-stream-{fault}",
+    }
+    if fault:
+        body["sampling_params"] = {"max_new_tokens": 4, "regex": "("}
+        (refusal,) = stream(sglang_url, body)
+        assert refusal["meta_info"]["finish_reason"]["status_code"] == 400
+        return
+    stage.sglang.incremental = True
+    script = Script("one two three four five", finish="length", piece_tokens=3)
+    scripted = list(stage.sglang.pieces(body, script))
+    real = stream(sglang_url, body)
+    assert_same_shape(scripted[0], real[0], "")
+    assert_same_shape(scripted[-1], real[-1], "")
+    assert "weight_versions" not in real[0]["meta_info"]
+    assert sum(len(piece["output_ids"]) for piece in real) == 12
+    assert sum(len(piece["meta_info"]["output_token_logprobs"]) for piece in real) == 12
+
+
+def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
+    _, key = stage.open_session(REF)
+    asked = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
+    messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
+    whole = stage.chat(key, messages, **asked).json()["choices"][0]
+    with stage.client(key) as client:
+        chunks = list(
+            client.chat.completions.create(model="m", messages=messages, stream=True, **asked)
+        )
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == whole["message"]["content"]
+    assert chunks[-1].choices[0].finish_reason == whole["finish_reason"]
+    tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert [t.token for t in tokens] == [t["token"] for t in whole["logprobs"]["content"]]
+    assert len(chunks) > 10
+
+
+def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
+    _, key = stage.open_session(REF)
+    messages: list[Any] = [{"role": "user", "content": "Count."}]
+    with (
+        stage.client(key) as client,
+        client.chat.completions.create(
+            model="m", messages=messages, stream=True, max_tokens=900, logit_bias={"2": -100}
+        ) as chunks,
+    ):
+        for _ in range(5):
+            next(iter(chunks))
+    give_up_at = time.monotonic() + 10
+    while not stage.journaled(key) and time.monotonic() < give_up_at:
+        time.sleep(0.05)
+    (interaction,) = stage.journaled(key)
+    assert interaction.finish_reason == "abort"
+    assert 0 < interaction.output_tokens < 900
+
+
+@pytest.mark.parametrize(
+    ("asked", "pattern"),
+    [
+        ({"regex": "(yes|no) [0-9]{3}"}, "(yes|no) [0-9]{3}"),
+        ({"response_format": SCHEMA}, r'\s*\{\s*"x"\s*:\s*[0-9]\s*\}'),
+        ({"response_format": {"type": "json_object"}, "max_tokens": 60}, r"\s*\{(.|\s)*"),
+    ],
+)
+def test_replies_follow_their_grammar(stage: Stage, asked: dict[str, Any], pattern: str) -> None:
+    _, key = stage.open_session()
+    answer = stage.ask(key, "Say it", **asked)
+    assert answer.status_code == 200, answer.text
+    assert re.fullmatch(pattern, answer.json()["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("asked", [{"regex": "("}, {"ebnf": "root ::= ("}])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_grammar_that_does_not_parse_is_the_requests_fault(
+    stage: Stage, asked: dict[str, Any], streamed: bool
+) -> None:
+    _, key = stage.open_session()
+    assert stage.ask(key, "Say it", stream=streamed, **asked).status_code == 400
 
 
 def assert_same_shape(ours: Any, theirs: Any, where: str) -> None:
