@@ -14,7 +14,7 @@ An interaction that no reward reaches teaches nothing and is no row; it may be c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,23 +83,33 @@ def _individual(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterat
 
 
 def _concat(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[RowPlan]:
-    covered: set[str] = set()
+    rewards: dict[str, float] = {}
     for leaf in tree.leaves():
-        if leaf.interaction_id not in earned:
-            continue
-        path = tree.path(leaf)
-        passed_back = earned[leaf.interaction_id].passed_back
-        reward = add_rewards(*(earned[one.interaction_id].own for one in path), passed_back)
-        if reward is None:
-            continue
-        fresh = [one for one in path if one.interaction_id not in covered]
-        for temperature in dict.fromkeys(one.temperature for one in fresh):
-            trained = frozenset(
-                one.interaction_id for one in fresh if one.temperature == temperature
-            )
+        if leaf.interaction_id in earned:
+            own = (earned[one.interaction_id].own for one in tree.path(leaf))
+            reward = add_rewards(*own, earned[leaf.interaction_id].passed_back)
+            if reward is not None:
+                rewards[leaf.interaction_id] = reward
+    for path, fresh in concat_paths(tree, rewards):
+        reward = rewards[path[-1].interaction_id]
+        new = [one for one in path if one.interaction_id in fresh]
+        for temperature in dict.fromkeys(one.temperature for one in new):
+            trained = frozenset(one.interaction_id for one in new if one.temperature == temperature)
             last = max(i for i, one in enumerate(path) if one.interaction_id in trained)
             yield RowPlan(path[: last + 1], trained, temperature, reward)
-        covered.update(one.interaction_id for one in fresh)
+
+
+def concat_paths(
+    tree: InteractionTree, kept: Collection[str]
+) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
+    """From the root to each leaf among `kept`, with the interactions no earlier path had."""
+    covered: set[str] = set()
+    for leaf in tree.leaves():
+        if leaf.interaction_id in kept:
+            path = tree.path(leaf)
+            names = dict.fromkeys(one.interaction_id for one in path)
+            yield path, frozenset(names.keys() - covered)
+            covered.update(names)
 
 
 def export_rows(
@@ -122,10 +132,11 @@ def export_rows(
     if len(tree) and final_reward(tree) is None:
         raise ValueError("a session without any reward cannot be trained on")
     plans = plan_rows(tree, rule)
-    return [_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
+    return [build_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
 
 
-def _row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> Trajectory:
+def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) -> Trajectory:
+    """The arrays of a planned row."""
     length = plan.path[-1].sequence_tokens
     input_ids_T = np.empty(length, np.int32)
     loss_mask_T = np.zeros(length, np.uint8)

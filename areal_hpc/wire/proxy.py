@@ -51,6 +51,13 @@ class StartSessionRequest(Struct, frozen=True):
     export: ExportSettings = field(default_factory=ExportSettings)
 
 
+class EngineAddress(Struct, frozen=True):
+    """A server that answers SGLang's `/generate`, and the key it wants."""
+
+    url: str
+    api_key: str = ""
+
+
 class StartSessionReply(Struct, frozen=True):
     """The session and the key that opens it."""
 

@@ -38,6 +38,11 @@ MUTATIONS = [
         LAYERS,
     ),
     mutation(
+        "an actor imports the client",
+        {"rollout/config.py": "import areal_hpc.client.engine"},
+        LAYERS,
+    ),
+    mutation(
         "a trainer imports its ledger",
         {"trainer/config.py": "import areal_hpc.ledger"},
         LAYERS,

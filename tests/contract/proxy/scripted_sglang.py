@@ -54,6 +54,8 @@ class ScriptedSGLang:
     """Pieces of a stream hold only what is new (`--incremental-streaming-output`)."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
+    keys: list[str] = field(default_factory=list)
+    """The authorization of each request, if it had one."""
     url: str = ""
     _runner: web.AppRunner | None = None
 
@@ -74,6 +76,8 @@ class ScriptedSGLang:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
         self.requests.append(body)
+        if key := request.headers.get("authorization"):
+            self.keys.append(key)
         script = self.script(body)
         await asyncio.sleep(script.delay_s)
         if script.fault == "hang_up":

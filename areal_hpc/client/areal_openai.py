@@ -1,0 +1,265 @@
+"""`ArealOpenAI`: an `AsyncOpenAI` whose requests are answered and recorded in this process.
+
+It is the proxy's own application behind a transport that needs no socket, so that whatever the
+proxy serves (dialects, tools, splicing) behaves the same here. For agents that hold a client
+rather than an address; what they recorded is exported from the client. Streams arrive whole.
+"""
+
+from __future__ import annotations
+
+import importlib
+import secrets
+from typing import Any, Literal
+
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from openai import __version__ as sdk_version
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
+
+from areal_hpc.client.engine import Engine, EngineRouter, VolatileRecorder
+from areal_hpc.client.recorded import RecordedInteraction
+from areal_hpc.client.tokenizer import session_tokenizer
+from areal_hpc.layout import RunLayout
+from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
+from areal_hpc.proxy.calls import ModelCaller, ServedModel
+from areal_hpc.proxy.control import Control
+from areal_hpc.proxy.events import SessionOpened
+from areal_hpc.proxy.sealing import Sealer
+from areal_hpc.proxy.sessions import key_digest, new_key
+from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
+from areal_hpc.session.export import ExportStyle, RowPlan, concat_paths
+from areal_hpc.session.rewards import check_reward, rewarded_interaction
+from areal_hpc.session.tree import InteractionTree
+from areal_hpc.shards.config import ShardConfig
+from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
+
+BASE_URL = "http://in-process.invalid/v1"
+"""Never resolved; the SDK wants one."""
+MOST_REQUEST_BYTES = 1 << 30
+LONGEST_CONTEXT_TOKENS = 32768
+"""Where neither the caller nor the tokenizer says how long a sequence may be."""
+
+
+class ArealOpenAI(AsyncOpenAI):
+    """One session: a conversation with the model, its rewards, and the rows made of it.
+
+    Args:
+        engine: Where to generate: a server that answers SGLang's `/generate`, or its address.
+        tokenizer: A fast tokenizer of `transformers`, or the directory of the model.
+        tool_call_parser: SGLang's name of the format of the model's tool calls.
+        reasoning_parser: SGLang's name of the format of its reasoning.
+        engine_max_tokens: Longest prompt plus reply; as the tokenizer says when None.
+        chat_template_type: `concat` permits the export of that name. Tokens of earlier turns
+            are re-used verbatim in both.
+        request_timeout_s: Longest time one call may take.
+    """
+
+    def __init__(
+        self,
+        engine: Engine | EngineAddress | str,
+        tokenizer: Any,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        engine_max_tokens: int | None = None,
+        chat_template_type: Literal["hf", "concat"] = "hf",
+        *,
+        request_timeout_s: float = 3600.0,
+    ) -> None:
+        if chat_template_type not in ("hf", "concat"):
+            raise ValueError(f"chat_template_type is hf or concat, got {chat_template_type!r}")
+        template, encoder = session_tokenizer(tokenizer)
+        context_tokens = engine_max_tokens or _longest_sequence(tokenizer)
+        model = ServedModel(
+            "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
+        )
+        key = new_key()
+        recorder = VolatileRecorder()
+        session_id = f"client-{secrets.token_hex(6)}"
+        recorder.record(SessionOpened(session_id, key_digest(key), StartSessionRequest("client")))
+        self._engine = Engine.at(engine)
+        self._owns_engine = not isinstance(engine, Engine)
+        self._tree = recorder.book.sessions[session_id].tree
+        self._chat_template_type = chat_template_type
+        self._answers: dict[str, Any] = {}
+        self._is_discounted = False
+        app = _InProcessApp(self._engine, model, recorder, request_timeout_s)
+        super().__init__(
+            api_key=key,
+            base_url=BASE_URL,
+            max_retries=0,
+            timeout=request_timeout_s,
+            http_client=DefaultAsyncHttpxClient(transport=_asgi_transport(app)),
+        )
+
+    async def post(self, *args: Any, **kwargs: Any) -> Any:
+        """What every resource of the SDK calls; keeps the answers for export."""
+        answer = await super().post(*args, **kwargs)
+        if isinstance(answer, ChatCompletion | Response):
+            self._answers[answer.id] = answer
+        return answer
+
+    async def close(self) -> None:
+        """Close the client, and the engine's connections unless the engine was given."""
+        await super().close()
+        if self._owns_engine:
+            await self._engine.close()
+
+    # Rewards ------------------------------------------------------------------------------
+
+    @property
+    def tree(self) -> InteractionTree:
+        """What was recorded."""
+        return self._tree
+
+    def set_reward(self, interaction_id: str, reward: float) -> None:
+        """Reward one interaction; a second time replaces the first.
+
+        Raises:
+            UnknownInteraction: (a KeyError) It is not one of this client's; names those that are.
+            RewardRefused: (a ValueError) The reward is no finite number.
+        """
+        interaction = rewarded_interaction(self._tree, interaction_id)
+        interaction.reward = check_reward(reward)
+
+    def set_last_reward(self, reward: float) -> None:
+        """Reward the last completed interaction.
+
+        Raises:
+            RuntimeError: There is none.
+            RewardRefused: The reward is no finite number.
+        """
+        if not len(self._tree):
+            raise RuntimeError("no interaction has been completed that could be rewarded")
+        self._tree.last.reward = check_reward(reward)
+
+    def set_final_reward(self, reward: float) -> None:
+        """The older name of `set_last_reward`."""
+        self.set_last_reward(reward)
+
+    def apply_reward_discount(
+        self, turn_discount: float = 1.0, credit: CreditRule = "tree"
+    ) -> dict[str, float | None]:
+        """Pass rewards back to the turns that led to them (`session.credit`).
+
+        Returns:
+            What each interaction earned, by id; None where no reward reaches.
+
+        Raises:
+            RuntimeError: It was applied before.
+        """
+        return self._discount(turn_discount, credit, frozenset())
+
+    def _discount(
+        self, turn_discount: float, credit: CreditRule, orphans: frozenset[str]
+    ) -> dict[str, float | None]:
+        if self._is_discounted:
+            raise RuntimeError("apply_reward_discount should only be called once.")
+        earned = assign_credit(self._tree, turn_discount, credit, orphans)
+        self._is_discounted = True
+        for name, earnings in earned.items():
+            self._tree[name].reward = earnings.total
+        return {name: earnings.total for name, earnings in earned.items()}
+
+    # Export -------------------------------------------------------------------------------
+
+    def get_interaction(self, interaction_id: str) -> RecordedInteraction | None:
+        """One interaction, or None if it is not one of this client's."""
+        if interaction_id not in self._tree:
+            return None
+        return self._recorded(self._single(interaction_id))
+
+    def export_interactions(
+        self,
+        style: ExportStyle = "individual",
+        reward_discount: float | None = None,
+        drop_retry_orphans: bool = False,
+    ) -> dict[str, RecordedInteraction]:
+        """Training rows by the id of the interaction they end with.
+
+        Args:
+            style: `individual`: a row per interaction, which trains its reply alone. `concat`: a
+                row per leaf of the tree; replies that leaves share are trained in the first.
+            reward_discount: Applied before, unless a discount was.
+            drop_retry_orphans: Leave out unused replies to a request that was sent again.
+
+        Raises:
+            ValueError: The style is unknown, or `concat` without that `chat_template_type`.
+        """
+        if style not in ("individual", "concat"):
+            raise ValueError(f"Invalid export interactions style {style}")
+        if style == "concat" and self._chat_template_type != "concat":
+            raise ValueError(
+                "Cannot export interactions in 'concat' style from a client with "
+                f"chat_template_type={self._chat_template_type!r}"
+            )
+        orphans = retry_orphans(self._tree) if drop_retry_orphans else frozenset()
+        if reward_discount is not None and not self._is_discounted:
+            self._discount(reward_discount, "tree", orphans)
+        kept = [one.interaction_id for one in self._tree if one.interaction_id not in orphans]
+        if style == "concat":
+            plans = [
+                RowPlan(path, trained, path[-1].temperature, path[-1].reward or 0.0)
+                for path, trained in concat_paths(self._tree, kept)
+            ]
+        else:
+            plans = [self._single(name) for name in kept]
+        recorded = [self._recorded(plan) for plan in plans]
+        return {one.interaction_id: one for one in recorded}
+
+    def _single(self, interaction_id: str) -> RowPlan:
+        one = self._tree[interaction_id]
+        path = self._tree.path(one)
+        return RowPlan(path, frozenset([interaction_id]), one.temperature, one.reward or 0.0)
+
+    def _recorded(self, plan: RowPlan) -> RecordedInteraction:
+        last = plan.path[-1]
+        answer = self._answers.get(last.interaction_id)
+        return RecordedInteraction(plan, answer, last.reward, last.reward)
+
+
+class _InProcessApp:
+    """The proxy's application, made when the event loop that it needs is running."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: ServedModel,
+        recorder: VolatileRecorder,
+        request_timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._model = model
+        self._recorder = recorder
+        self._request_timeout_s = request_timeout_s
+        self._app: ProxyApp | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            self._app = self._build()
+        await self._app(scope, receive, send)
+
+    def _build(self) -> ProxyApp:
+        recorder, router = self._recorder, EngineRouter(self._engine.url)
+        # Without tickets there is nothing to seal; nobody holds the admin key of those routes.
+        sealer = Sealer(recorder, RunLayout(router.nowhere), "", ShardConfig(), "")
+        upstream = self._engine.upstream()
+        return ProxyApp(
+            admin_key=new_key(),
+            max_request_bytes=MOST_REQUEST_BYTES,
+            model=self._model,
+            book=recorder.book,
+            caller=ModelCaller(self._model, router, upstream, recorder, self._request_timeout_s),
+            control=Control(recorder, router, sealer),
+        )
+
+
+def _asgi_transport(app: _InProcessApp) -> Any:
+    """The transport class of the HTTP library that the installed SDK is built on."""
+    http = importlib.import_module("httpx2" if int(sdk_version.split(".")[0]) >= 3 else "httpx")
+    return http.ASGITransport(app=app)
+
+
+def _longest_sequence(tokenizer: Any) -> int:
+    limit = getattr(tokenizer, "model_max_length", None)
+    # transformers says 10**30 when it does not know.
+    return limit if isinstance(limit, int) and limit < 10**9 else LONGEST_CONTEXT_TOKENS

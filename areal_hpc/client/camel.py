@@ -1,0 +1,73 @@
+"""A model for CAMEL agents that speaks through an `ArealOpenAI` (camel-ai 0.2.90)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from camel.models.openai_compatible_model import OpenAICompatibleModel
+from camel.utils import BaseTokenCounter
+
+from areal_hpc.client.areal_openai import ArealOpenAI
+from areal_hpc.client.tokenizer import session_tokenizer
+from areal_hpc.errors import AgentError
+from areal_hpc.session.normalise import normalise_chat_message
+
+
+class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
+    """CAMEL's OpenAI-compatible model on a recording client. Agents must use `astep`.
+
+    Args:
+        openai_client: Records the agent's calls.
+        tokenizer: The model's; CAMEL counts tokens with it.
+        model_type: CAMEL's label of the model.
+        model_config_dict: Parameters of every request.
+        options: What else CAMEL's model takes.
+    """
+
+    def __init__(
+        self,
+        openai_client: ArealOpenAI,
+        tokenizer: Any,
+        model_type: str = "areal",
+        model_config_dict: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            model_type,
+            model_config_dict,
+            token_counter=options.pop("token_counter", None) or SessionTokenCounter(tokenizer),
+            client=_NoSyncClient(),
+            async_client=openai_client,
+            **options,
+        )
+
+
+class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
+    """Counts what a session would tokenise."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._template, self._encoder = session_tokenizer(tokenizer)
+
+    def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
+        """Tokens of the conversation as the model reads it."""
+        normal = [normalise_chat_message(message) for message in messages]
+        return len(self.encode(self._template.render(normal)))
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return self._encoder.encode(text)
+
+    def decode(self, token_ids: list[int]) -> str:
+        """The text of token ids."""
+        return self._encoder.decode(token_ids)
+
+
+class _NoSyncClient:
+    """Stands where CAMEL keeps its blocking client."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)  # asked by `copy`, and by `hasattr`
+        raise AgentError(
+            "a recording client cannot be called without `await`", hint="call agent.astep"
+        )

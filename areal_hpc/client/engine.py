@@ -1,0 +1,86 @@
+"""What an in-process client generates with, and the parts of a proxy that it does without."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.proxy.events import Event
+from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.routing import Router
+from areal_hpc.proxy.sessions import SessionBook
+from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.wire.proxy import EngineAddress
+from areal_hpc.wire.replicas import ReplicaView
+
+
+class Engine:
+    """A server that answers SGLang's `/generate`: SGLang itself, or a proxy's session.
+
+    May be shared by many clients; they use one connection pool.
+    """
+
+    def __init__(self, url: str, *, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._api_key = api_key
+        self._upstream: Upstream | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def at(cls, place: Engine | EngineAddress | str) -> Engine:
+        """The engine itself, or one for an address."""
+        if isinstance(place, Engine):
+            return place
+        if isinstance(place, str):
+            return cls(place)
+        return cls(place.url, api_key=place.api_key)
+
+    def upstream(self) -> Upstream:
+        """The connection pool of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if self._upstream is None or self._loop is not loop:
+            self._upstream, self._loop = Upstream(self._api_key), loop
+        return self._upstream
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        if self._upstream is not None and self._loop is asyncio.get_running_loop():
+            await self._upstream.close()
+            self._upstream = None
+
+
+class EngineRouter(Router):
+    """Always the same server: there is no relay to ask and no other to go to."""
+
+    nowhere = Path("/nonexistent")
+
+    def __init__(self, url: str) -> None:
+        super().__init__(self.nowhere, "", "")
+        self._serving = {0: ReplicaView(0, 1, "serving", url)}
+
+    def lost(self, replica: ReplicaView) -> None:
+        """Stay: the call is repeated until its time is up."""
+
+
+class VolatileRecorder(Recorder):
+    """Sessions in memory alone."""
+
+    def __init__(self) -> None:
+        self.book = SessionBook()
+        self.failure: ClusterError | None = None
+
+    def record(self, event: Event) -> None:
+        """Let `event` happen."""
+        self.book.apply(event)
+
+    @property
+    def should_rotate(self) -> bool:
+        """There is nothing on disk."""
+        return False
+
+    def rotate(self) -> None:
+        """There is nothing on disk."""
+
+    def close(self) -> None:
+        """There is nothing on disk."""
