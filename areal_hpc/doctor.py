@@ -23,11 +23,12 @@ LONGEST_AGENT_LOAD_S = 120
 _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.rollout.agent import load_agent
+from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
-    load_agent(request["workflow"], request["kwargs"])
+    extra_kwargs = EXTRA_KWARGS if request["mode"] == "inline" else ()
+    load_agent(request["workflow"], request["kwargs"], extra_kwargs)
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.hint]))
@@ -145,6 +146,7 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
         "workflow": recipe.rollout.workflow,
         "kwargs": recipe.rollout.workflow_kwargs,
         "sys_path": sys_path,
+        "mode": recipe.rollout.agent.mode,
     }
     try:
         answer = subprocess.run(

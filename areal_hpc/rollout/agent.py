@@ -7,7 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -38,13 +38,41 @@ class Agent(Protocol):
         ...
 
 
-def load_agent(dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
-    """The agent named `package.module.Class`, built with `kwargs`.
+def load_agent(
+    workflow: Any, kwargs: Mapping[str, Any], extra_kwargs: Sequence[str] = EXTRA_KWARGS
+) -> Agent:
+    """The agent to run: from its dotted path, its class, or itself.
+
+    Args:
+        workflow: `package.module.Class`, a class, or an instance (also by its dotted path).
+        kwargs: Arguments of the class's constructor; none for an instance.
+        extra_kwargs: Keywords that `run` must accept.
 
     Raises:
-        RecipeError: The path does not lead to a class of the agent's shape, or the class refuses
-            `kwargs`. The message names the part of the path that failed.
+        RecipeError: There is nothing of the agent's shape, or the class refuses `kwargs`. The
+            message names the part of the path that failed.
     """
+    found = _find(workflow) if isinstance(workflow, str) else workflow
+    name = workflow if isinstance(workflow, str) else _name_of(workflow)
+    _check_shape(found, name, extra_kwargs)
+    if inspect.isclass(found):
+        return _build(found, name, kwargs)
+    if kwargs:
+        raise _refused(
+            f"{name!r} is an instance, so {dict(kwargs)} come too late",
+            "name its class, or drop the arguments",
+            key="rollout.workflow_kwargs",
+        )
+    agent: Agent = found
+    return agent
+
+
+def _name_of(value: object) -> str:
+    kind = value if inspect.isclass(value) else type(value)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _find(dotted_path: str) -> Any:
     module_path, dot, name = dotted_path.rpartition(".")
     if not dot or not module_path:
         raise _refused(
@@ -52,15 +80,14 @@ def load_agent(dotted_path: str, kwargs: Mapping[str, Any]) -> Agent:
             "name the module and the class, such as `my_package.my_module.MyAgent`",
         )
     module = _import_along(module_path, dotted_path)
-    agent_class = getattr(module, name, None)
-    if agent_class is None:
+    found = getattr(module, name, None)
+    if found is None:
         raise _refused(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
             f"{_nearest(name, _classes(module))}",
             f"name one of its classes: {', '.join(_classes(module)) or 'it has none'}",
         )
-    _check_shape(agent_class, dotted_path)
-    return _build(agent_class, dotted_path, kwargs)
+    return found
 
 
 def _import_along(module_path: str, dotted_path: str) -> ModuleType:
@@ -86,22 +113,22 @@ def _import_along(module_path: str, dotted_path: str) -> ModuleType:
     return module
 
 
-def _check_shape(agent_class: object, dotted_path: str) -> None:
-    if not inspect.isclass(agent_class):
-        raise _refused(
-            f"{dotted_path!r} is {_a(agent_class)}, expected a class", f"make it {_SHAPE}"
-        )
-    run = getattr(agent_class, "run", None)
+def _check_shape(agent: object, dotted_path: str, extra_kwargs: Sequence[str]) -> None:
+    is_class = inspect.isclass(agent)
+    run = getattr(agent, "run", None)
+    if run is None and not is_class:
+        raise _refused(f"{dotted_path!r} is {_a(agent)}, expected a class", f"make it {_SHAPE}")
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
         raise _refused(f"{dotted_path!r} {found}", f"make it {_SHAPE}")
+    given: list[Any] = [None, {}] if is_class else [{}]
     try:
-        inspect.signature(run).bind(None, {}, **dict.fromkeys(EXTRA_KWARGS))
+        inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
     except TypeError as error:
         raise _refused(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
-            f"keywords {', '.join(EXTRA_KWARGS)} ({error})",
-            f"make it {_SHAPE}",
+            f"keywords {', '.join(extra_kwargs)} ({error})",
+            f"make it {_SHAPE}, or set rollout.agent.mode=subproc",
         ) from error
 
 

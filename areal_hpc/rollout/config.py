@@ -23,8 +23,12 @@ class SamplingConfig(StageConfig):
 
 
 class AgentConfig(StageConfig):
-    """How an episode's interactions become training rows."""
+    """Where the agent runs, and how an episode's interactions become training rows."""
 
+    mode: Literal["inline", "subproc"] = "inline"
+    """`inline`: in the driver, as a coroutine; `subproc`: in a process per running episode."""
+    subproc_max_workers: Annotated[int, Field(ge=1)] = 4
+    """Processes of a cell that run episodes in mode `subproc`."""
     export_style: Literal["concat", "individual"] = "concat"
     """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -43,7 +47,7 @@ class RolloutConfig(StageConfig):
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
     agent: AgentConfig = AgentConfig()
-    """How its episodes become training rows."""
+    """Where it runs, and how its episodes become training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from areal_hpc.errors import AgentError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.subproc import placed
 from areal_hpc.session.rewards import RewardRefused, check_reward
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty, TicketRef
@@ -66,6 +67,13 @@ async def run_episode(
     Raises:
         HttpRefused: The proxy refused to open a session.
     """
+    async with placed(agent) as one:
+        return await _run_placed(spec, one, proxy, http_client)
+
+
+async def _run_placed(
+    spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
+) -> EpisodeOutcome:
     session = await proxy.call(
         "/rl/start_session",
         StartSessionRequest(
@@ -156,6 +164,8 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
     """What the agent returned, or an AgentError in place of what it raised."""
     try:
         return await agent.run(data, **extra_kwargs)
+    except AgentError as error:  # it says all there is to say
+        return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
         said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
         inner = error.__traceback__.tb_next if error.__traceback__ else None

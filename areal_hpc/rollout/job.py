@@ -18,6 +18,7 @@ from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import Driver, Peers, Split
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.telemetry import EventLog
 
@@ -51,7 +52,12 @@ def run(config: dict[str, Any]) -> None:
     job = RolloutJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
-    agent = load_agent(job.rollout.workflow, job.rollout.workflow_kwargs)
+    how, kwargs = job.rollout.agent, job.rollout.workflow_kwargs
+    agent: Agent
+    if how.mode == "subproc":
+        agent = SubprocessAgent(job.rollout.workflow, kwargs, how.subproc_max_workers)
+    else:
+        agent = load_agent(job.rollout.workflow, kwargs)
     splits: tuple[Split, ...] = ("train", "valid")
     tasks = {split: TaskSet.read(layout.dataset(split)) for split in splits}
     uvloop.run(_drive(job, layout, agent, tasks))
@@ -62,6 +68,8 @@ async def _drive(
 ) -> None:
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
+    if isinstance(agent, SubprocessAgent):
+        await agent.check()
     key = ensure_admin_key(layout.admin_key)
     peers = Peers(
         ledger=Peer(layout.rendezvous_dir, "ledger", key),

@@ -37,11 +37,11 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def config(layout: RunLayout, workflow: str) -> dict[str, Any]:
+def config(layout: RunLayout, workflow: str, **agent: Any) -> dict[str, Any]:
     return {
         "run_dir": str(layout.root),
         "cell": "cell-0",
-        "rollout": {"workflow": workflow, "n_samples": 4},
+        "rollout": {"workflow": workflow, "n_samples": 4, "agent": agent},
         "evaluation_sampling": {"temperature": 0.0},
         "episode_slots": 8,
         "sys_path": [str(CHECKOUT)],
@@ -66,8 +66,13 @@ async def serve(layout: RunLayout, script: LedgerScript, process: subprocess.Pop
         await proxy.kill()
 
 
-def drive(layout: RunLayout, script: LedgerScript) -> int:
-    job = json.dumps(config(layout, "examples.quickstart.agent.ArithmeticAgent"))
+def drive(
+    layout: RunLayout,
+    script: LedgerScript,
+    workflow: str = "examples.quickstart.agent.ArithmeticAgent",
+    **agent: Any,
+) -> int:
+    job = json.dumps(config(layout, workflow, **agent))
     process = subprocess.Popen([sys.executable, "-c", START, job])
     try:
         asyncio.run(asyncio.wait_for(serve(layout, script, process), 60))
@@ -84,6 +89,13 @@ def test_driver_process_works_until_the_ledger_says_stop(layout: RunLayout) -> N
     assert len(script.finished) == 6
 
 
+def test_driver_process_runs_agents_in_processes_of_their_own(layout: RunLayout) -> None:
+    script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i, i, 4) for i in range(2)])
+    workflow = "tests.integration.rollout.process_agents.Blocking"
+    assert drive(layout, script, workflow, mode="subproc", subproc_max_workers=2) == 0
+    assert len(script.finished) == 2
+
+
 def test_driver_process_stops_within_three_seconds_of_a_signal(layout: RunLayout) -> None:
     script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
     assert drive(layout, script) == 0
@@ -93,3 +105,5 @@ def test_driver_process_stops_within_three_seconds_of_a_signal(layout: RunLayout
 def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunLayout) -> None:
     with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
         run(config(layout, "examples.quickstart.agent.ArithmetikAgent"))
+    with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
+        run(config(layout, "examples.quickstart.agent.ArithmetikAgent", mode="subproc"))

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib
 import itertools
 import pickle
 from pathlib import Path
@@ -34,7 +35,8 @@ class Named:
 class Idle:
     pass
 
-solver = Solver()
+solver = Solver(depth=4)
+depth = 3
 """
 
 numbers = itertools.count()
@@ -125,7 +127,7 @@ def test_module_that_fails_to_import_is_reported(package: str, module: str, said
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("solver", "is a Solver, expected a class"),
+        ("depth", "is a int, expected a class"),
         ("Idle", "has no method `run`"),
         ("Blocking", "not `async def`"),
         ("Closed", "cannot be called with `data` and the keywords base_url"),
@@ -135,6 +137,23 @@ def test_wrong_shape_says_how_the_class_must_look(package: str, name: str, said:
     problem = problem_of(f"{package}.solver.{name}")
     assert said in problem.message
     assert "async def run(self, data, **extra_kwargs)" in problem.hint
+
+
+def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package: str) -> None:
+    module = importlib.import_module(f"{package}.solver")
+    for given in (module.Solver, f"{package}.solver.Solver"):
+        assert load_agent(given, {"depth": 2}).depth == 2  # type: ignore[attr-defined]
+    for given in (module.solver, f"{package}.solver.solver"):
+        assert load_agent(given, {}) is module.solver
+        with pytest.raises(RecipeError, match=r"is an instance, so \{'depth': 2\} come too late"):
+            load_agent(given, {"depth": 2})
+    with pytest.raises(RecipeError, match=r"'builtins\.int' has no method `run`"):
+        load_agent(int, {})
+
+
+def test_an_agent_in_a_process_of_its_own_needs_no_keywords(package: str) -> None:
+    load_agent(f"{package}.solver.Closed", {}, extra_kwargs=())
+    assert "rollout.agent.mode=subproc" in problem_of(f"{package}.solver.Closed").hint
 
 
 def test_unknown_kwarg_shows_the_constructor(package: str) -> None:

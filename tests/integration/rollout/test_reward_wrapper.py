@@ -1,0 +1,80 @@
+"""Blocking reward functions run beside the event loop, with time limits and tries."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import AgentError
+from areal_hpc.rollout.processes import ProcessLost
+from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.session.rewards import RewardRefused
+from tests.integration.rollout import reward_functions as functions
+
+
+def reward(function: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> float:
+    async def ask() -> float:
+        wrapper = AsyncRewardWrapper(function, **{"max_workers": 1, **(options or {})})
+        try:
+            return await wrapper(*args, **kwargs)
+        finally:
+            wrapper.close()
+
+    return asyncio.run(ask())
+
+
+def test_the_event_loop_goes_on_while_rewards_are_computed(tmp_path: Path) -> None:
+    async def ask() -> tuple[list[float], int]:
+        wrapper = AsyncRewardWrapper(functions.sleeps, max_workers=2)
+        note, ticks = str(tmp_path / "note"), 0
+        asking = asyncio.gather(*(wrapper(0.3, note) for _ in range(4)))
+        while not asking.done():
+            await asyncio.sleep(0.01)
+            ticks += 1
+        wrapper.close()
+        return await asking, ticks
+
+    rewards, ticks = asyncio.run(ask())
+    assert rewards == [1.0] * 4
+    assert ticks > 20
+    assert len(set((tmp_path / "note").read_text().split())) == 2
+
+
+def test_keywords_reach_the_function_and_bools_are_rewards() -> None:
+    assert reward(functions.is_equal, result="4", answer="4") == 1.0
+    assert reward(functions.always_true, anything=1) == 1.0
+
+
+def test_a_reward_that_hangs_is_killed_and_counts_zero_after_the_last_try(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    began = time.monotonic()
+    options = {"timeout_seconds": 2.0, "max_retries": 2}
+    assert reward(functions.sleeps, 60, str(note), options=options) == 0.0
+    assert time.monotonic() - began < 20
+    assert len(set(note.read_text().split())) == 2
+
+
+def test_a_reward_that_raises_is_tried_again(tmp_path: Path) -> None:
+    assert reward(functions.raises, str(tmp_path / "a"), 2) == 0.5
+    with pytest.raises(ValueError, match="not yet"):
+        reward(functions.raises, str(tmp_path / "b"), 3)
+
+
+def test_a_reward_whose_process_dies_is_tried_again(tmp_path: Path) -> None:
+    assert reward(functions.dies, str(tmp_path / "a"), 1) == 0.5
+    with pytest.raises(ProcessLost, match="exit code 3"):
+        reward(functions.dies, str(tmp_path / "b"), 9, options={"max_retries": 2})
+
+
+def test_what_is_no_reward_or_cannot_be_sent_is_said(tmp_path: Path) -> None:
+    with pytest.raises(RewardRefused, match="finite"):
+        reward(functions.not_a_number, options={"max_retries": 1})
+    with pytest.raises(AgentError, match="Unpicklable: odd cannot be sent back"):
+        reward(functions.raises_something_odd, options={"max_retries": 1})
+    with pytest.raises(ValueError, match="max_retries"):
+        AsyncRewardWrapper(functions.is_equal, max_retries=0)

@@ -1,0 +1,116 @@
+"""Agents in processes: what hangs or dies costs its own episode and is replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.subproc import SubprocessAgent
+from tests.integration.rollout.process_agents import Blocking
+from tests.integration.rollout.standins import KEY, StandInProxy
+from tests.integration.rollout.test_episode import TASK, spec
+
+PATH = "tests.integration.rollout.process_agents.Blocking"
+
+
+async def play(
+    run_dir: Path, agent: SubprocessAgent, *tasks: dict[str, Any], timeout_s: float = 20.0
+) -> tuple[list[EpisodeOutcome], StandInProxy]:
+    """One episode per task, side by side."""
+    proxy = StandInProxy(run_dir)
+    await proxy.start()
+    peer = Peer(run_dir, "proxy-cell-0", KEY)
+    http_client = open_http_client(10.0)
+    specs = [dataclasses.replace(spec(timeout_s), data={**TASK, **task}) for task in tasks]
+    try:
+        episodes = (run_episode(one, agent, peer, http_client) for one in specs)
+        return await asyncio.gather(*episodes), proxy
+    finally:
+        agent.close()
+        await http_client.aclose()
+        await peer.close()
+        await proxy.kill()
+
+
+def finish(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, 60))
+
+
+@pytest.mark.parametrize("workflow", [PATH, Blocking, Blocking(0.5)], ids=["path", "class", "self"])
+def test_an_agent_runs_in_a_process_whichever_way_it_is_given(
+    workflow: Any, tmp_path: Path
+) -> None:
+    kwargs = {} if isinstance(workflow, Blocking) else {"reward": 0.5}
+    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(workflow, kwargs, 1), {}))
+    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.5)]
+    (session,) = proxy.sessions.values()
+    assert session.rewards == {"chatcmpl-0": 0.5}
+
+
+def test_the_environment_leads_every_sdk_to_the_session(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    task = {"then": "environment", "note": str(note)}
+    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), task))
+    assert outcomes[0].status == "ok", outcomes[0].reason
+    told = dict(line.split("=", 1) for line in note.read_text().splitlines())
+    (key,) = proxy.sessions
+    url = told["ANTHROPIC_BASE_URL"]
+    assert url.startswith("http://")
+    assert not url.endswith("/v1")
+    assert told == {
+        "OPENAI_BASE_URL": f"{url}/v1",
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url,
+        "ANTHROPIC_API_KEY": key,
+    }
+
+
+def test_the_blocking_sdk_needs_no_arguments(tmp_path: Path) -> None:
+    workflow = PATH.replace("Blocking", "WithSdk")
+    outcomes, _ = finish(play(tmp_path, SubprocessAgent(workflow, {}, 1), {}))
+    assert [(one.status, one.reward) for one in outcomes] == [("ok", 0.25)]
+
+
+def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path) -> None:
+    tasks = [{"then": then} for then in ("hang", "crash", "raise", "exit", None, None, None)]
+    began = time.monotonic()
+    work = play(tmp_path, SubprocessAgent(PATH, {}, 2), *tasks, timeout_s=10.0)
+    outcomes, _ = finish(work)
+    assert time.monotonic() - began < 40
+    assert [one.status for one in outcomes] == ["timed_out", *["failed"] * 3, *["ok"] * 3]
+    assert "died with exit code 7" in outcomes[1].reason
+    assert "the agent raised ValueError: no idea" in outcomes[2].reason
+    assert "process_agents.py" in outcomes[2].reason
+    assert "SystemExit: 2" in outcomes[3].reason
+
+
+def test_no_more_episodes_run_at_once_than_there_are_processes(tmp_path: Path) -> None:
+    note = tmp_path / "note"
+    tasks = [{"then": "overlap", "note": str(note)}] * 3
+    outcomes, proxy = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), *tasks))
+    assert [one.status for one in outcomes] == ["ok"] * 3
+    assert note.read_text().split() == ["begin", "end"] * 3
+    assert proxy.most_open == 1
+
+
+def test_an_agent_is_built_once_per_process(tmp_path: Path) -> None:
+    tasks = [{"then": "count"}] * 3
+    outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1), *tasks))
+    assert sorted(one.reward for one in outcomes) == [1.0, 2.0, 3.0]
+
+
+def test_an_agent_that_cannot_be_built_is_known_before_any_episode() -> None:
+    agent = SubprocessAgent(PATH.replace("Blocking", "Unbuildable"), {}, 1)
+    with pytest.raises(RecipeError, match="no licence"):
+        finish(agent.check())
+    with pytest.raises(RecipeError, match="did you mean 'Blocking'"):
+        finish(SubprocessAgent(PATH + "x", {}, 1).check())
