@@ -152,6 +152,9 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "model_path": model,
         "model_name": recipe.experiment_name,
         "context_tokens": recipe.inference.context_tokens,
+        "tool_call_parser": recipe.inference.tool_call_parser,
+        "reasoning_parser": recipe.inference.reasoning_parser,
+        "serve_python": facts.serve_python,
     }
     rollout = {
         **cell,

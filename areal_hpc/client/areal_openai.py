@@ -21,13 +21,14 @@ from areal_hpc.client.recorded import RecordedInteraction
 from areal_hpc.client.tokenizer import session_tokenizer
 from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
-from areal_hpc.proxy.calls import ModelCaller, ServedModel
+from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionOpened
+from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.sessions import key_digest, new_key
 from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
-from areal_hpc.session.export import ExportStyle, RowPlan, concat_paths
+from areal_hpc.session.export import ExportStyle, RowPlan, plan_everything
 from areal_hpc.session.rewards import check_reward, rewarded_interaction
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.shards.config import ShardConfig
@@ -75,7 +76,11 @@ class ArealOpenAI(AsyncOpenAI):
         key = new_key()
         recorder = VolatileRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
-        recorder.record(SessionOpened(session_id, key_digest(key), StartSessionRequest("client")))
+        recorder.record(
+            SessionOpened(
+                session_id, key_digest(key), StartSessionRequest("client", disposable=True)
+            )
+        )
         self._engine = Engine.at(engine)
         self._owns_engine = not isinstance(engine, Engine)
         self._tree = recorder.book.sessions[session_id].tree
@@ -166,7 +171,9 @@ class ArealOpenAI(AsyncOpenAI):
         """One interaction, or None if it is not one of this client's."""
         if interaction_id not in self._tree:
             return None
-        return self._recorded(self._single(interaction_id))
+        reward = self._tree[interaction_id].reward
+        (plan,) = plan_everything(self._tree, "individual", {interaction_id: reward})
+        return self._recorded(plan)
 
     def export_interactions(
         self,
@@ -195,21 +202,13 @@ class ArealOpenAI(AsyncOpenAI):
         orphans = retry_orphans(self._tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
             self._discount(reward_discount, "tree", orphans)
-        kept = [one.interaction_id for one in self._tree if one.interaction_id not in orphans]
-        if style == "concat":
-            plans = [
-                RowPlan(path, trained, path[-1].temperature, path[-1].reward or 0.0)
-                for path, trained in concat_paths(self._tree, kept)
-            ]
-        else:
-            plans = [self._single(name) for name in kept]
-        recorded = [self._recorded(plan) for plan in plans]
+        rewards = {
+            one.interaction_id: one.reward
+            for one in self._tree
+            if one.interaction_id not in orphans
+        }
+        recorded = [self._recorded(plan) for plan in plan_everything(self._tree, style, rewards)]
         return {one.interaction_id: one for one in recorded}
-
-    def _single(self, interaction_id: str) -> RowPlan:
-        one = self._tree[interaction_id]
-        path = self._tree.path(one)
-        return RowPlan(path, frozenset([interaction_id]), one.temperature, one.reward or 0.0)
 
     def _recorded(self, plan: RowPlan) -> RecordedInteraction:
         last = plan.path[-1]
@@ -249,7 +248,7 @@ class _InProcessApp:
             model=self._model,
             book=recorder.book,
             caller=ModelCaller(self._model, router, upstream, recorder, self._request_timeout_s),
-            control=Control(recorder, router, sealer),
+            control=Control(recorder, router, sealer, max_sessions=1),
         )
 
 

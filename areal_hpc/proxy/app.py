@@ -9,9 +9,10 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Protocol, TypeVar
 
-from areal_hpc.proxy.calls import ModelCaller, ServedModel
+from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.dialects import chat, chat_reply
+from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session, SessionBook
 
@@ -69,6 +70,8 @@ class ProxyApp:
             "/rl/start_session": {"POST": self._admin(control.start_session)},
             "/rl/finish_ticket": {"POST": self._admin(control.finish_ticket)},
             "/rl/seal": {"POST": self._seal},
+            "/export_trajectories": {"POST": self._export},
+            "/grant_capacity": {"POST": self._admin(control.grant_capacity)},
             "/rl/set_reward": {"POST": self._of_session(control.set_reward)},
             "/rl/end_session": {"POST": self._of_session(control.end_session)},
             "/healthz": {"GET": self._health},
@@ -161,6 +164,10 @@ class ProxyApp:
     async def _seal(self, key: str, body: bytes) -> bytes:
         self._require_admin(key)
         return await self._control.seal(body)
+
+    async def _export(self, key: str, body: bytes) -> bytes:
+        self._require_admin(key)
+        return await self._control.export_trajectories(body)
 
     async def _health(self, key: str, body: bytes) -> bytes:
         return self._control.health()

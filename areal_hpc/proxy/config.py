@@ -16,5 +16,7 @@ class ProxyConfig(StageConfig):
     """Longest time one model call may take, waiting for a replica included."""
     session_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
     """A session idle for longer is dropped."""
+    max_sessions: Annotated[int, Field(ge=1)] = 65536
+    """Sessions open at once; further ones are refused with status 429."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.proxy.events import RewardSet, SessionEnded, SessionOpened, TicketFinished
+from areal_hpc.proxy.events import (
+    RewardSet,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketFinished,
+)
+from areal_hpc.proxy.exporting import exported_interactions
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.routing import Router
@@ -22,8 +30,11 @@ from areal_hpc.session.rewards import (
 )
 from areal_hpc.wire.proxy import (
     EndSessionReply,
+    ExportReply,
+    ExportRequest,
     FinishTicketReply,
     FinishTicketRequest,
+    GrantReply,
     ProxyHealth,
     SealReply,
     SetRewardReply,
@@ -34,23 +45,73 @@ from areal_hpc.wire.proxy import (
 
 Body = TypeVar("Body")
 
+SHORTEST_KEY_CHARS = 16
+ENDED_POLL_S = 0.05
+
 
 class Control:
     """Answers drivers. Every method takes a request's body and returns the reply's."""
 
-    def __init__(self, recorder: Recorder, router: Router, sealer: Sealer) -> None:
+    def __init__(
+        self, recorder: Recorder, router: Router, sealer: Sealer, max_sessions: int
+    ) -> None:
         self._book = recorder.book
         self._recorder = recorder
         self._router = router
         self._sealer = sealer
+        self._most_sessions = max_sessions
 
     def start_session(self, body: bytes) -> bytes:
         """Open a session and hand out its key."""
         request = _decode(body, StartSessionRequest)
-        key = new_key()
+        key = self._free_key(request.api_key) if request.api_key else new_key()
+        sessions, most = self._book.sessions, self._most_sessions
+        if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
+            raise RequestRefused(429, f"{most} sessions are open, as many as may be")
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
-        self._recorder.record(SessionOpened(session_id, key_digest(key), request))
+        opened = SessionOpened(
+            session_id, key_digest(key), msgspec.structs.replace(request, api_key="")
+        )
+        self._recorder.record(opened)
         return msgspec.json.encode(StartSessionReply(session_id, key))
+
+    def _free_key(self, key: str) -> str:
+        if len(key) < SHORTEST_KEY_CHARS:
+            raise RequestRefused(
+                400, f"a session key has {SHORTEST_KEY_CHARS} characters at least", key="api_key"
+            )
+        session = self._book.session_of_key(key)
+        if session is not None and not session.ended:
+            raise RequestRefused(
+                409, f"the key opens session {session.session_id!r}", key="api_key"
+            )
+        return key
+
+    def grant_capacity(self, body: bytes) -> bytes:
+        """Let one more session be open at once."""
+        self._most_sessions += 1
+        return msgspec.json.encode(GrantReply(self._most_sessions))
+
+    async def export_trajectories(self, body: bytes) -> bytes:
+        """A session's rows, as soon as it has ended; then it is forgotten with its key."""
+        request = _decode(body, ExportRequest)
+        session = self._exportable(request.session_id)
+        while not session.ended:
+            await asyncio.sleep(ENDED_POLL_S)
+            session = self._exportable(request.session_id)
+        reply = msgspec.json.encode(ExportReply(exported_interactions(session.tree, request)))
+        self._recorder.record(SessionDropped(session.session_id))
+        return reply
+
+    def _exportable(self, session_id: str) -> Session:
+        session = self._book.sessions.get(session_id)
+        if session is None:
+            raise RequestRefused(404, f"there is no session {session_id!r}", key="session_id")
+        if session.request.ref is not None:
+            raise RequestRefused(
+                409, f"session {session_id!r} belongs to a ticket of the run", key="session_id"
+            )
+        return session
 
     def set_reward(self, session: Session, body: bytes) -> bytes:
         """Reward the named interaction, or the last one."""

@@ -26,10 +26,12 @@ from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.app import ProxyApp
-from areal_hpc.proxy.calls import ModelCaller, ServedModel
+from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
+from areal_hpc.proxy.model_call import ServedModel
+from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
@@ -59,6 +61,10 @@ class ProxyJobConfig(StageConfig):
     """What `/v1/models` calls the model."""
     context_tokens: int | None = None
     """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    serve_python: str = ""
+    """Interpreter of SGLang's environment; its parsers run there."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -83,7 +89,12 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         ChatTemplate.from_model_dir(job.model_path),
         TokenEncoder.from_model_dir(job.model_path),
         job.context_tokens or read_context_tokens(job.model_path),
+        job.tool_call_parser,
+        job.reasoning_parser,
     )
+    parsers = None
+    if job.tool_call_parser or job.reasoning_parser:
+        parsers = SGLangParsers(job.serve_python, job.tool_call_parser, job.reasoning_parser)
     recorder = Recorder(journal_path(job, admin_key), job.shards.sync_interval_s)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
@@ -94,8 +105,8 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         max_request_bytes=job.proxy.max_request_bytes,
         model=model,
         book=recorder.book,
-        caller=ModelCaller(model, router, upstream, recorder, job.proxy.request_timeout_s),
-        control=Control(recorder, router, sealer),
+        caller=ModelCaller(model, router, upstream, recorder, job.proxy.request_timeout_s, parsers),
+        control=Control(recorder, router, sealer, job.proxy.max_sessions),
     )
     name = f"proxy-{job.cell}"
     listener = _listen(layout.rendezvous_dir, name)
@@ -123,6 +134,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
             sealer.run(),
             _drop_idle_sessions(recorder, job.proxy.session_timeout_s),
             _stop_requested(stop, recorder),
+            *([parsers.run()] if parsers is not None else []),
         )
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)

@@ -66,9 +66,9 @@ class Session:
 
     @property
     def is_recorded(self) -> bool:
-        """True if the session's tokens will be trained on."""
+        """True if what is said must outlive this process."""
         ref = self.request.ref
-        return ref is not None and ref.eval_step < 0
+        return not self.request.disposable and (ref is None or ref.eval_step < 0)
 
     def touch(self) -> None:
         """Put off the idle timeout."""
@@ -177,7 +177,8 @@ class SessionBook:
 
     def _remove(self, session: Session) -> None:
         del self.sessions[session.session_id]
-        del self._by_key[session.opened.key_digest]
+        if self._by_key.get(session.opened.key_digest) is session:  # not if it was given on
+            del self._by_key[session.opened.key_digest]
 
     def idle_sessions(self, older_than_s: float) -> list[Session]:
         """Sessions that nobody used for so long, apart from those of finished tickets.

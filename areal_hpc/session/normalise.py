@@ -50,3 +50,31 @@ def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if call.get("id") is not None:
         normal["id"] = call["id"]
     return normal
+
+
+FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
+"""What two messages are compared by, in the order in which a difference is named."""
+
+
+def difference(ours: Message, theirs: Message) -> str | None:
+    """The first of `FIELDS` in which a message that came back is not the one we know.
+
+    Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
+    anew and no call is told from another by its id alone; nor does reasoning that is missing,
+    because most SDKs drop it, nor white space around text beside tool calls.
+    """
+    for field in FIELDS:
+        if _comparable(ours, field) != _comparable(theirs, field) and not (
+            field == "reasoning_content" and field not in theirs
+        ):
+            return field
+    return None
+
+
+def _comparable(message: Message, field: str) -> Any:
+    value = message.get(field)
+    if field == "tool_calls" and value:
+        return [call["function"] for call in value]
+    if field == "reasoning_content" or (field == "content" and message.get("tool_calls")):
+        return (value or "").strip()
+    return value

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.session.normalise import difference
 from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
 
 Splice = Literal["spliced", "retokenised", "root"]
@@ -91,6 +92,8 @@ class Turn:
     new_messages: list[Message]
     text: str
     """What must be tokenised."""
+    forked: str | None = None
+    """In what the client's history departs from ours; None when it does not."""
 
     def new_ids(self, encoded: list[int]) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `text`.
@@ -116,9 +119,16 @@ class _Node:
 
     def child(self, message: Message) -> _Node | None:
         for node in self.children:
-            if node.message == message:
+            if node.message == message or difference(node.message, message) is None:
                 return node
         return None
+
+    def departure(self, message: Message) -> str | None:
+        """How a message differs from the one of its role that is known in its place."""
+        for node in self.children:
+            if node.message["role"] == message["role"]:
+                return difference(node.message, message)
+        return "role" if self.children else None
 
     def descend(self, messages: Sequence[Message]) -> _Node:
         """The node of the last message, made where it is missing."""
@@ -192,29 +202,44 @@ class InteractionTree:
             TemplateRefusal: The template does not accept the messages.
         """
         context = _context_of(tools, variables)
-        parent, known = self._deepest(context, messages)
+        parent, known, forked = self._deepest(context, messages)
         if parent is not None:
             tail = _text_after_reply(template, messages, known - 1, tools, variables)
             if tail is not None:
-                return Turn(parent, "spliced", context, list(messages[known:]), tail)
+                return Turn(parent, "spliced", context, list(messages[known:]), tail, forked)
         text = template.render(messages, tools=tools, variables=variables)
         splice: Splice = "root" if parent is None else "retokenised"
-        return Turn(None, splice, context, list(messages), text)
+        return Turn(None, splice, context, list(messages), text, forked)
 
     def _deepest(
         self, context: bytes, messages: Sequence[Message]
-    ) -> tuple[Interaction | None, int]:
-        """The interaction with the longest history that `messages` begin with, and its length."""
+    ) -> tuple[Interaction | None, int, str | None]:
+        """The interaction with the longest history that `messages` begin with, its length.
+
+        Also in what the messages after that depart from what we know, if they claim replies:
+        a different question is a branch, a different reply is a history that was rewritten.
+        """
         found: Interaction | None = None
         known = 0
         node = self._roots.get(context)
+        if node is None and self._roots and self._is_known(messages):
+            return None, 0, "tools"
         for depth, message in enumerate(messages, start=1):
-            node = node.child(message) if node is not None else None
-            if node is None:
-                break
+            child = node.child(message) if node is not None else None
+            if child is None:
+                claims_replies = any(one["role"] == "assistant" for one in messages[depth - 1 :])
+                forked = node.departure(message) if node is not None and claims_replies else None
+                return found, known, forked
+            node = child
             if node.interaction is not None:
                 found, known = node.interaction, depth
-        return found, known
+        return found, known, None
+
+    def _is_known(self, messages: Sequence[Message]) -> bool:
+        """Whether a conversation under other tools or template variables begins like this one."""
+        claims_replies = any(one["role"] == "assistant" for one in messages)
+        roots = self._roots.values()
+        return claims_replies and any(root.child(messages[0]) is not None for root in roots)
 
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.proxy.calls import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.generation import SamplingParams
+from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.normalise import normalise_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults

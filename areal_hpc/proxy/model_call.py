@@ -1,0 +1,55 @@
+"""A request to the model, free of its dialect, and the model it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_hpc.proxy.generation import SamplingParams
+from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """What the request says about calling tools."""
+
+    mode: Literal["none", "auto", "required"] = "none"
+    name: str | None = None
+    """The one tool that must be called."""
+    parallel: bool = True
+    """A reply may hold several calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A validated request, free of its dialect."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None
+    variables: Mapping[str, Any] | None
+    sampling: SamplingParams
+    """`max_new_tokens` 0 means: as the session's defaults say."""
+    max_tokens_key: str = "max_tokens"
+    """What the dialect calls the limit of new tokens."""
+    n: int = 1
+    top_logprobs: int = 0
+    tool_choice: ToolChoice = ToolChoice()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the cell serves."""
+
+    name: str
+    template: ChatTemplate
+    encoder: TokenEncoder
+    context_tokens: int
+    tool_call_parser: str | None = None
+    """SGLang's name of the format of its tool calls."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the format of its reasoning."""
+
+    def must_parse(self, call: ModelCall) -> bool:
+        """Whether a reply may hold more than text."""
+        return self.reasoning_parser is not None or bool(call.tools)

@@ -1,0 +1,208 @@
+"""From a model call to what is sent to the engine: splice, tokenise, fit, constrain."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_hpc.proxy.generation import Generation, SamplingParams
+from areal_hpc.proxy.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.parsing import SGLangParsers
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.replies import Said
+from areal_hpc.proxy.sessions import Session
+from areal_hpc.proxy.upstream import GenerateRequest
+from areal_hpc.session.template import TemplateRefusal
+from areal_hpc.session.tree import Interaction, Turn
+
+INLINE_ENCODE_CHARS = 8192
+"""Longer texts are tokenised in a thread: 8 KiB take about 2 ms, which others must not wait."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A call that is ready to be generated."""
+
+    session: Session
+    turn: Turn
+    new_ids: bytes
+    prompt_tokens: int
+    prompt_json: bytes
+    sampling: SamplingParams
+    top_logprobs: int
+    answer_id: str
+    give_up_at: float
+    asked_at: float
+    """Unix time."""
+    parsed_tools: Sequence[dict[str, Any]] | None
+    """Tools whose calls the reply may hold; None when it is text and nothing else."""
+    reasons_first: bool
+    """The reply begins inside its reasoning, so a grammar starts after that."""
+
+    def request(self, choice: int) -> GenerateRequest:
+        """One try at generating a choice."""
+        seed = (self.sampling.sampling_seed or 0) + choice
+        return GenerateRequest(
+            secrets.token_hex(16),
+            self.prompt_json,
+            msgspec.structs.replace(self.sampling, sampling_seed=seed),
+            self.top_logprobs,
+            self.reasons_first,
+        )
+
+    def interaction(self, choice: int, generation: Generation, said: Said) -> Interaction:
+        """What is recorded of a choice."""
+        parent = self.turn.parent
+        return Interaction(
+            interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
+            parent_id=parent.interaction_id if parent is not None else None,
+            splice=self.turn.splice,
+            context=self.turn.context,
+            new_messages=self.turn.new_messages,
+            reply=said.message(),
+            prompt_tokens=self.prompt_tokens,
+            new_ids=self.new_ids,
+            output_ids=np.asarray(generation.output_ids, "<i4").tobytes(),
+            logprobs=np.asarray(generation.logprobs, "<f4").tobytes(),
+            spans=generation.spans,
+            finish_reason=generation.finish_reason,
+            closed=generation.closed,
+            temperature=self.sampling.temperature,
+            asked_at=self.asked_at,
+            answered_at=time.time(),
+        )
+
+
+class PromptMaker:
+    """Makes prompts for one model."""
+
+    def __init__(
+        self, model: ServedModel, parsers: SGLangParsers | None, request_timeout_s: float
+    ) -> None:
+        self._model = model
+        self._parsers = parsers
+        self._request_timeout_s = request_timeout_s
+
+    async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
+        """Find what the call continues and make it ready to be sent.
+
+        Raises:
+            RequestRefused: The call cannot be answered.
+        """
+        give_up_at = time.monotonic() + self._request_timeout_s
+        asked_at = time.time()
+        turn, new_ids = await self._tokenise(session, call)
+        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        prompt_tokens = prior + len(new_ids)
+        sampling = self._fit(session, call, prompt_tokens)
+        if sampling.sampling_seed is None:
+            sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
+        sampling, reasons_first = await self._constrain(call, turn, sampling)
+        session.calls += 1
+        return Prompt(
+            session=session,
+            turn=turn,
+            new_ids=np.asarray(new_ids, "<i4").tobytes(),
+            prompt_tokens=prompt_tokens,
+            prompt_json=_join(session.tree.sequence_json(turn.parent), new_ids),
+            sampling=sampling,
+            top_logprobs=call.top_logprobs,
+            answer_id=answer_id,
+            asked_at=asked_at,
+            give_up_at=give_up_at,
+            parsed_tools=[*(call.tools or ())] if self._model.must_parse(call) else None,
+            reasons_first=reasons_first,
+        )
+
+    async def _constrain(
+        self, call: ModelCall, turn: Turn, sampling: SamplingParams
+    ) -> tuple[SamplingParams, bool]:
+        """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
+        if self._parsers is None or not self._model.must_parse(call):
+            return sampling, False
+        # The parsers need the marks that a reader of plain text would not want to see.
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+        choice, tools = call.tool_choice, [*(call.tools or ())]
+        binds = choice.mode == "required" or not choice.parallel or any(map(_is_strict, tools))
+        if sampling.grammars:
+            tools = []  # a reply held to another grammar calls nothing
+        elif not (tools and binds):
+            return sampling, False
+        found = await self._parsers.grammar(
+            tools,
+            turn.text,
+            required=choice.mode == "required",
+            name=choice.name,
+            parallel=choice.parallel,
+        )
+        if found.grammar:
+            grammar = {found.grammar: found.grammar_value}
+            sampling = msgspec.structs.replace(sampling, **grammar)
+        return sampling, found.reasons_first and bool(sampling.grammars)
+
+    async def _tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
+        """What the call adds to the session's tree, and the token ids of that."""
+        encoder = self._model.encoder
+        try:
+            turn = session.tree.open_turn(
+                call.messages, self._model.template, tools=call.tools, variables=call.variables
+            )
+        except TemplateRefusal as error:
+            raise RequestRefused(
+                400, f"the model's chat template refuses the messages: {error}", key="messages"
+            ) from error
+        if len(turn.text) <= INLINE_ENCODE_CHARS:
+            encoded = encoder.encode(turn.text)
+        else:
+            encoded = await asyncio.to_thread(encoder.encode, turn.text)
+        new_ids = turn.new_ids(encoded)
+        if turn.parent is None and not new_ids:
+            raise RequestRefused(400, "the messages give an empty prompt", key="messages")
+        if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
+            raise RequestRefused(
+                400,
+                f"the messages hold token id {max(new_ids)}, which is outside the model's "
+                f"vocabulary of {encoder.vocab_size}",
+                key="messages",
+            )
+        return turn, new_ids
+
+    def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
+        """The sampling parameters with a reply limit that the context has room for."""
+        context_tokens = self._model.context_tokens
+        room = context_tokens - prompt_tokens
+        asked = call.sampling.max_new_tokens
+        if room < 1 or asked > room:
+            wanted = f" plus {asked} new ones" if asked else ""
+            raise RequestRefused(
+                400,
+                f"the prompt's {prompt_tokens} tokens{wanted} exceed the model's context "
+                f"of {context_tokens} tokens",
+                key=call.max_tokens_key if asked and room >= 1 else "messages",
+            )
+        limit = asked or min(session.request.sampling.max_new_tokens, room)
+        return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _join(prior_json: bytes, new_ids: list[int]) -> bytes:
+    new_json = msgspec.json.encode(new_ids)[1:-1]
+    return b",".join(part for part in (prior_json, new_json) if part)
+
+
+def _session_seed(session: Session) -> int:
+    """A seed that differs between calls, episodes and tickets, and repeats with the run's seed."""
+    request = session.request
+    text = f"{request.seed}/{request.task_id}/{request.episode}/{session.calls}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x3FFFFFFF

@@ -1,0 +1,72 @@
+"""What a proxy says to the process that holds SGLang's parsers: one JSON document a line.
+
+The proxy writes `ParseRequest`s and `ConstrainRequest`s to its standard input and reads one
+`ParserReply` for each, in any order, from its standard output. The first line it writes is an
+empty `ParserReply`: it is ready.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec import Struct, field
+
+
+class Opening(Struct, frozen=True):
+    """What must be known of a reply before it is parsed."""
+
+    tools: list[dict[str, Any]]
+    """Function schemas offered to the model; empty when it may call none."""
+    prompt_end: str
+    """The last characters of the prompt: they show whether the reply begins inside reasoning."""
+
+
+class ParseRequest(Struct, tag="parse", frozen=True):
+    """The next text of a reply."""
+
+    call: int
+    """Numbers requests; the reply carries it."""
+    reply: int
+    """Numbers the reply to the client whose text this is."""
+    text: str
+    last: bool
+    opening: Opening | None = None
+    """Comes with the first text."""
+
+
+class ConstrainRequest(Struct, tag="constrain", frozen=True):
+    """Which grammar makes the model call tools as asked?"""
+
+    call: int
+    tools: list[dict[str, Any]]
+    prompt_end: str
+    required: bool
+    """It must call; otherwise it may."""
+    name: str | None
+    """It must call this one."""
+    parallel: bool
+    """It may call several."""
+
+
+class ParsedCall(Struct):
+    """One tool call."""
+
+    name: str
+    arguments: str
+    """JSON."""
+
+
+class ParserReply(Struct, omit_defaults=True):
+    """What a text adds to its reply, or a grammar."""
+
+    call: int = -1
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ParsedCall] = field(default_factory=list)
+    grammar: str = ""
+    """Name of the sampling parameter that takes `grammar_value`; empty when there is none."""
+    grammar_value: str = ""
+    reasons_first: bool = False
+    """The model reasons before the grammar begins."""
+    error: str = ""
+    """The parser failed on this text; what it cannot do is said here, too."""
