@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from areal_hpc.session.export import EpisodeKey, RowPlan, build_row
+from areal_hpc.session.export import RowPlan, batch_of_one
 from areal_hpc.session.template import Message
 from areal_hpc.session.tree import Interaction, ids_of
 
 if TYPE_CHECKING:
     import torch
-
-NO_EPISODE = EpisodeKey(ticket_id=0, attempt=0, episode=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +89,9 @@ class RecordedInteraction:
         )
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row as tensors with a batch dimension of one; made once.
+        """The row as tensors: `session.export.batch_of_one` and `original_rewards`; made once.
 
-        Returns:
-            `input_ids`, `loss_mask`, `versions` int64 [1, L], `logprobs` float32 [1, L],
-            `turn_ids` int32 [1, L] (-1 where nothing is trained), `attention_mask` bool [1, L],
-            `rewards` and `original_rewards` float32 [1], 0 where there is no reward.
+        Rewards are 0 where there is none.
         """
         if self._tensors is None:
             self._tensors = self._make_tensors()
@@ -104,27 +100,6 @@ class RecordedInteraction:
     def _make_tensors(self) -> dict[str, torch.Tensor]:
         import torch
 
-        row = build_row(self.plan, NO_EPISODE, 0, {})
-        arrays = {
-            "input_ids": row.input_ids_T.astype(np.int64),
-            "loss_mask": row.loss_mask_T.astype(np.int64),
-            "logprobs": row.logprobs_T,
-            "versions": row.versions_T,
-            "turn_ids": self._turn_ids(row.num_tokens),
-            "attention_mask": np.ones(row.num_tokens, np.bool_),
-        }
-        tensors = {name: torch.from_numpy(array)[None] for name, array in arrays.items()}
-        tensors["rewards"] = torch.tensor([self.reward or 0.0], dtype=torch.float32)
-        tensors["original_rewards"] = torch.tensor(
-            [self.original_reward or 0.0], dtype=torch.float32
-        )
-        return tensors
-
-    def _turn_ids(self, length: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        turn_ids_T = np.full(length, -1, np.int32)
-        turn = 0
-        for one in self.plan.path:
-            if one.interaction_id in self.plan.trained:
-                turn_ids_T[one.prompt_tokens : one.sequence_tokens] = turn
-                turn += 1
-        return turn_ids_T
+        batch = batch_of_one(dataclasses.replace(self.plan, reward=self.reward or 0.0))
+        batch["original_rewards"] = np.array([self.original_reward or 0.0], np.float32)
+        return {name: torch.from_numpy(array) for name, array in batch.items()}

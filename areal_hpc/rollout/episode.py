@@ -36,7 +36,7 @@ class EpisodeSpec:
     task_id: str
     data: dict[str, Any]
     ref: TicketRef | None
-    """None: the session is recorded nowhere (evaluation)."""
+    """None: the session is kept nowhere (evaluation)."""
     episode: int
     sampling: SamplingDefaults
     seed: int
@@ -77,7 +77,13 @@ async def _run_placed(
     session = await proxy.call(
         "/rl/start_session",
         StartSessionRequest(
-            spec.task_id, spec.ref, spec.episode, spec.sampling, spec.seed, spec.export
+            spec.task_id,
+            spec.ref,
+            spec.episode,
+            spec.sampling,
+            spec.seed,
+            spec.export,
+            disposable=spec.ref is None,
         ),
         StartSessionReply,
     )

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from areal_hpc.session.credit import (
     CreditRule,
@@ -110,6 +111,52 @@ def concat_paths(
             names = dict.fromkeys(one.interaction_id for one in path)
             yield path, frozenset(names.keys() - covered)
             covered.update(names)
+
+
+def plan_everything(
+    tree: InteractionTree,
+    style: ExportStyle,
+    rewards: Mapping[str, float | None],
+) -> list[RowPlan]:
+    """Rows of all interactions in `rewards`, also of those that no reward reaches: these have 0.
+
+    For those who train elsewhere and judge for themselves what a row is worth. In `concat` a
+    row has the reward of its leaf.
+    """
+    if style == "individual":
+        chosen = [(tree.path(tree[name]), frozenset([name])) for name in rewards]
+    else:
+        chosen = list(concat_paths(tree, rewards))
+    return [
+        RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
+        for path, trained in chosen
+    ]
+
+
+def batch_of_one(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
+    """A row under the names that AReaL's trainers use, with a batch dimension of one.
+
+    Returns:
+        `input_ids`, `loss_mask`, `versions` int64 [1, T], `logprobs` float32 [1, T],
+        `turn_ids` int32 [1, T] (-1 where nothing is trained), `attention_mask` bool [1, T],
+        `rewards` float32 [1].
+    """
+    row = build_row(plan, EpisodeKey(0, 0, 0), 0, {})
+    turn_ids_T = np.full(row.num_tokens, -1, np.int32)
+    trained = [one for one in plan.path if one.interaction_id in plan.trained]
+    for turn, one in enumerate(trained):
+        turn_ids_T[one.prompt_tokens : one.sequence_tokens] = turn
+    arrays: dict[str, npt.NDArray[Any]] = {
+        "input_ids": row.input_ids_T.astype(np.int64),
+        "loss_mask": row.loss_mask_T.astype(np.int64),
+        "logprobs": row.logprobs_T,
+        "versions": row.versions_T,
+        "turn_ids": turn_ids_T,
+        "attention_mask": np.ones(row.num_tokens, np.bool_),
+    }
+    batch = {name: array[None] for name, array in arrays.items()}
+    batch["rewards"] = np.array([plan.reward], np.float32)
+    return batch
 
 
 def export_rows(

@@ -1,7 +1,9 @@
 """What drivers say to the proxy of their cell.
 
 Admin routes carry the run's admin key, session routes the session's own key (Bearer or
-`x-api-key`). The agent needs only `base_url` and its session key.
+`x-api-key`). The agent needs only `base_url` and its session key. Programs outside a run may open
+sessions of their own, end them and export them; those routes and names are AReaL's
+(`areal/experimental/openai/proxy`).
 
 | route              | key     | request             | reply               |
 |--------------------|---------|---------------------|---------------------|
@@ -10,12 +12,14 @@ Admin routes carry the run's admin key, session routes the session's own key (Be
 | /rl/end_session    | session | Empty               | EndSessionReply     |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
 | /rl/seal           | admin   | Empty               | SealReply           |
+| /export_trajectories | admin | ExportRequest     | ExportReply         |
+| /grant_capacity    | admin   | Empty               | GrantReply          |
 | /healthz (GET)     | none    |                     | ProxyHealth         |
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -41,7 +45,7 @@ class ExportSettings(Struct, frozen=True):
 
 
 class StartSessionRequest(Struct, frozen=True):
-    """Open a session for one episode. Without `ref` the session is recorded nowhere."""
+    """Open a session for one episode; without `ref`, one that its opener exports."""
 
     task_id: str
     ref: TicketRef | None = None
@@ -49,6 +53,10 @@ class StartSessionRequest(Struct, frozen=True):
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     seed: int = 0
     export: ExportSettings = field(default_factory=ExportSettings)
+    api_key: str = ""
+    """The key the session shall have; a new one when empty. Not kept."""
+    disposable: bool = False
+    """Nobody exports it: kept in memory alone, and forgotten soon after it ends."""
 
 
 class EngineAddress(Struct, frozen=True):
@@ -68,7 +76,7 @@ class StartSessionReply(Struct, frozen=True):
 class SetRewardRequest(Struct, frozen=True):
     """The reward of one interaction; of the last one when no id is given."""
 
-    reward: float
+    reward: float | bool
     interaction_id: str | None = None
 
 
@@ -101,6 +109,37 @@ class FinishTicketReply(Struct, frozen=True):
     """How many rows the ticket contributes."""
 
     rows: int
+
+
+class ExportRequest(Struct, frozen=True):
+    """Hand over a session's rows once it has ended, and forget it."""
+
+    session_id: str
+    discount: float = 1.0
+    style: Literal["individual", "concat"] = "individual"
+    drop_retry_orphans: bool = False
+    credit: Literal["tree", "arrival"] = "tree"
+
+
+class ExportedInteraction(Struct, frozen=True):
+    """One row, under AReaL's names."""
+
+    interaction_id: str
+    reward: float | None
+    tensor_dict: dict[str, list[Any]]
+    """`session.export.batch_of_one`, as nested lists."""
+
+
+class ExportReply(Struct, frozen=True):
+    """Rows by the id of the interaction they end with."""
+
+    interactions: dict[str, ExportedInteraction]
+
+
+class GrantReply(Struct, frozen=True):
+    """How many sessions may be open at once now."""
+
+    capacity: int
 
 
 class SealReply(Struct, frozen=True):

@@ -126,7 +126,12 @@ class RecorderMachine(RuleBasedStateMachine):
     @rule(draw=draws)
     def finish(self, draw: int) -> None:
         session = self.pick(draw, ended=True)
-        if session and session.is_recorded and any(one.reward for one in session.tree):
+        if (
+            session
+            and session.request.ref
+            and session.is_recorded
+            and any(one.reward for one in session.tree)
+        ):
             event = TicketFinished(session.request.ref, [session.session_id], time.time())
             self.recorder.record(event)
 
@@ -186,7 +191,7 @@ def test_a_key_is_found_by_its_digest_alone():
 )
 def test_only_what_nobody_needs_is_idle(ref, ended, dropped):
     book = SessionBook()
-    book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref)))
+    book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref, disposable=not ref)))
     session = book.sessions["s"]
     session.ended = ended
     session.touched_at -= 61.0
