@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, Protocol, TypeVar
 
+from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.dialects import chat, chat_reply
@@ -34,11 +35,16 @@ class EventStream(Protocol):
         """The client has gone."""
 
 
+class PlainText(bytes):
+    """A response body that is not JSON."""
+
+
 Result = bytes | EventStream
 Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
 """(key, request body) -> response body, whole or as events."""
 
 _JSON = (b"content-type", b"application/json")
+_PLAIN = (b"content-type", b"text/plain; version=0.0.4")
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 Awaited = TypeVar("Awaited")
 
@@ -75,6 +81,7 @@ class ProxyApp:
             "/rl/set_reward": {"POST": self._of_session(control.set_reward)},
             "/rl/end_session": {"POST": self._of_session(control.end_session)},
             "/healthz": {"GET": self._health},
+            "/metrics": {"GET": self._metrics},
         }
         for prefix in ("", "/v1"):
             self._routes[f"{prefix}/chat/completions"] = {"POST": self._chat}
@@ -105,8 +112,9 @@ class ProxyApp:
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
             status, content = refusal.status, chat_reply.error(refusal)
+        form = _PLAIN if isinstance(content, PlainText) else _JSON
         length = (b"content-length", str(len(content)).encode())
-        await send({"type": "http.response.start", "status": status, "headers": [_JSON, length]})
+        await send({"type": "http.response.start", "status": status, "headers": [form, length]})
         await send({"type": "http.response.body", "body": content})
 
     def _handler(self, method: str, path: str) -> Handler:
@@ -171,6 +179,9 @@ class ProxyApp:
 
     async def _health(self, key: str, body: bytes) -> bytes:
         return self._control.health()
+
+    async def _metrics(self, key: str, body: bytes) -> bytes:
+        return PlainText(metrics.exposition(self._book, self._caller.drift))
 
     async def _models(self, key: str, body: bytes) -> bytes:
         self._session(key)

@@ -15,7 +15,7 @@ from areal_hpc.proxy.generation import Generation, Piece, UpstreamLost
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
-from areal_hpc.proxy.prompts import Prompt, PromptMaker
+from areal_hpc.proxy.prompts import Drift, Prompt, PromptMaker
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
@@ -54,6 +54,11 @@ class ModelCaller:
         self._upstream = upstream
         self._recorder = recorder
         self._speaking: set[asyncio.Task[None]] = set()
+
+    @property
+    def drift(self) -> Drift:
+        """Counters since the proxy started."""
+        return self._prompts.drift
 
     async def answer(self, session: Session, call: ModelCall, answer_id: str) -> list[Answer]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.

@@ -6,8 +6,9 @@ import asyncio
 import hashlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -81,6 +82,16 @@ class Prompt:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """How often a call's prompt was not the plain continuation of what the model said."""
+
+    splices: Counter[str] = field(default_factory=Counter)
+    """Calls by `Interaction.splice`."""
+    forks: Counter[str] = field(default_factory=Counter)
+    """Calls whose history was rewritten, by the field in which it departs from ours."""
+
+
 class PromptMaker:
     """Makes prompts for one model."""
 
@@ -90,6 +101,7 @@ class PromptMaker:
         self._model = model
         self._parsers = parsers
         self._request_timeout_s = request_timeout_s
+        self.drift = Drift()
 
     async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
         """Find what the call continues and make it ready to be sent.
@@ -159,6 +171,9 @@ class PromptMaker:
             raise RequestRefused(
                 400, f"the model's chat template refuses the messages: {error}", key="messages"
             ) from error
+        self.drift.splices[turn.splice] += 1
+        if turn.forked is not None:
+            self.drift.forks[turn.forked] += 1
         if len(turn.text) <= INLINE_ENCODE_CHARS:
             encoded = encoder.encode(turn.text)
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal
 
 import msgspec
@@ -46,7 +47,7 @@ class Interaction(msgspec.Struct, kw_only=True):
     parent_id: str | None
     splice: Splice
     context: bytes
-    """Canonical JSON of the tools and template variables the messages were rendered with."""
+    """JSON of the tools and template variables the messages were rendered with."""
     new_messages: list[Message]
     """Messages after the parent's reply; all of them without a parent."""
     reply: Message
@@ -221,7 +222,7 @@ class InteractionTree:
         """
         found: Interaction | None = None
         known = 0
-        node = self._roots.get(context)
+        node = self._roots.get(_canonical(context))
         if node is None and self._roots and self._is_known(messages):
             return None, 0, "tools"
         for depth, message in enumerate(messages, start=1):
@@ -244,7 +245,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            start = self._roots.setdefault(interaction.context, _Node({}))
+            start = self._roots.setdefault(_canonical(interaction.context), _Node({}))
         else:
             start = self._entries[interaction.parent_id].node
         node = start.descend([*interaction.new_messages, interaction.reply])
@@ -293,7 +294,13 @@ def _context_of(
 ) -> bytes:
     if not tools and not variables:
         return b""
-    return msgspec.json.encode([tools, variables], order="sorted")
+    return msgspec.json.encode([tools, variables])
+
+
+@lru_cache(maxsize=256)
+def _canonical(context: bytes) -> bytes:
+    """The same for contexts that differ in the order of keys alone."""
+    return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")
 
 
 def _text_after_reply(

@@ -295,3 +295,25 @@ def test_a_hung_up_client_frees_the_engine(stage):
         time.sleep(0.01)
     assert stage.sglang.aborted == [stage.sglang.requests[0]["rid"]]
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_what_a_client_does_to_its_history_is_counted(stage):
+    def counted(name):
+        lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return int(values.get(f"areal_hpc_proxy_{name}", 0))
+
+    names = ['prompts_total{splice="root"}', 'prompts_total{splice="spliced"}']
+    names += ['forks_total{reason="content"}', 'prompts_total{splice="retokenised"}']
+    before = [counted(name) for name in names]
+    _, key = stage.open_session()
+    first = stage.chat(key, QUESTION).json()["choices"][0]["message"]
+    then = {"role": "user", "content": "and 1?"}
+    stage.chat(key, [*QUESTION, first, then])
+    stage.chat(key, [*QUESTION, {**first, "content": "something else"}, then])
+    assert [counted(name) - count for name, count in zip(names, before, strict=True)] == [
+        2,
+        1,
+        1,
+        0,
+    ]

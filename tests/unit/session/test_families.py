@@ -1,0 +1,240 @@
+"""Splicing equals what the model really saw, in every template family and kind of history."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.session.audit import audit_prompt, prompt_ids, rendered_ids
+from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.template import Message
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from tests.unit.session.families import ENCODER, FAMILIES, MARKS, Family
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+texts = st.text(
+    st.characters(codec="utf-8", exclude_categories=["Cs"], exclude_characters="\u241f"),
+    max_size=12,
+).filter(lambda text: "<" not in text)
+arguments = st.dictionaries(st.sampled_from("xyz"), st.integers(-9, 9) | texts, max_size=2)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a model says in one turn."""
+
+    text: str
+    reasoning: str
+    call: dict[str, Any] | None
+    own_split: bool
+    """It says its words letter by letter, unlike the tokenizer."""
+    closed: bool
+
+
+replies = st.builds(
+    Reply, texts, texts | st.just(""), st.none() | arguments, st.booleans(), st.booleans()
+)
+turns = st.lists(st.tuples(texts, replies), min_size=1, max_size=4)
+
+
+def written(family: Family, reply: Reply) -> str:
+    """The reply as the model writes it."""
+    parts = reply.text
+    if reply.reasoning and family.keeps_reasoning:
+        parts = f"<think>\n{reply.reasoning}\n</think>\n\n{parts}"
+    if reply.call is not None:
+        call = family.calls.format(name="add", arguments=json.dumps(reply.call, ensure_ascii=False))
+        parts += ("\n" if reply.text else "") + call
+    return parts
+
+
+def message(family: Family, reply: Reply, number: int) -> dict[str, Any]:
+    """The reply as the proxy tells it."""
+    told: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.reasoning and family.keeps_reasoning:
+        told["reasoning_content"] = reply.reasoning
+    if reply.call is not None:
+        function = {"name": "add", "arguments": json.dumps(reply.call)}
+        told["tool_calls"] = [{"id": f"call_{number}", "type": "function", "function": function}]
+    return told
+
+
+def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
+    """Other spacing and order of arguments, other ids, no reasoning, nulls where it is empty."""
+    sent = {**told, "content": told["content"] or None, "refusal": None}
+    sent.pop("reasoning_content", None)
+    if "tool_calls" in sent:
+        function = sent["tool_calls"][0]["function"]
+        pairs = list(json.loads(function["arguments"]).items())[::-1]
+        respelled = json.dumps(dict(pairs), indent=1)
+        sent["tool_calls"] = [
+            {"id": "other", "function": {"name": function["name"], "arguments": respelled}}
+        ]
+    return normalise_chat_message(sent)
+
+
+def speak(
+    tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
+) -> Interaction:
+    turn = tree.open_turn(messages, family.template, tools=TOOLS)
+    new_ids = turn.new_ids(ENCODER.encode(turn.text))
+    text = written(family, reply)
+    pieces = list(text) if reply.own_split else [text]
+    output = [i for piece in pieces for i in ENCODER.encode(piece)]
+    if reply.closed:
+        output += ENCODER.encode(family.end_of_turn)
+    prior = turn.parent.sequence_tokens if turn.parent else 0
+    interaction = Interaction(
+        interaction_id=f"chatcmpl-{len(tree)}",
+        parent_id=turn.parent.interaction_id if turn.parent else None,
+        splice=turn.splice,
+        context=turn.context,
+        new_messages=turn.new_messages,
+        reply=normalise_chat_message(message(family, reply, len(tree))),
+        prompt_tokens=prior + len(new_ids),
+        new_ids=np.asarray(new_ids, "<i4").tobytes(),
+        output_ids=np.asarray(output, "<i4").tobytes(),
+        logprobs=np.zeros(len(output), "<f4").tobytes(),
+        spans=[VersionSpan(1, 0, len(output))],
+        finish_reason="stop" if reply.closed else "length",
+        closed=reply.closed,
+        temperature=1.0,
+    )
+    tree.add(interaction)
+    return interaction
+
+
+def converse(family: Family, conversation: list[tuple[str, Reply]]) -> InteractionTree:
+    """Play it; every prompt must begin with all that the model read and said before."""
+    tree, messages = InteractionTree(), []
+    read: list[int] = []
+    for question, reply in conversation:
+        asks_back = bool(messages) and "tool_calls" in messages[-1]
+        role = {"role": "tool", "tool_call_id": "other"} if asks_back else {"role": "user"}
+        messages.append(normalise_chat_message({**role, "content": question}))
+        interaction = speak(tree, family, messages, reply)
+        prompt = prompt_ids(tree, interaction)
+        assert prompt[: len(read)] == read
+        read = prompt + ids_of(interaction.output_ids).tolist()
+        told = message(family, reply, len(tree) - 1)
+        messages.append(as_an_sdk_sends_it(told))
+    return tree
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+@settings(deadline=None, max_examples=60)  # other processes share the cores
+@given(conversation=turns)
+def test_a_prompt_begins_with_all_that_the_model_read_and_said(
+    family: Family, conversation: list[tuple[str, Reply]]
+) -> None:
+    tree = converse(family, conversation)
+    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(conversation) - 1)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+@settings(deadline=None, max_examples=60)  # other processes share the cores
+@given(conversation=turns)
+def test_what_is_new_in_a_prompt_is_what_the_template_writes(
+    family: Family, conversation: list[tuple[str, Reply]]
+) -> None:
+    tree = converse(family, conversation)
+    for one in list(tree)[1:]:
+        said_end = tree[one.parent_id or ""].closed
+        new = ENCODER.decode(ids_of(one.new_ids).tolist())
+        rendering = ENCODER.decode(rendered_ids(tree, one, family.template, ENCODER))
+        tail = new if said_end else new.removeprefix(family.end_of_turn)
+        assert rendering.endswith(tail)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
+@settings(deadline=None, max_examples=60)  # other processes share the cores
+@given(conversation=turns)
+def test_replies_written_as_the_template_writes_them_leave_no_difference(
+    family: Family, conversation: list[tuple[str, Reply]]
+) -> None:
+    plain = []
+    for question, reply in conversation:
+        text = reply.text.strip()
+        plain.append((question, Reply(text, "", None if text else reply.call, False, True)))
+    tree = converse(family, plain)
+    for one in tree:
+        assert audit_prompt(tree, one, family.template, ENCODER) == []
+
+
+def test_the_audit_names_what_a_template_writes_otherwise() -> None:
+    qwen3 = FAMILIES[1]
+    first, second = Reply("7", "why", None, False, True), Reply("8", "", None, True, True)
+    tree = converse(qwen3, [("a", first), ("b", second)])
+    (dropped,) = audit_prompt(tree, tree.last, qwen3.template, ENCODER)
+    assert dropped.recorded_text == "<think>\nwhy\n</think>\n\n"
+    assert dropped.rendered_ids == []
+    before = ENCODER.decode(prompt_ids(tree, tree.last)[: dropped.position])
+    assert before.endswith("<|im_start|>assistant\n")
+
+
+def test_the_audit_shows_words_that_the_model_split_its_own_way() -> None:
+    qwen25 = FAMILIES[0]
+    reply = Reply("hello", "", None, True, True)
+    tree = converse(qwen25, [("a", reply), ("b", reply)])
+    differences = audit_prompt(tree, tree.last, qwen25.template, ENCODER)
+    assert differences
+    assert "".join(one.recorded_text for one in differences) == "".join(
+        one.rendered_text for one in differences
+    )
+
+
+def test_every_mark_is_one_token() -> None:
+    assert all(len(ENCODER.encode(mark)) == 1 for mark in MARKS)
+
+
+FORKS: list[tuple[dict[str, Any], str]] = [
+    ({"content": "8"}, "content"),
+    ({"reasoning_content": "because"}, "reasoning_content"),
+    ({"tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]}, "tool_calls"),
+    ({"role": "user"}, "role"),
+]
+
+
+@pytest.mark.parametrize(("change", "why"), FORKS)
+def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: str) -> None:
+    family = FAMILIES[1]
+    tree = converse(family, [("a", Reply("7", "why", None, False, True))])
+    told = {**message(family, Reply("7", "why", None, False, True), 0), **change}
+    history = [
+        {"role": "user", "content": "a"},
+        told,
+        {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": "d"},
+    ]
+    turn = tree.open_turn(
+        [normalise_chat_message(one) for one in history], family.template, tools=TOOLS
+    )
+    assert (turn.parent, turn.splice, turn.forked) == (None, "root", why)
+
+
+def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not() -> None:
+    family = FAMILIES[0]
+    reply = Reply("7", "", None, False, True)
+    tree = converse(family, [("a", reply), ("b", reply)])
+
+    def forked(*contents: str, tools: Any = TOOLS) -> str | None:
+        roles = ["user", "assistant"] * 3
+        messages = [
+            normalise_chat_message({"role": role, "content": content})
+            for role, content in zip(roles, contents, strict=False)
+        ]
+        return tree.open_turn(messages, family.template, tools=tools).forked
+
+    assert forked("a", "7", "c") is None
+    assert forked("other") is None
+    assert forked("a", "7", "b", "7", "d") is None
+    assert forked("A", "7", "b") == "content"
+    assert forked("a", "7", "c", "7", "d") == "content"
+    assert forked("a", "7", "b", tools=None) == "tools"
