@@ -20,6 +20,8 @@ class ParallelConfig(StageConfig):
     """Context parallel: each sequence over this many ranks."""
     dp: Annotated[int, Field(ge=1)] = 1
     """Data parallel: copies of the model."""
+    ep: Annotated[int, Field(ge=1)] = 1
+    """Expert parallel: a mixture's experts over this many of the tp x cp x dp ranks of a stage."""
 
     @property
     def world_size(self) -> int:

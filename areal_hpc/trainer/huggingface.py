@@ -20,7 +20,20 @@ from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model import Policy
-from areal_hpc.trainer.naming import Parameter, shard_shape, to_hf, to_megatron
+from areal_hpc.trainer.naming import (
+    EMBEDDING,
+    HfTensor,
+    Parameter,
+    hf_slices,
+    ranks_of,
+    shard_shape,
+    to_hf,
+    to_megatron,
+)
+
+Slices = tuple[slice, ...]
+Read = Callable[[HfTensor, Slices], torch.Tensor]
+"""Gives part of a Hugging Face tensor."""
 
 COPIED_FILES = (
     "config.json",
@@ -57,44 +70,44 @@ class Checkpoint:
         self._dir = model_dir
         self._open: dict[str, Any] = {}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, on the CPU.
+    def read(self, tensor: HfTensor, part: Slices = ()) -> torch.Tensor:
+        """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
 
         Raises:
-            RecipeError: The directory has no such tensor.
+            RecipeError: The directory has no such tensor, or one of another shape.
         """
-        file = self._file_of.get(name)
+        file = self._file_of.get(tensor.name)
         if file is None:
-            raise RecipeError(f"{self._dir} has no tensor {name}", key="model.path")
+            raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key="model.path")
         if file not in self._open:
             self._open[file] = safe_open(self._dir / file, "pt")
-        tensor: torch.Tensor = self._open[file].get_tensor(name)
-        return tensor
+        stored = self._open[file].get_slice(tensor.name)
+        shape = tuple(stored.get_shape())
+        if shape != tensor.shape:
+            raise RecipeError(
+                f"{tensor.name} has shape {shape}, config.json says {tensor.shape}",
+                key="model.path",
+            )
+        read: torch.Tensor = stored[part or slice(None)]
+        return read
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, read: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read` gives a whole tensor by its Hugging Face name."""
+def load_hf(policy: Policy, read: Read) -> None:
+    """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
     tp = policy.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
     for parameter in policy.table:
         targets = [policy.local(parameter)]
-        if parameter.hf[0].name == "model.embed_tokens.weight":
+        if parameter.megatron == EMBEDDING:
             targets.append(policy.tied_copy)
         held = [target for target in targets if target is not None]
         if not held:
             continue
-        tensors = [read(tensor.name) for tensor in parameter.hf]
-        for given, expected in zip(tensors, parameter.hf, strict=True):
-            if tuple(given.shape) != expected.shape:
-                raise RecipeError(
-                    f"{expected.name} has shape {tuple(given.shape)}, "
-                    f"config.json says {expected.shape}",
-                    key="model.path",
-                )
-        part = to_megatron(parameter, tensors, policy.arch, tp, rank)
+        slices = hf_slices(parameter, policy.arch, tp, rank)
+        parts = [read(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)]
         for target in held:
-            target.copy_(part)
+            target.copy_(to_megatron(parameter, parts, policy.arch, tp))
 
 
 def hf_specs(policy: Policy) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -110,8 +123,8 @@ def hf_specs(policy: Policy) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `hf_specs`.
 
-    A collective over tensor- and pipeline-parallel ranks: all of them must drain it, and all
-    see the same tensors. A yielded tensor may be a view of a live parameter: do not write to it.
+    A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
+    and sees the same tensors. One may be a view of a live parameter: do not write to it.
     """
     for parameter in policy.table:
         shards = _gather_shards(policy, _from_owner(policy, parameter), parameter)
@@ -121,30 +134,38 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
-    """This tensor-parallel rank's part, sent by the pipeline stage that holds it."""
-    group = parallel_state.get_pipeline_model_parallel_group()
+    """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    spread = parallel_state.get_expert_model_parallel_group()
     local = policy.local(parameter)
-    stages = group.size()
-    if stages == 1:
+    if stages.size() == 1 and (parameter.expert is None or spread.size() == 1):
         assert local is not None
         return local.detach()
-    per_stage = policy.arch.layers // stages
-    if parameter.layer is not None:
-        stage = parameter.layer // per_stage
-    else:
-        stage = 0 if parameter.megatron.startswith("embedding.") else stages - 1
     if local is None:
         shape = shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
-    dist.broadcast(part, dist.get_global_rank(group, stage), group=group)
+    stage = _stage_of(parameter, policy.arch.layers, stages.size())
+    if parameter.expert is not None and spread.size() > 1 and stages.rank() == stage:
+        holder = parameter.expert // policy.experts_per_rank
+        dist.broadcast(part, dist.get_global_rank(spread, holder), group=spread)
+    if stages.size() > 1:
+        dist.broadcast(part, dist.get_global_rank(stages, stage), group=stages)
     return part
 
 
+def _stage_of(parameter: Parameter, layers: int, stages: int) -> int:
+    """The pipeline stage that holds a parameter. Every stage has equally many layers."""
+    if parameter.layer is not None:
+        return parameter.layer * stages // layers
+    return 0 if parameter.megatron == EMBEDDING else stages - 1
+
+
 def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> list[torch.Tensor]:
-    if policy.split.tp == 1 or parameter.cut.name == "WHOLE":
+    ranks = ranks_of(parameter, policy.split.tp)
+    if ranks == 1:
         return [part]
-    shards = [torch.empty_like(part) for _ in range(policy.split.tp)]
+    shards = [torch.empty_like(part) for _ in range(ranks)]
     group = parallel_state.get_tensor_model_parallel_group()
     dist.all_gather(shards, part.contiguous(), group=group)
     return shards

@@ -22,6 +22,7 @@ from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.huggingface import Checkpoint, export_hf, hf_specs, load_hf, save_hf
 from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.naming import HfTensor
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.parallel import close_world, open_world
@@ -32,7 +33,12 @@ from areal_hpc.trainer.step import (
     run_passes,
     train_once,
 )
-from tests.integration.trainer.reference_models import SIZES, hf_model
+from tests.integration.trainer.reference_models import (
+    FAMILIES,
+    SIZES,
+    by_checkpoint_name,
+    hf_model,
+)
 
 LR = 1e-3
 
@@ -71,7 +77,9 @@ def reference(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
         np.copyto(row.channels["expected"][1:], logprobs.detach().numpy())
         weight = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
         (-(logprobs * weight).sum() / tokens).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return by_checkpoint_name(
+        {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    )
 
 
 def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
@@ -83,7 +91,7 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
 
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
-    for buffer in policy.replica.buffers:
+    for buffer in policy.replica.buffers + policy.replica.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -107,12 +115,13 @@ class Case:
         self.model = hf_model(family)
         self.arch = parse_architecture(self.model.config.to_dict(), family)
         self.policy, self.optimizer = self.build()
-        load_hf(self.policy, self.model.state_dict().__getitem__)
+        self.state = by_checkpoint_name(self.model.state_dict())
+        load_hf(self.policy, lambda tensor, part: self.state[tensor.name][part])
         self.optimizer.reload_model_params()
 
     def build(self) -> tuple[Policy, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
-        load_hf(policy, lambda name: torch.zeros_like(self.model.state_dict()[name]))
+        load_hf(policy, lambda tensor, part: torch.zeros(tensor.shape)[part])
         config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
         return policy, build_optimizer(policy, config)
 
@@ -125,7 +134,6 @@ class Case:
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
-        state = self.model.state_dict()
         exported = {name: tensor.clone() for name, tensor in export_hf(self.policy)}
         specs = [(name, shape) for name, shape, _ in hf_specs(self.policy)]
         rows = make_rows(seed=1)
@@ -136,7 +144,9 @@ class Case:
         gradients = exported_gradients(self.policy)
         self.policy.replica.zero_grad_buffer()
         return {
-            "export_is_exact": all(torch.equal(exported[name], state[name]) for name in exported),
+            "export_is_exact": all(
+                torch.equal(exported[name], self.state[name]) for name in exported
+            ),
             "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
             "missing": sorted(set(expected) - set(exported)),
             "micro_batches": len(batches),
@@ -179,8 +189,11 @@ class Case:
     def resume_from_other_layout(self, folder: Path) -> float:
         """Take the third step from another layout's commit: the largest difference to its own."""
         policy = self.resume(CommitStore(folder / self.family / "commits", keep=2))
-        read = Checkpoint(folder / self.family / "after_step_3").read
-        return max((tensor - read(name)).abs().max().item() for name, tensor in export_hf(policy))
+        expected = Checkpoint(folder / self.family / "after_step_3")
+        return max(
+            (tensor - expected.read(HfTensor(name, tuple(tensor.shape)))).abs().max().item()
+            for name, tensor in export_hf(policy)
+        )
 
     def save(self) -> None:
         """Leave a model directory in several files."""
@@ -197,7 +210,7 @@ def main() -> None:
     folder = Path(case["folder"])
     open_world(current_task(), parallel, "cpu", folder / "rendezvous")
     findings: dict[str, Any] = {}
-    for family in ("qwen3", "qwen2", "llama"):
+    for family in case["families"]:
         one = Case(family, parallel, folder)
         found = one.compare()
         one.save()
