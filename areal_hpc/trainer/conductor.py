@@ -199,9 +199,19 @@ class Conductor:
         for key, error in report.failed.items():
             logger.warning("%s did not get version %s: %s", key, self._version, error)
 
-    def committed(self, seconds: float) -> None:
-        """The current step is durable."""
+    def commit_begun(self, seconds: float) -> None:
+        """The current step is copied, and will be durable soon. Its line waits for that."""
         self._committed_step = self._version.step
+        self._metrics.hold()
+        self._add_commit_time(seconds)
+
+    def committed(self, seconds: float) -> None:
+        """The commit in the writing is durable."""
+        self._metrics.release()
+        self._add_commit_time(seconds)
+
+    def _add_commit_time(self, seconds: float) -> None:
+        """Count the time for which a commit kept the ranks from training."""
         self._timer.seconds["commit"] = self._timer.seconds.get("commit", 0.0) + seconds
 
     def finish(self) -> None:

@@ -14,7 +14,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.packing import Row
-from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
 from areal_hpc.trainer.step import TEMPERATURE
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
@@ -52,7 +52,8 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
     """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
 
     Raises:
-        ShardError: A rank could not read a shard although it waited.
+        ShardError: This rank could not read a shard although it waited.
+        OtherRankFailed: Another one could not.
     """
     give_up_at = time.monotonic() + SHARD_PATIENCE_S
     while True:
@@ -65,7 +66,7 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
             rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
             return Batch(trajectories, rewards)
         if any_rank(time.monotonic() >= give_up_at):
-            raise trouble or ShardError(f"another rank could not read batch {manifest.step}")
+            raise trouble or OtherRankFailed
         logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
         time.sleep(0.5)
 
