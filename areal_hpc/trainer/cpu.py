@@ -20,6 +20,7 @@ import torch
 # absent, which is on purpose. One of its modules resets filters, so the warnings are recorded.
 logging.getLogger("megatron").setLevel(logging.WARNING)
 with warnings.catch_warnings(record=True):
+    warnings.simplefilter("always")  # recorded, also where warnings are errors
     import megatron.core.dist_checkpointing
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs

@@ -13,7 +13,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -25,9 +24,10 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.architecture import Architecture, misfits
 from areal_hpc.trainer.attention import PackedCausalAttention, RMSNorm
 from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.head import ScoredGPT
 from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.packed_attention import PackedAttention, plan_attention
 from areal_hpc.trainer.packing import Pack, Split
-from areal_hpc.trainer.rectangles import PackedAttention, plan_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -37,7 +37,7 @@ class Policy:
     """The network being trained, as this rank holds it."""
 
     arch: Architecture
-    gpt: GPTModel
+    gpt: ScoredGPT
     replica: DistributedDataParallel
     """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Policy:
     def attention(self, pack: Pack) -> PackedAttention:
         """The attention tables of one pack."""
         return plan_attention(
-            pack.lengths, pack.positions_T, self.frequencies,
+            pack.lengths, pack.positions_T, pack.targets_N, self.frequencies,
             cp=self.split.cp, cp_rank=self.split.cp_rank, dtype=self.dtype,
         )  # fmt: skip
 
@@ -102,7 +102,7 @@ def build_policy(
     if problems := list(misfits(arch, parallel)):
         raise RecipeError.of(problems)
     config = transformer_config(arch, parallel, dtype, device)
-    gpt = GPTModel(
+    gpt = ScoredGPT(
         config,
         _block_spec(config),
         vocab_size=padded_vocab(arch, parallel.tp),

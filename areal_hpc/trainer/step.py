@@ -130,6 +130,7 @@ def run_passes(
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE),
             policy.arch.vocab,
+            parallel_state.get_tensor_model_parallel_group(),
         )
         total, seen = loss(batch, logprobs_N)
         tally.add(seen)
