@@ -297,9 +297,9 @@ class LedgerService:
         refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
         manifest = tickets.next_batch(request.epoch)
         if manifest is not None:
-            # A ledger left over from an earlier trainer must not overwrite the new one's batch.
+            # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(request.epoch)
-            manifests.write_manifest(self._layout, manifest)
+            manifest = manifests.write_manifest(self._layout, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest

@@ -104,8 +104,6 @@ class Tickets:
         """
         tickets = cls(policy, incarnation=incarnation, grants_from_s=grants_from_s)
         for manifest in manifests:
-            for ticket in manifest.tickets:
-                tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.record_batch(manifest)
         for drop in dropped:
             tickets._note_issued_up_to(drop.ref.ticket_id)
@@ -307,6 +305,7 @@ class Tickets:
                     f"and {manifest.step}",
                     key="manifests/",
                 )
+            self._note_issued_up_to(ticket_id)
             self._pop_open(ticket_id)
             self._settled.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step

@@ -101,6 +101,15 @@ class SmallRun:
             parts.append("\n".join([f"--- {log.name}", *lines[-15:]]))
         return "\n".join(parts)
 
+    def audited(self) -> str:
+        """The last line of `areal-hpc audit`, which must find nothing at fault."""
+        command = [sys.executable, "-m", "areal_hpc", "audit", str(self.layout.root)]
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return answer.stdout.splitlines()[-1]
+
     def processes(self) -> list[str]:
         """Command lines of live processes that belong to this run."""
         return processes_of(self.layout.root)

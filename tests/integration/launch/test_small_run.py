@@ -84,6 +84,11 @@ def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(finished: SmallRun) -> 
     assert verify(finished).returncode == 0
 
 
+def test_every_ticket_is_trained_exactly_once(finished: SmallRun) -> None:
+    steps = read_json_lines(finished.layout.metrics)[-1]["step"]  # another test asks for more
+    assert finished.audited() == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
+
+
 def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
     before = finished.layout.metrics.read_bytes()
     finished.finish()
@@ -96,6 +101,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(finished: SmallRun
     longer.finish()
     assert "changed  trainer.total_steps: 3 -> 4" in longer.said()
     assert read_json_lines(finished.layout.metrics)[-1]["step"] == 4
+    assert longer.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
 
 
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
