@@ -11,6 +11,7 @@ from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, T
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.huggingface import export_hf
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.optimizer import GradientError
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero
 
 
@@ -51,7 +52,11 @@ def _agree(conductor: Conductor | None) -> Command:
 def _act(command: Command, learner: Learner, conductor: Conductor | None) -> None:
     match command:
         case Train(manifest):
-            report = learner.train(manifest)
+            try:
+                report = learner.train(manifest)
+            except GradientError:  # on all ranks alike: what was trained before is worth keeping
+                _follow_commit(learner, conductor, wait=True)
+                raise
             if conductor:
                 conductor.trained(learner.version, report)
         case Publish():

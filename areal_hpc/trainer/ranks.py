@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import logging
 import re
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """What gloo says on the ranks that outlive one of them."""
+FAILURES = "failures"
+"""Counts failed ranks in the store that the world was opened with."""
+REPORT_TIMEOUT_S = 10.0
 
 
 class OtherRankFailed(Exception):
@@ -76,6 +81,8 @@ def one_report() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # boundary: raised again, unless another rank reports
+        if isinstance(error, OtherRankFailed):
+            _await_report()
         if isinstance(error, OtherRankFailed) or not _is_first_to_fail():
             logger.info("leaving, because another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
@@ -87,10 +94,16 @@ def one_report() -> Iterator[None]:
         raise
 
 
+def _await_report() -> None:
+    """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
+    with contextlib.suppress(RuntimeError):
+        _get_default_store().wait([FAILURES], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+
+
 def _is_first_to_fail() -> bool:
     if dist.get_world_size() == 1:
         return True
     try:
-        return bool(_get_default_store().add("failed", 1) == 1)
+        return bool(_get_default_store().add(FAILURES, 1) == 1)
     except RuntimeError:  # rank 0 kept the store, and is gone
         return False
