@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.architecture import parse_architecture
 from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.experience import ADVANTAGE, BEHAVIOUR
@@ -71,6 +70,12 @@ class Sizes:
         return linear + 12.0 * self.layers * self.heads * self.head_dim * pairs
 
 
+QWEN_HALF_BILLION = Sizes(
+    "qwen2", hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151936
+)
+"""Those of Qwen2.5-0.5B."""
+
+
 def make_hf_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
     """The model as transformers builds it, in training mode."""
     kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
@@ -117,13 +122,18 @@ class Trainee:
         self.optimizer.reload_model_params()
         self.max_tokens = max_tokens
 
-    def pack(self, rows: Sequence[Row]) -> list[MicroBatch]:
+    def pack(
+        self, rows: Sequence[Row], channels: Sequence[str] = (ADVANTAGE, BEHAVIOUR)
+    ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
-        return make_micro_batches(self.policy, rows, (ADVANTAGE, BEHAVIOUR), self.max_tokens)
+        return make_micro_batches(self.policy, rows, channels, self.max_tokens)
 
-    def step(self, rows: Sequence[Row]) -> Tally:
+    def step(self, rows: Sequence[Row], rate: float = RATE) -> Tally:
         """What the product does with a batch: pack, forward, loss, backward, reduce, update."""
-        return train_once(self.policy, self.optimizer, self.pack(rows), grpo_loss, RATE)[0]
+        tally, _ = train_once(self.policy, self.optimizer, self.pack(rows), grpo_loss, rate)
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize()  # the update is still running
+        return tally
 
     def mean_logprob(self, rows: Sequence[Row]) -> float:
         """Over the scored tokens, without a gradient."""
@@ -183,8 +193,7 @@ def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> 
 
 
 def open_lone_world(device: str) -> torch.device:
-    """The trainer's process groups for one rank; its device."""
-    cpu.install()
+    """The trainer's process groups for one rank; its device. `cpu.install` must come first."""
     with tempfile.TemporaryDirectory() as folder:
         return open_world(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from areal_hpc.trainer import cpu
 from areal_hpc.trainer.packing import Row
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
@@ -74,6 +75,7 @@ class Bench:
 
     def __init__(self, sizes: learning.Sizes, rows: int, length: int) -> None:
         self.sizes, self.rows, self.length = sizes, rows, length
+        cpu.install()
         device = learning.open_lone_world("cpu")
         self.model = learning.make_hf_model(sizes, device, torch.float32)
         self.trainee = learning.Trainee(self.model, device, torch.float32, rows * length)
