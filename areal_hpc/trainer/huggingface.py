@@ -6,8 +6,6 @@ Nothing here ever holds the whole model: tensors are read, gathered and written 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model_files import FILE_BYTES, HfSpec, write_model
 from areal_hpc.trainer.naming import (
     EMBEDDING,
     HfTensor,
@@ -34,21 +32,6 @@ from areal_hpc.trainer.naming import (
 Slices = tuple[slice, ...]
 Read = Callable[[HfTensor, Slices], torch.Tensor]
 """Gives part of a Hugging Face tensor."""
-
-COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
-"""Files of a model directory that training does not change."""
 
 
 class Checkpoint:
@@ -110,7 +93,7 @@ def load_hf(policy: Policy, read: Read) -> None:
             target.copy_(to_megatron(parameter, parts, policy.arch, tp))
 
 
-def hf_specs(policy: Policy) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def hf_specs(policy: Policy) -> list[HfSpec]:
     """Name, shape and dtype of every tensor `export_hf` yields, in its order. Moves no data."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
@@ -172,74 +155,15 @@ def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> 
 
 
 def save_hf(
-    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = 4 * 1024**3
+    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write a model directory: safetensors files, their index, and `source_dir`'s other files.
+    """Write a model directory (`write_model`) from the weights of all ranks.
 
-    A collective. Rank 0 writes into a temporary directory, which replaces `target_dir` whole.
+    A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
-    if dist.get_rank() != 0:
-        for _ in export_hf(policy):
-            pass
-        dist.barrier()
-        return
-    partial = target_dir.with_name(f".{target_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_files(export_hf(policy), hf_specs(policy), partial, file_bytes)
-    for name in COPIED_FILES:
-        if (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, partial / name)
-    sync_tree(partial)
-    shutil.rmtree(target_dir, ignore_errors=True)
-    partial.rename(target_dir)
-    sync_path(target_dir.parent)
+    tensors = export_hf(policy)
+    if dist.get_rank() == 0:
+        write_model(tensors, hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
+    for _ in tensors:  # the other ranks take part in gathering
+        pass
     dist.barrier()
-
-
-def _write_files(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    specs: list[tuple[str, tuple[int, ...], torch.dtype]],
-    directory: Path,
-    file_bytes: int,
-) -> None:
-    """Cut the stream into files of about `file_bytes`; one file needs no index."""
-    batches: list[list[str]] = [[]]
-    held_bytes = total_bytes = 0
-    for name, shape, dtype in specs:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if held_bytes and held_bytes + size > file_bytes:
-            batches.append([])
-            held_bytes = 0
-        batches[-1].append(name)
-        held_bytes += size
-        total_bytes += size
-    file_of: dict[str, str] = {}
-    for number, names in enumerate(batches, 1):
-        file = f"model-{number:05d}-of-{len(batches):05d}.safetensors"
-        if len(batches) == 1:
-            file = "model.safetensors"
-        # Cloned: safetensors refuses tensors that share memory.
-        held = {name: next(tensors)[1].to("cpu", copy=True).contiguous() for name in names}
-        save_file(held, directory / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(names, file)
-    for name, _ in tensors:
-        raise AssertionError(f"{name} is not in the specification")
-    if len(batches) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def sync_tree(directory: Path) -> None:
-    """Force every file below, and the directories that name them, to disk."""
-    for path in [*directory.rglob("*"), directory]:
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Force one file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -34,7 +34,6 @@ from areal_hpc.trainer.step import (
     train_once,
 )
 from tests.integration.trainer.reference_models import (
-    FAMILIES,
     SIZES,
     by_checkpoint_name,
     hf_model,
@@ -86,7 +85,8 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
     gaps = (logprobs_N.detach() - batch.channels_N["expected"]).abs()
     total = -(logprobs_N * batch.channels_N["advantage"]).sum()
     largest = gaps.max().item() if gaps.numel() else 0.0
-    return total, Tally({"tokens": len(logprobs_N)}, {"gap": largest})
+    sums = {"loss": total.item(), "tokens": len(logprobs_N)}
+    return total, Tally(sums, {"gap": largest})
 
 
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -110,7 +110,9 @@ class Case:
 
     def __init__(self, family: str, parallel: ParallelConfig, folder: Path) -> None:
         self.family = family
-        self.parallel = parallel
+        # The experts' groups exist for every family of a launch; dense ones do not use them.
+        spread = {} if family.endswith("moe") else {"ep": 1}
+        self.parallel = parallel.model_copy(update=spread)
         self.folder = folder / family
         self.model = hf_model(family)
         self.arch = parse_architecture(self.model.config.to_dict(), family)
@@ -128,9 +130,12 @@ class Case:
     def batches(self, policy: Policy, rows: list[Row]) -> list[MicroBatch]:
         return make_micro_batches(policy, rows, CHANNELS, max_tokens=90)
 
-    def step(self, policy: Policy, optimizer: Any, seed: int) -> float:
+    def step(self, policy: Policy, optimizer: Any, seed: int) -> tuple[float, float]:
+        """One update: the loss before it, and the gradient norm."""
         batches = self.batches(policy, make_rows(seed))
-        return train_once(policy, optimizer, batches, weighted_loss, LR)[1]
+        tally, norm = train_once(policy, optimizer, batches, weighted_loss, LR)
+        total = tally.over_all_ranks(("loss", "tokens"), ()).sums
+        return total["loss"] / total["tokens"], norm
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
@@ -162,38 +167,70 @@ class Case:
         """Two steps, a commit, a third step; then the third step again from the commit."""
         store = CommitStore(self.folder / "commits", keep=2)
         expected = reference(self.model, make_rows(2))
-        expected_norm = torch.cat([part.flatten() for part in expected.values()]).norm().item()
-        norm = self.step(self.policy, self.optimizer, 2)
+        whole = torch.cat([part.double().flatten() for part in expected.values()])
+        expected_norm = whole.norm().item()
+        _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
         state = TrainerState(step=2, epoch=1, seed=0)
         store.commit(self.policy, self.optimizer, state)
-        self.step(self.policy, self.optimizer, 4)
+        store.close()
+        logprobs = self.logprobs(make_rows(1))
+        loss, _ = self.step(self.policy, self.optimizer, 4)
         save_hf(self.policy, self.folder, self.folder / "after_step_3")
-        resumed = self.resume(store)
+        resumed, resumed_loss = self.resume(store)
         return {
             "norm_gap": abs(norm / expected_norm - 1),
-            "resume_is_bitwise": all(
+            "committed_logprobs": logprobs,
+            "loss_after_step_3": loss,
+            "resume_is_bitwise": loss == resumed_loss
+            and all(
                 torch.equal(one[1], other[1])
                 for one, other in zip(export_hf(resumed), export_hf(self.policy), strict=True)
             ),
         }
 
-    def resume(self, store: CommitStore) -> Policy:
+    def logprobs(self, rows: list[Row]) -> list[float]:
+        """The trainer's log-probability of every scored token, row after row, temperature 1."""
+        places = 0
+        for row in rows:
+            place = np.arange(places, places + len(row.input_ids_T), dtype=np.float32)
+            np.copyto(row.channels["expected"], place)
+            row.channels["temperature"].fill(1.0)
+            places += len(place)
+        found: dict[int, float] = {}
+
+        def remember(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+            keys = batch.channels_N["expected"].int().tolist()
+            found.update(zip(keys, logprobs_N.tolist(), strict=True))
+            return logprobs_N.sum(), Tally()
+
+        run_passes(self.policy, self.batches(self.policy, rows), remember, backward=False)
+        parts: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, found)
+        merged = {key: value for part in parts for key, value in part.items()}
+        return [merged[key] for key in sorted(merged)]
+
+    def resume(self, store: CommitStore) -> tuple[Policy, float]:
+        """Another trainer that takes the third step from the commit; its loss."""
         commit = store.latest()
         assert commit is not None
         policy, optimizer = self.build()
         load_commit(policy, optimizer, commit)
-        self.step(policy, optimizer, 4)
-        return policy
+        loss, _ = self.step(policy, optimizer, 4)
+        return policy, loss
 
-    def resume_from_other_layout(self, folder: Path) -> float:
-        """Take the third step from another layout's commit: the largest difference to its own."""
-        policy = self.resume(CommitStore(folder / self.family / "commits", keep=2))
+    def resume_from_other_layout(self, folder: Path) -> dict[str, float]:
+        """Take the third step from another layout's commit: the largest differences to its own."""
+        policy, loss = self.resume(CommitStore(folder / self.family / "commits", keep=2))
+        report = json.loads((folder / "report.json").read_text())
         expected = Checkpoint(folder / self.family / "after_step_3")
-        return max(
-            (tensor - expected.read(HfTensor(name, tuple(tensor.shape)))).abs().max().item()
-            for name, tensor in export_hf(policy)
-        )
+        return {
+            "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
+            "weight_gap": max(
+                (tensor - expected.read(HfTensor(name, tuple(tensor.shape)))).abs().max().item()
+                for name, tensor in export_hf(policy)
+            ),
+        }
 
     def save(self) -> None:
         """Leave a model directory in several files."""
@@ -215,9 +252,11 @@ def main() -> None:
         found = one.compare()
         one.save()
         found |= one.commit_and_resume()
-        found["from_other_layouts"] = [
-            one.resume_from_other_layout(Path(other)) for other in case["others"]
-        ]
+        found["resumed_from"] = {
+            Path(other).name: one.resume_from_other_layout(Path(other))
+            for other in case["others"]
+            if (Path(other) / family).exists()
+        }
         findings[family] = found
     if dist.get_rank() == 0:
         (folder / "report.json").write_text(json.dumps(findings))
