@@ -76,12 +76,13 @@ class Cell:
         self.layout = layout
         self.name = name
         self.epoch = 1
+        self._relays: list[httpx.Client] = []
         self.start()
 
     def start(self) -> None:
         """Run the job, for the first time or after its end. Its relay answers on return."""
         layout, config_path = self.layout, self.layout.root / f"{self.name}.json"
-        rendezvous.withdraw(layout.rendezvous_dir, f"relay-{self.name}")
+        (layout.rendezvous_dir / f"relay-{self.name}.json").unlink(missing_ok=True)
         with (layout.root / f"{self.name}.log").open("ab") as log_file:
             self.job = subprocess.Popen(
                 [
@@ -109,11 +110,14 @@ class Cell:
             timeout=30,
             trust_env=False,
         )
+        self._relays.append(self.relay)
 
     def stop(self) -> None:
         """End the job."""
         self.job.send_signal(signal.SIGTERM)
         self.job.wait(10)
+        for relay in self._relays:
+            relay.close()
 
     def replica(self, index: int = 0) -> ReplicaView:
         """What the relay says of one replica."""
@@ -208,7 +212,6 @@ def running_cell(
         yield cell
     finally:
         cell.stop()
-        cell.relay.close()
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:
