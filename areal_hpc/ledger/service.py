@@ -16,6 +16,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
+from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.refusal import (
     Refused,
     refuse_other_epoch,
@@ -25,7 +26,7 @@ from areal_hpc.ledger.refusal import (
     refuse_unformed_step,
 )
 from areal_hpc.ledger.stream import TaskStream
-from areal_hpc.ledger.tickets import TicketPolicy, Tickets
+from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.ledger.waiting import News, Patience
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -253,13 +254,11 @@ class LedgerService:
     def _hear(self, request: LeaseRequest) -> None:
         now_s = self._clock()
         self._cells[request.cell] = now_s
-        held, finished = (
-            [ref for ref in refs if ref.eval_step < 0] for refs in (request.held, request.finished)
-        )
-        self._tickets.report(request.cell, held, finished, now_s)
-        for ref in request.held:
-            if evaluation := self._evaluations.get(ref.eval_step):
-                evaluation.report(request.cell, ref, now_s)
+        held = [ref for ref in request.held if ref.eval_step < 0]
+        self._tickets.report(request.cell, held, request.finished, now_s)
+        for step, evaluation in self._evaluations.items():
+            mine = [ref for ref in request.held if ref.eval_step == step]
+            evaluation.report(request.cell, mine, now_s)
         if request.finished:
             self._spread_news()
 

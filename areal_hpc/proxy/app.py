@@ -7,6 +7,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.proxy.calls import ModelCaller, ServedModel
@@ -24,6 +25,14 @@ Handler = Callable[[str, bytes], Coroutine[Any, Any, bytes]]
 """(key, request body) -> response body."""
 
 _JSON = (b"content-type", b"application/json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Route:
+    method: str
+    guard: Callable[[str], object]
+    """Refuses a key that does not open the route, before the request's body is read."""
+    answer: Handler
 
 
 class _ClientGone(Exception):
@@ -49,24 +58,25 @@ class ProxyApp:
         self._book = book
         self._caller = caller
         self._control = control
-        self._routes: dict[str, dict[str, Handler]] = {
-            "/rl/start_session": {"POST": self._admin(control.start_session)},
-            "/rl/finish_ticket": {"POST": self._admin(control.finish_ticket)},
-            "/rl/seal": {"POST": self._seal},
-            "/rl/set_reward": {"POST": self._of_session(control.set_reward)},
-            "/rl/end_session": {"POST": self._of_session(control.end_session)},
-            "/healthz": {"GET": self._health},
+        admin, session = self._require_admin, self._session
+        self._routes = {
+            "/rl/start_session": _Route("POST", admin, _ignoring_key(control.start_session)),
+            "/rl/finish_ticket": _Route("POST", admin, _ignoring_key(control.finish_ticket)),
+            "/rl/seal": _Route("POST", admin, self._seal),
+            "/rl/set_reward": _Route("POST", session, self._of_session(control.set_reward)),
+            "/rl/end_session": _Route("POST", session, self._of_session(control.end_session)),
+            "/healthz": _Route("GET", _anyone, self._health),
         }
         for prefix in ("", "/v1"):
-            self._routes[f"{prefix}/chat/completions"] = {"POST": self._chat}
-            self._routes[f"{prefix}/models"] = {"GET": self._models}
+            self._routes[f"{prefix}/chat/completions"] = _Route("POST", session, self._chat)
+            self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         try:
-            handler = self._handler(scope["method"], scope["path"])
+            route = self._route(scope["method"], scope["path"])
             key = ""
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -75,8 +85,9 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
+            route.guard(key)  # nobody without a key gets memory for a body
             body = await self._body(receive)
-            status, content = 200, await _unless_gone(receive, handler(key, body))
+            status, content = 200, await _unless_gone(receive, route.answer(key, body))
         except RequestRefused as refusal:
             status, content = refusal.status, chat.error(refusal)
         except _ClientGone:
@@ -88,13 +99,13 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": [_JSON, length]})
         await send({"type": "http.response.body", "body": content})
 
-    def _handler(self, method: str, path: str) -> Handler:
-        methods = self._routes.get(path)
-        if methods is None:
+    def _route(self, method: str, path: str) -> _Route:
+        route = self._routes.get(path)
+        if route is None:
             raise RequestRefused(404, f"there is no route {path}")
-        if method not in methods:
-            raise RequestRefused(405, f"{path} takes {', '.join(methods)}, not {method}")
-        return methods[method]
+        if method != route.method:
+            raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
+        return route
 
     def _too_large(self) -> RequestRefused:
         return RequestRefused(413, f"a request may have {self._max_request_bytes} bytes at most")
@@ -125,13 +136,6 @@ class ProxyApp:
         session.touch()
         return session
 
-    def _admin(self, answer: Callable[[bytes], bytes]) -> Handler:
-        async def handler(key: str, body: bytes) -> bytes:
-            self._require_admin(key)
-            return answer(body)
-
-        return handler
-
     def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
         async def handler(key: str, body: bytes) -> bytes:
             return answer(self._session(key), body)
@@ -141,14 +145,12 @@ class ProxyApp:
     # Routes -------------------------------------------------------------------------------
 
     async def _seal(self, key: str, body: bytes) -> bytes:
-        self._require_admin(key)
         return await self._control.seal(body)
 
     async def _health(self, key: str, body: bytes) -> bytes:
         return self._control.health()
 
     async def _models(self, key: str, body: bytes) -> bytes:
-        self._session(key)
         return chat.models(self._model.name, self._model.context_tokens)
 
     async def _chat(self, key: str, body: bytes) -> bytes:
@@ -165,6 +167,17 @@ class ProxyApp:
             session.in_flight -= 1
             session.touch()
         return chat.response(answer_id, self._model.name, request, answers, encoder)
+
+
+def _anyone(key: str) -> None:
+    """No key is needed."""
+
+
+def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:
+    async def handler(key: str, body: bytes) -> bytes:
+        return answer(body)
+
+    return handler
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, bytes]) -> bytes:

@@ -44,6 +44,8 @@ class SmallRun:
         self.layout = RunLayout(fileroot / "quickstart" / "demo")
         self._log = fileroot / "launcher.log"
         fileroot.mkdir(parents=True, exist_ok=True)
+        self.environ: dict[str, str] = {}
+        """Added to the environment of the command."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -57,6 +59,7 @@ class SmallRun:
                 cwd=REPOSITORY,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self.environ},
                 start_new_session=True,
             )
 

@@ -22,7 +22,8 @@ from hypothesis.stateful import (
 
 from areal_hpc.audit.evidence import CommitRecord, Evidence
 from areal_hpc.audit.fates import Audit, Fate, judge
-from areal_hpc.ledger.tickets import State, TicketPolicy, Tickets
+from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.tickets import State, Tickets
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
