@@ -51,6 +51,10 @@ class LeaseTable:
         """The lease of a ticket, if it has one."""
         return self._leases.get(ticket_id)
 
+    def has_any(self, cell: str) -> bool:
+        """True if `cell` has a lease here."""
+        return bool(self._of_cell[cell])
+
     def pop(self, ticket_id: int) -> Lease | None:
         """Remove and return the lease, if there is one."""
         lease = self._leases.pop(ticket_id, None)

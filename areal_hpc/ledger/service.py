@@ -123,9 +123,7 @@ class LedgerService:
         until_s = self._clock() + wait_s
         while not self._stopped:
             grants = self._grant(request)
-            seal_now = self._is_sealing_urgent() and self._tickets.any_finished(
-                reversed(request.finished)
-            )
+            seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 return LeaseReply(grants, seal_now)
         return LeaseReply(stop=True)

@@ -170,9 +170,9 @@ class Tickets:
             steps_to_form * policy.batch_size - held - len(self._settled),
         )
 
-    def any_finished(self, refs: Iterable[TicketRef]) -> bool:
-        """True if one of `refs` is finished and not yet settled."""
-        return any(ref.ticket_id in self._finished for ref in refs)
+    def has_finished(self, cell: str) -> bool:
+        """True if a ticket that `cell` finished is not yet settled."""
+        return self._finished.has_any(cell)
 
     def sealing_completes_batch(self) -> bool:
         """True when the next batch lacks only tickets that are finished and not sealed."""

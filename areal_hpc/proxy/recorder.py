@@ -67,6 +67,8 @@ class Recorder:
 
     def __init__(self, path: Path, sync_interval_s: float) -> None:
         self.book = SessionBook()
+        self.folder = path.parent
+        """The journal's own."""
         self.failure: ClusterError | None = None
         """Set when the journal refused: nothing may be answered any more."""
         self._journal = JournalWriter(path, sync_interval_s)

@@ -124,13 +124,14 @@ class KilledRun(SmallRun):
             if mark.exists()
         }
 
-    def assert_complete(self) -> None:
-        """Every step was taken and told once, and every ticket trained once."""
+    def assert_complete(self) -> str:
+        """Every step was taken and told once, every ticket trained once; the audit's verdict."""
         rows = read_json_lines(self.layout.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
         assert self.layout.finished.exists()
-        expected = f"trained_once={4 * self.steps} duplicates=0 lost=0 open=0"
-        assert self.audited() == expected
+        verdict = self.audited()
+        assert verdict == f"trained_once={4 * self.steps} duplicates=0 lost=0 open=0"
+        return verdict
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
