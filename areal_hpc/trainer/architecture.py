@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,23 @@ def read_architecture(model_dir: Path) -> Architecture:
     return parse_architecture(json.loads(path.read_bytes()), str(path))
 
 
-def parse_architecture(config: dict[str, Any], where: str) -> Architecture:
+def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The same from the parsed file; `where` names it in errors.
 
     Raises:
-        RecipeError: The network is not supported.
+        RecipeError: The network is not supported, or not described.
     """
+    try:
+        return _parse(config, where)
+    except KeyError as error:
+        raise RecipeError(
+            f"the configuration has no {error.args[0]}",
+            key=where,
+            hint="save it again with save_pretrained",
+        ) from None
+
+
+def _parse(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise RecipeError(
@@ -129,7 +140,7 @@ def parse_architecture(config: dict[str, Any], where: str) -> Architecture:
     )
 
 
-def _parse_experts(config: dict[str, Any], where: str) -> Experts:
+def _parse_experts(config: Mapping[str, Any], where: str) -> Experts:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise RecipeError(
             "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
@@ -166,7 +177,7 @@ def misfits(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
             )
 
 
-def _parse_scaling(rope: dict[str, Any], where: str) -> Llama3Rope | None:
+def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3Rope | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

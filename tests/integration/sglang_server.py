@@ -48,7 +48,8 @@ def serving(model_dir: Path, log_path: Path, *extra_args: str) -> Iterator[str]:
             _await_ready(url, process, log_path)
             yield url
         finally:
-            os.killpg(process.pid, signal.SIGKILL)
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
