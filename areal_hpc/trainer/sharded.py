@@ -6,12 +6,13 @@ the way unless Transformer Engine or Apex is installed; the mends are here and i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.torch import (
@@ -29,6 +30,8 @@ OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
 """Opens a stream that takes what would be a rank's data file."""
 
 DATA_SUFFIX = ".distcp"
+MOMENTS = ("param", "exp_avg", "exp_avg_sq")
+"""What the optimizer holds of each parameter, as Megatron names it; all float32."""
 
 
 def save(policy: Policy, optimizer: Any, directory: Path, open_copy: OpenCopy) -> str:
@@ -67,7 +70,7 @@ def _sharded_state(policy: Policy, optimizer: Any, *, is_loading: bool) -> dict[
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state = {"model": policy.gpt.sharded_state_dict(metadata=metadata)}
-    with _replaced(optimizer, "get_parameter_state_dp_zero", _keeping_bucket_padding):
+    with _replaced(optimizer, "get_parameter_state_dp_zero", _gathering_in_place):
         state["optimizer"] = optimizer.sharded_state_dict(
             state, is_loading=is_loading, metadata=metadata
         )
@@ -108,38 +111,49 @@ def _unshare_steps(optimizer: Any) -> None:
             moments["step"] = moments["step"].clone()
 
 
-def _keeping_bucket_padding(part: Any, gather: Any) -> Any:
-    """Megatron 0.16 gathers moments without the padding between buckets, yet counts it later.
+def _gathering_in_place(part: Any, _: Any) -> Any:
+    """Gather moments and master weights on the first data-parallel rank, each copied once.
 
-    A tied embedding has a bucket of its own when there are several pipeline stages: every moment
-    and master weight behind it would be saved shifted.
+    Megatron 0.16 leaves out the padding between buckets as it gathers, yet counts it later: with
+    several pipeline stages a tied embedding has a bucket of its own, and all that lies behind it
+    would be saved shifted. It also copies everything four times, most of the time of a commit.
     """
 
-    def gather_padded(**arguments: Any) -> Any:
-        state = gather(**arguments)
-        if state is None:  # gathered on another rank
-            return None
-        for index, buffer in enumerate(part.buffers):
-            for moments in state[index].values():
-                for name in ("param", "exp_avg", "exp_avg_sq"):
-                    moments[name] = _pad_buckets(moments[name], buffer.buckets)
-        return state
+    def gather(
+        *, empty_data: bool = False, return_on_all_ranks: bool = False, use_gloo_comm: bool = True
+    ) -> dict[int, Any] | None:
+        group = part.data_parallel_group_gloo
+        is_kept = group.rank() == 0 or return_on_all_ranks
+        state = {}
+        for index, (buffer, ranges) in enumerate(zip(part.buffers, part.gbuf_ranges, strict=True)):
+            ((dtype, buckets),) = ranges.items()
+            sizes = [bucket.grad_data.numel() for bucket in buffer.buckets]
+            whole = {name: torch.empty(sum(sizes) if is_kept else 0) for name in MOMENTS}
+            if not empty_data:
+                for name, kept in whole.items():
+                    # Of no elements on the other ranks, as is each of its parts.
+                    places = torch.split(kept, sizes) if is_kept else [kept] * len(sizes)
+                    for place, size, own in zip(places, sizes, buckets, strict=True):
+                        _gather_bucket(part, name, own["param_map"], place, size // group.size())
+            state[index] = {dtype: whole}
+        return state if is_kept else None
 
-    return gather_padded
+    return gather
 
 
-def _pad_buckets(unpadded: torch.Tensor, buckets: Sequence[Any]) -> torch.Tensor:
-    sizes = [bucket.numel_unpadded for bucket in buckets]
-    padded = [bucket.grad_data.numel() for bucket in buckets]
-    if sizes == padded:
-        return unpadded
-    parts = unpadded.split(sizes)  # type: ignore[no-untyped-call]
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (0, size - len(part)))
-            for part, size in zip(parts, padded, strict=True)
-        ]
-    )
+def _gather_bucket(
+    part: Any, name: str, ranges: dict[Any, Any], place: torch.Tensor, share: int
+) -> None:
+    """Bring every rank's `share` elements of a bucket to their place on the first rank."""
+    group = part.data_parallel_group_gloo
+    own = place if group.size() == 1 else torch.empty(share)
+    for parameter, found in ranges.items():
+        moments = part._get_main_param_and_optimizer_states(parameter)
+        local = found["gbuf_local"]
+        own[local.start : local.end].copy_(moments[name].detach())
+    if group.size() > 1:
+        parts = list(place.chunk(group.size())) if group.rank() == 0 else None
+        dist.gather(own, parts, dist.get_global_rank(group, 0), group)
 
 
 class _SaveApart(TorchDistSaveShardedStrategy):  # type: ignore[misc]
