@@ -16,7 +16,7 @@ import pytest
 from tests.faults.kills import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
 from tests.integration.launch.small_run import REPOSITORY, await_none_left
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "kill_matrix.json"
 TABLE = REPOSITORY / "docs" / "kill-matrix.md"

@@ -16,6 +16,8 @@ FAULTS = Path(__file__).parent
 REST_S = 4.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
 
+LAUNCH_TIMEOUT_S = 900.0
+
 PARTIES = {
     "trainer": "areal_hpc.trainer.job:run",
     "ledger": "areal_hpc.ledger.job:run",
@@ -111,7 +113,7 @@ class KilledRun(SmallRun):
         """Give the same command until it exits with 0; how often that took."""
         for launch in range(1, most_launches + 1):
             self.start()
-            if self.wait() == 0:
+            if self.wait(LAUNCH_TIMEOUT_S) == 0:
                 return launch
         raise AssertionError(self.said())
 

@@ -12,7 +12,7 @@ from areal_hpc.telemetry import read_json_lines
 from tests.faults.kills import Kill, KilledRun, warmed_up_model
 from tests.integration.launch.small_run import await_none_left
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.layout import step_name
 from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
 
@@ -112,6 +115,18 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.model_type == "qwen3"
     assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
+
+
+def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_path: Path) -> None:
+    command = [interpreter_of("agents", "auto"), "-m", "areal_hpc", "export"]
+    arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
+    answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr
+    newest = step_name(read_json_lines(finished.layout.metrics)[-1]["step"])
+    by_trainer = finished.layout.export(newest)
+    assert sorted(os.listdir(tmp_path / "model")) == sorted(os.listdir(by_trainer))
+    for file in by_trainer.iterdir():
+        assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_a_relative_run_directory_is_found_from_the_command_line(finished: SmallRun) -> None:
