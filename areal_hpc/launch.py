@@ -144,6 +144,18 @@ def _held(lock: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_worth_another_try(code: int, fruitless: int) -> bool:
+    """True if a job that ended too early should be submitted again.
+
+    Args:
+        code: What it ended with; ClusterError's for an end from outside.
+        fruitless: Ends in a row, this one included, before which the run got no further.
+    """
+    if code == RecipeError.exit_code:
+        return False
+    return fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0)
+
+
 @dataclass(slots=True)
 class _Job:
     """A submitted job, and what must be known to decide whether to submit it again."""
@@ -230,8 +242,7 @@ class _Foreground:
         """
         step = self._step()
         job.fruitless = 0 if step > job.begun_at_step else job.fruitless + 1
-        most_fruitless = FRUITLESS_ENDS if failure.code == ClusterError.exit_code else 0
-        if failure.code == RecipeError.exit_code or job.fruitless > most_fruitless:
+        if not is_worth_another_try(failure.code, job.fruitless):
             raise failure
         self._reporter.say(f"again    {failure.problems[0].message.splitlines()[0]}")
         job.handle.kill()
