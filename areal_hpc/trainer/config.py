@@ -85,7 +85,7 @@ class TrainerConfig(StageConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
     commit_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between commits: what a kill can cost."""
+    """Steps between commits: what a kill can cost, and the steps taken beside the last commit."""
     keep_commits: Annotated[int, Field(ge=2)] = 2
     """Complete commits kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0

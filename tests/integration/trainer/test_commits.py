@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_hpc.layout import RunLayout
-from tests.integration.trainer.rank_server import Outcome, RankServer
+from tests.integration.trainer.rank_server import REPOSITORY, Outcome, RankServer
 from tests.integration.trainer.recorded_run import record_run
 
 INSPECTIONS = "tests.integration.trainer.commit_inspections"
@@ -191,3 +194,20 @@ def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
 ) -> None:
     outcome = inspect(ranks, layout, "odd_maxima", 2)
     assert outcome.reports == [{"odd": "nan", "huge": "inf", "plain": "2.0"}] * 2
+
+
+def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
+    small = ["--hidden", "128", "--layers", "1", "--vocab", "512", "--rounds", "1"]
+    out = tmp_path / "commit.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.commit", *small, "--step-s", "0.001",
+         "--folder", str(tmp_path), "--out", str(out)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert {"stall_s", "step_s", "stall_over_step", "state_bytes", "in_process_s"} <= set(figures)
+    assert figures["state_bytes"] > 1e6
+    assert json.loads(out.read_text()).items() >= figures.items()
