@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import subprocess
 import sys
@@ -124,9 +123,11 @@ def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_pa
     assert answer.returncode == 0, answer.stderr
     newest = step_name(read_json_lines(finished.layout.metrics)[-1]["step"])
     by_trainer = finished.layout.export(newest)
-    assert sorted(os.listdir(tmp_path / "model")) == sorted(os.listdir(by_trainer))
-    for file in by_trainer.iterdir():
-        assert (tmp_path / "model" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert contents(tmp_path / "model") == contents(by_trainer)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_a_relative_run_directory_is_found_from_the_command_line(finished: SmallRun) -> None:
