@@ -23,6 +23,8 @@ class Custody:
         self._calls_in_flight = 0
         self.is_closing = False
         """The cell is ending the update of a sender that vanished: a new one has to wait."""
+        self.unanswered = ""
+        """The control call that SGLang never answered: it is stuck."""
         self.is_paused = False
         """SGLang holds generation back."""
         self.is_changed = False
@@ -71,6 +73,10 @@ class Custody:
             self._await_sender(now + deadline_s)
         elif self.has_sender:
             self._sender_until = now + deadline_s
+
+    def gave_no_answer(self, route: str) -> None:
+        """A relayed call was waited for in vain."""
+        self.unanswered = route
 
     def serve(self, version: str) -> None:
         """The weights were verified."""

@@ -36,6 +36,8 @@ Request = TypeVar("Request")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _READ_WITH_GET = frozenset({"model_info"})
 _DEFAULT_DEADLINE_S = 300.0
+_ORPHAN_S = 5.0
+"""How long a call may go on whose caller has left."""
 _START_TIMEOUT_S = 10.0
 
 
@@ -105,29 +107,52 @@ class RelayApp:
         caller = _caller(headers)
         body = await _body(receive)
         url = replica.called(caller, route)
-        status = 0
+        accepted = False
         try:
-            async with self._session().request(
-                "GET" if route in _READ_WITH_GET else "POST",
-                f"{url}/{route}",
-                data=None if route in _READ_WITH_GET else body,
-                headers={"content-type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=caller.deadline_s),
-            ) as answer:
-                status, content = answer.status, await answer.read()
+            status, content = await self._ask(f"{url}/{route}", route, body, caller, receive)
+            accepted = status < 400
         except TimeoutError:
-            raise _Refusal(
-                504, f"SGLang did not answer {route} in {caller.deadline_s:.0f} s"
-            ) from None
+            replica.gave_no_answer(caller, route)
+            raise _Refusal(504, f"SGLang did not answer {route}") from None
         except aiohttp.ClientError as error:
             raise _Refusal(502, f"SGLang is away: {error}") from error
         finally:
-            replica.answered(caller, route, accepted=0 < status < 400)
+            replica.answered(caller, route, accepted=accepted)
         return status, content
+
+    async def _ask(
+        self, url: str, route: str, body: bytes, caller: Caller, receive: Receive
+    ) -> tuple[int, bytes]:
+        """SGLang's answer.
+
+        Raises:
+            TimeoutError: None came before the caller's deadline, or soon after the caller left:
+                it then waits for a process that is gone, which SGLang itself would for minutes.
+            aiohttp.ClientError: It broke the call off.
+        """
+
+        async def ask() -> tuple[int, bytes]:
+            method = "GET" if route in _READ_WITH_GET else "POST"
+            data = None if route in _READ_WITH_GET else body
+            headers = {"content-type": "application/json"}
+            async with self._session().request(method, url, data=data, headers=headers) as answer:
+                return answer.status, await answer.read()
+
+        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(receive())
+        try:
+            async with asyncio.timeout(caller.deadline_s) as limit:
+                await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    limit.reschedule(asyncio.get_running_loop().time() + _ORPHAN_S)
+                return await asked
+        finally:
+            asked.cancel()
+            left.cancel()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
-            self._upstream = aiohttp.ClientSession()
+            # Each call has a limit of its own.
+            self._upstream = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         return self._upstream
 
     async def close(self) -> None:

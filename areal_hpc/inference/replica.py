@@ -127,6 +127,8 @@ class Replica:
             self._bury(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
+        elif route := self._custody.unanswered:
+            self._bury(self._server, f"did not answer {route}", is_crash=False)
         elif self._has_lost_sender(now):
             self._end_update(self._server)
         elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
@@ -253,6 +255,12 @@ class Replica:
             if caller.incarnation == self._incarnation:
                 now = time.monotonic()
                 self._custody.answered(route, now, caller.deadline_s, accepted=accepted)
+
+    def gave_no_answer(self, caller: Caller, route: str) -> None:
+        """A control call that `called` let through, and that is not yet over, was in vain."""
+        with self._lock:
+            if caller.incarnation == self._incarnation:
+                self._custody.gave_no_answer(route)
 
     def _check(self, caller: Caller) -> None:
         found = f"replica {self.index}"

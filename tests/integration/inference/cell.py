@@ -19,7 +19,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.rendezvous import await_endpoint
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError

@@ -5,11 +5,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
+from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
@@ -26,10 +28,11 @@ class Ready(http.server.BaseHTTPRequestHandler):
         self.send_response(200); self.end_headers()
     def do_POST(self):
         print("asked for", self.path, flush=True)
+        time.sleep(POST_S)
         self.send_response(CONTINUE); self.end_headers()
 http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 """
-FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "CONTINUE": 200}
+FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "CONTINUE": 200}
 
 Make = Callable[..., Replica]
 
@@ -279,3 +282,28 @@ def test_a_call_under_way_is_waited_for_before_its_sender_has_vanished(make: Mak
     assert replica.view().incarnation == 1
     replica.answered(caller(replica, deadline_s=0.2), "begin_weight_update", accepted=False)
     tick_until(replica, lambda view: view.state == "starting")
+
+
+def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(make: Make) -> None:
+    replica = make(server(POST_S=60.0), max_restarts=0)
+    tick_until(replica, is_ready)
+    relay_server = RelayServer(RelayApp("cell-0", [replica], "key"), "127.0.0.1")
+    relay_server.start()
+    headers = {
+        "authorization": "Bearer key",
+        "x-areal-incarnation": "1",
+        "x-areal-epoch": "1",
+        "x-areal-deadline-s": "100",
+    }
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{relay_server.url}/replicas/0/init_weights_update_group",
+            content=b"{}",
+            headers=headers,
+            timeout=2.0,
+            trust_env=False,
+        )
+    began = time.monotonic()
+    tick_until(replica, lambda view: view.state == "starting")
+    assert 3 < time.monotonic() - began < 10
+    relay_server.stop()

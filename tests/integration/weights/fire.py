@@ -11,6 +11,8 @@ import http.server
 import itertools
 import json
 import os
+import select
+import socket
 import subprocess
 import sys
 import threading
@@ -96,6 +98,8 @@ class Gate:
         headers = {name: value for name, value in call.headers.items() if name != "Host"}
         try:
             upstream.request(call.command, call.path, body or None, headers)
+            if _has_left(call.connection, upstream.sock):
+                return
             answer = upstream.getresponse()
             content = answer.read()
         except (OSError, http.client.HTTPException):
@@ -116,6 +120,16 @@ class Gate:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
+    """Wait for the answer; true when the caller's connection breaks before it is there."""
+    while True:
+        ready, _, _ = select.select([caller, upstream], [], [])
+        if upstream in ready:
+            return False
+        if not caller.recv(1, socket.MSG_PEEK):
+            return True
 
 
 class Sender:
@@ -149,11 +163,11 @@ class Sender:
         """Wait until it takes orders."""
         assert self.read() == {"ready": True}
 
-    def order(self, step: int, weights: Path) -> None:
-        """Tell it to publish; `read` gives its report."""
+    def order(self, step: int, weights: Path, at_least: int) -> None:
+        """Tell it to publish to so many replicas, or more; `read` gives its report."""
         assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"step": step, "weights": str(weights)}).encode())
-        self.process.stdin.write(b"\n")
+        order = {"step": step, "weights": str(weights), "at_least": at_least}
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
 
     def read(self) -> dict[str, Any] | None:
@@ -163,9 +177,9 @@ class Sender:
         report: dict[str, Any] | None = json.loads(line) if line else None
         return report
 
-    def publish(self, step: int, weights: Path) -> dict[str, Any] | None:
+    def publish(self, step: int, weights: Path, at_least: int) -> dict[str, Any] | None:
         """One update."""
-        self.order(step, weights)
+        self.order(step, weights, at_least)
         return self.read()
 
     def stop(self) -> None:

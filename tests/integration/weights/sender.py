@@ -16,6 +16,8 @@ from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.version import WeightVersion
 
+AWAIT_S = 20.0
+
 
 def publish(publisher: Publisher, epoch: int, order: dict[str, object]) -> dict[str, object]:
     """One update of all replicas that lack the version."""
@@ -26,6 +28,9 @@ def publish(publisher: Publisher, epoch: int, order: dict[str, object]) -> dict[
         for name, value in weights.items()
     ]
     replicas = publisher.outdated(version)
+    give_up_at = time.monotonic() + AWAIT_S
+    while len(replicas) < int(str(order["at_least"])) and time.monotonic() < give_up_at:
+        replicas = publisher.outdated(version)  # a relay that was slow once is asked again
     began = time.monotonic()
     report = publisher.publish(version, specs, iter(weights.items()), replicas)
     return {

@@ -156,10 +156,10 @@ def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
         gate.trap = Trap(
             "update_weights_from_distributed", 2, 1, lambda forward: senders[0].process.kill()
         )
-        assert senders[0].publish(1, tmp_path / "new.safetensors") is None, "it was killed"
+        assert senders[0].publish(1, tmp_path / "new.safetensors", 2) is None, "it was killed"
         assert [cell.replica(index).version for index in range(2)] == ["", ""]
         gate.trap = None
-        report = senders[1].publish(1, tmp_path / "new.safetensors")
+        report = senders[1].publish(1, tmp_path / "new.safetensors", 2)
         assert report is not None
         assert len(report["ok"]) == 2
         time.sleep(0.5)
