@@ -72,9 +72,13 @@ def write_model(
             shutil.copyfile(source_dir / name, partial / name)
     _name_dtype(partial / "config.json", specs[0][2])
     sync_tree(partial)
-    shutil.rmtree(target_dir, ignore_errors=True)
+    replaced = target_dir.with_name(f".{target_dir.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target_dir.exists():
+        target_dir.rename(replaced)
     partial.rename(target_dir)
     sync_path(target_dir.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _write_tensors(
