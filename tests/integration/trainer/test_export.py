@@ -21,7 +21,7 @@ from tests.integration.trainer.layout_launch import Findings
 from tests.integration.trainer.layout_worker import make_rows
 from tests.integration.trainer.reference_models import hf_model
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
 FILE_BYTES = 64 * 1024
 

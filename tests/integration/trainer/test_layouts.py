@@ -22,7 +22,7 @@ from tests.integration.trainer.conftest import ALL, OTHERS
 from tests.integration.trainer.layout_launch import Findings
 from tests.integration.trainer.reference_models import hf_model
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
