@@ -8,7 +8,7 @@ AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format unit contract integration acceptance clean
+.PHONY: help setup demo test check lint format unit contract integration acceptance parity gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -47,6 +47,12 @@ integration: setup ## real servers, real processes
 
 acceptance: setup ## train the recipes with several seeds (half an hour)
 	$(PYTEST) tests/acceptance
+
+parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)
+	$(PYTEST) tests/acceptance/test_parity.py
+
+gpu: ## tests and benchmarks that need a CUDA device, and no network (PYTHON=, WHEELS=, OUT=)
+	@benchmarks/gpu/run.sh
 
 clean: ## remove caches; environments and runs stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.dataset import DatasetConfig
-from areal_hpc.errors import Problem
+from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe import Recipe
+from areal_hpc.tiny_model import tiny_config
+from areal_hpc.trainer.architecture import misfits, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
@@ -43,6 +45,8 @@ def inspect_inputs(
     problems = [*_interpreters(pythons), *_run_directory(recipe.run_dir)]
     if recipe.model.path is not None:
         problems += _model_directory(recipe.model.path, recipe)
+    if (tiny := recipe.model.tiny) is not None:
+        problems += _layout_fits(tiny_config(**tiny.model_dump()), "model.tiny", recipe)
     problems += _dataset(recipe.train_dataset, "train_dataset")
     if recipe.valid_dataset is not None:
         problems += _dataset(recipe.valid_dataset, "valid_dataset")
@@ -111,24 +115,24 @@ def _model_directory(path: Path, recipe: Recipe) -> Iterator[Problem]:
     if not list(path.glob("*.safetensors")):
         yield Problem(f"{path} has no *.safetensors weights", "model.path")
     if (path / "config.json").is_file():
-        yield from _layout_fits(json.loads((path / "config.json").read_text()), recipe)
+        where = path / "config.json"
+        yield from _layout_fits(json.loads(where.read_bytes()), str(where), recipe)
 
 
-def _layout_fits(config: Mapping[str, Any], recipe: Recipe) -> Iterator[Problem]:
-    """Does the model split as the recipe asks?"""
-    parallel = recipe.trainer.parallel
-    for size, key, count_key, what in (
-        (parallel.tp, "trainer.parallel.tp", "num_key_value_heads", "key-value heads"),
-        (parallel.pp, "trainer.parallel.pp", "num_hidden_layers", "layers"),
-        (recipe.inference.tp, "inference.tp", "num_attention_heads", "attention heads"),
-    ):
-        count = int(config.get(count_key, 0) or 0)
-        if count and count % size:
-            yield Problem(
-                f"{count} {what} cannot be split over {size} ranks",
-                key,
-                f"use a divisor of {count}",
-            )
+def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Iterator[Problem]:
+    """Is it a network that can be trained, and does it split as the recipe asks?"""
+    try:
+        arch = parse_architecture(config, where)
+    except RecipeError as error:
+        yield from error.problems
+        return
+    yield from misfits(arch, recipe.trainer.parallel)
+    if arch.heads % recipe.inference.tp:
+        yield Problem(
+            f"num_attention_heads {arch.heads} must be a multiple of tp {recipe.inference.tp}",
+            "inference.tp",
+            f"use a divisor of {arch.heads}",
+        )
 
 
 def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:

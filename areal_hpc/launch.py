@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,11 @@ from areal_hpc.telemetry import EventLog, read_json_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
+
+
+FRUITLESS_ENDS = 2
+"""Times in a row that a job may be ended from outside without the run getting any further. After
+a crash of its own the run must have got further every time."""
 
 
 class Reporter(Protocol):
@@ -138,6 +144,29 @@ def _held(lock: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+def is_worth_another_try(code: int, fruitless: int) -> bool:
+    """True if a job that ended too early should be submitted again.
+
+    Args:
+        code: What it ended with; ClusterError's for an end from outside.
+        fruitless: Ends in a row, this one included, before which the run got no further.
+    """
+    if code == RecipeError.exit_code:
+        return False
+    return fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0)
+
+
+@dataclass(slots=True)
+class _Job:
+    """A submitted job, and what must be known to decide whether to submit it again."""
+
+    spec: JobSpec
+    handle: JobHandle
+    begun_at_step: int
+    fruitless: int = 0
+    """Submissions in a row after which the run got no further."""
+
+
 class _Foreground:
     """Submits the jobs of a stage and stays until they are done."""
 
@@ -157,20 +186,23 @@ class _Foreground:
         self._reporter = reporter
         self._stop = stop
         self._events = EventLog(layout.events, "launcher")
+        self._jobs: list[_Job] = []
 
     def run(self, stage: Stage) -> None:
-        handles: list[JobHandle] = []
+        self._jobs = []
         try:
             for spec in stage.jobs:
-                handles.append(submit_local(self._launch_of(spec)))
-                self._events.record("job_submitted", job=spec.name, job_id=handles[-1].job_id)
-            self._watch(stage, handles)
+                self._jobs.append(_Job(spec, self._submit(spec), self._step()))
+            self._watch(stage)
         finally:
-            stop_jobs(handles, self._recipe.cluster.stop_grace_s + STOP_MARGIN_S)
+            stop_jobs(
+                [job.handle for job in self._jobs],
+                self._recipe.cluster.stop_grace_s + STOP_MARGIN_S,
+            )
 
-    def _launch_of(self, spec: JobSpec) -> Launch:
+    def _submit(self, spec: JobSpec) -> JobHandle:
         cluster = self._recipe.cluster
-        return Launch(
+        launch = Launch(
             job=spec,
             job_dir=str(self._layout.jobs_dir / spec.name),
             log_dir=str(self._layout.log_dir(self._attempt)),
@@ -180,44 +212,69 @@ class _Foreground:
             launcher_lock=str(self._layout.lock),
             stop_grace_s=cluster.stop_grace_s,
         )
+        handle = submit_local(launch)
+        self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
+        return handle
 
-    def _watch(self, stage: Stage, handles: Sequence[JobHandle]) -> None:
-        leader = handles[0]
-        while not leader.done():
+    def _step(self) -> int:
+        """How far the run is: a step without metrics is as good as none."""
+        rows = read_json_lines(self._layout.metrics)
+        return int(rows[-1]["step"]) if rows else -1
+
+    def _watch(self, stage: Stage) -> None:
+        leader = self._jobs[0]
+        while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
                 raise Interrupted
             self._reporter.watch(stage.name)
-            for handle in handles:
-                self._raise_if_failed(handle)
-                if handle is not leader and handle.done() and not stage.done_marker.exists():
-                    raise JobFailedError(
-                        f"the job {handle.name} was ended from outside while {leader.name} works",
-                        key=str(self._layout.log_dir(self._attempt) / handle.name),
-                        hint="start the same command again to continue the run",
-                    )
+            for job in self._jobs:
+                failure = self._failure(job)
+                if failure is not None and not stage.done_marker.exists():
+                    self._submit_again(job, failure)
             time.sleep(0.2)
         self._reporter.watch(stage.name)
-        self._raise_if_failed(leader)
-        if not stage.done_marker.exists():
-            raise JobFailedError(
-                f"the job {leader.name} ended without completing its stage",
-                key=str(self._layout.log_dir(self._attempt) / leader.name),
-                hint="read the logs in that folder",
-            )
 
-    def _raise_if_failed(self, handle: JobHandle) -> None:
-        for outcome in handle.outcomes():
+    def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
+        """Give a job another try while that helps.
+
+        Raises:
+            JobFailedError: It will not: the recipe is at fault, or the run gets no further.
+        """
+        step = self._step()
+        job.fruitless = 0 if step > job.begun_at_step else job.fruitless + 1
+        if not is_worth_another_try(failure.code, job.fruitless):
+            raise failure
+        self._reporter.say(f"again    {failure.problems[0].message.splitlines()[0]}")
+        job.handle.kill()
+        job.handle, job.begun_at_step = self._submit(job.spec), step
+
+    def _failure(self, job: _Job) -> JobFailedError | None:
+        """Why the job ended too early; None while it works."""
+        handle = job.handle
+        is_done = handle.done()  # asked first: the outcome is written before a job is done
+        outcomes = handle.outcomes()
+        log_dir = self._layout.log_dir(self._attempt) / handle.name
+        for outcome in outcomes:
             if outcome.exit_code not in (0, STOPPED_EXIT_CODE):
-                raise JobFailedError(
+                return JobFailedError(
                     f"{outcome.process} of the job {handle.name} failed "
                     f"(exit code {outcome.exit_code}):\n{outcome.reason}",
                     key=outcome.log,
                     hint="read that log; the same command continues the run",
                     code=outcome.exit_code,
                 )
-        if handle.done() and not handle.outcomes():
-            raise JobFailedError(
+        if not is_done:
+            return None
+        if not outcomes:
+            return JobFailedError(
                 f"the job {handle.name} ended before it could say why",
                 key=str(self._layout.jobs_dir / handle.name / "submitit"),
                 hint="read the files in that folder",
+                code=ClusterError.exit_code,
             )
+        return JobFailedError(
+            f"the job {handle.name} ended before its work was done",
+            key=str(log_dir),
+            hint="start the same command again to continue the run",
+            code=ClusterError.exit_code,
+        )

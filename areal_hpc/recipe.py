@@ -215,6 +215,18 @@ def _minibatches_divide_the_batch(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _experts_fit_the_ranks(recipe: Recipe) -> Iterator[Problem]:
+    parallel = recipe.trainer.parallel
+    ranks = parallel.tp * parallel.cp * parallel.dp
+    if ranks % parallel.ep:
+        yield Problem(
+            f"experts cannot be spread over ep={parallel.ep} of the {ranks} ranks that "
+            "tp x cp x dp gives each pipeline stage",
+            "trainer.parallel.ep",
+            f"use a divisor of {ranks}",
+        )
+
+
 def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
@@ -273,6 +285,7 @@ def _sessions_outlive_episodes(recipe: Recipe) -> Iterator[Problem]:
 CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _warmup_feeds_the_tiny_model,
     _minibatches_divide_the_batch,
+    _experts_fit_the_ranks,
     _a_group_has_at_least_two,
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -25,11 +26,16 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 
 def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object in a single write, so that lines of several writers never mix."""
+    """Append one JSON object in a single write, so that lines of several writers never mix.
+
+    Raises:
+        OSError: The storage refused, or took a part of the line only.
+    """
     line = (json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     try:
-        os.write(descriptor, line)
+        if (taken_bytes := os.write(descriptor, line)) != len(line):
+            raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
     finally:
         os.close(descriptor)
 

@@ -115,31 +115,45 @@ def make_tiny_model(
         tie: Use the embedding as output layer too.
     """
     tokenizer = train_tokenizer(texts, vocab)
-    config = {
-        **_FIXED_CONFIG,
+    ids = {
         "bos_token_id": tokenizer.token_to_id(PAD),
         "eos_token_id": tokenizer.token_to_id(TURN_END),
-        "head_dim": head_dim,
-        "hidden_size": hidden,
+        "pad_token_id": tokenizer.token_to_id(PAD),
+    }
+    config = {
+        **tiny_config(
+            layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+            ffn=ffn, vocab=tokenizer.get_vocab_size(),
+        ),
+        **ids,
         "initializer_range": initializer_std,
-        "intermediate_size": ffn,
         "max_position_embeddings": max_position_embeddings,
         "max_window_layers": layers,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "pad_token_id": tokenizer.token_to_id(PAD),
         "tie_word_embeddings": tie,
-        "vocab_size": tokenizer.get_vocab_size(),
-    }
+    }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     weights = initial_weights(config, np.random.default_rng(seed))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(out / "generation_config.json", ids)
     _write_json(out / "config.json", config)
+
+
+def tiny_config(
+    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int
+) -> dict[str, Any]:
+    """The part of `config.json` that says what network it is."""
+    return {
+        **_FIXED_CONFIG,
+        "head_dim": head_dim,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+    }
 
 
 def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:

@@ -15,10 +15,15 @@ def add_commands(commands: Commands) -> None:
     verbs = shards.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("ls", help="one line per sealed shard")
     listing.add_argument("run", type=Path, help="a run directory")
+    listing.add_argument("--json", action="store_true", help="one JSON object per shard")
     listing.set_defaults(command=_shards_ls)
     show = verbs.add_parser("show", help="one trajectory, token by token")
     show.add_argument("run", type=Path, help="a run directory, or one shard file")
-    show.add_argument("row", type=int, help="row, counted over the run's shards (or in the file)")
+    which = show.add_mutually_exclusive_group(required=True)
+    which.add_argument(
+        "row", type=int, nargs="?", help="row, counted over the run's shards (or in the file)"
+    )
+    which.add_argument("--ticket", type=int, help="every row of this ticket")
     show.set_defaults(command=_shards_show)
     verify = verbs.add_parser("verify", help="check every digest; name every damaged file")
     verify.add_argument("run", type=Path, help="a run directory")
@@ -26,27 +31,39 @@ def add_commands(commands: Commands) -> None:
 
 
 def _shards_ls(arguments: argparse.Namespace) -> int:
-    from areal_hpc.shards.report import list_shards
+    from areal_hpc.shards.report import list_shards, shards_as_json
 
-    print(list_shards(existing_run(arguments.run), _version_text))
+    write = shards_as_json if arguments.json else list_shards
+    print(write(existing_run(arguments.run), _version_text))
     return 0
 
 
 def _shards_show(arguments: argparse.Namespace) -> int:
-    from areal_hpc.shards.report import show_trajectory
+    from areal_hpc.shards.report import rows_of_ticket, show_trajectory
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
-    print(show_trajectory(path, arguments.row, _tokenizer_of(RunLayout(run_dir)), _version_text))
+    rows = [arguments.row] if arguments.ticket is None else rows_of_ticket(path, arguments.ticket)
+    tokenizer = _tokenizer_of(RunLayout(run_dir))
+    print("\n\n".join(show_trajectory(path, row, tokenizer, _version_text) for row in rows))
     return 0
 
 
 def _shards_verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
     from areal_hpc.errors import ShardError
     from areal_hpc.shards.report import describe_verification
     from areal_hpc.shards.verify import verify_run
 
-    report = verify_run(existing_run(arguments.run))
+    layout = existing_run(arguments.run)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=None)
+        report = verify_run(
+            layout, lambda done, total: progress.update(task, completed=done, total=total)
+        )
     print(describe_verification(report))
     return ShardError.exit_code if report.problems else 0
 

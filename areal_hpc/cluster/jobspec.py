@@ -21,7 +21,7 @@ class ProcessSpec(Struct, frozen=True):
     first_task_only: bool = False
     """Run it on the job's first task alone."""
     restarts: int = 0
-    """Crashes after which the job gives up."""
+    """Crashes after which the job gives up; ten minutes without one cancel them."""
     ends_job: bool = False
     """Its clean exit ends the job."""
 

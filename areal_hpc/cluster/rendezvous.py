@@ -66,8 +66,10 @@ def await_endpoint(
 
 
 def withdraw(directory: Path, name: str) -> None:
-    """Remove the role's file when it stops on purpose."""
-    (directory / f"{name}.json").unlink(missing_ok=True)
+    """Remove the role's file when it stops on purpose; a successor's file stays."""
+    endpoint = find(directory, name)
+    if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
+        (directory / f"{name}.json").unlink(missing_ok=True)
 
 
 def write_private(path: Path, content: bytes) -> None:

@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 LONGEST_BACKOFF_S = 10.0
+HEALTHY_S = 600.0
+"""A process that ran for so long has its earlier crashes forgiven."""
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
 
@@ -57,19 +59,22 @@ def run_job(launch_path: str) -> None:
 
 
 class _Child:
-    """A started process and how often it has been started."""
+    """A started process, how often it has been started, and how often it crashed lately."""
 
     def __init__(self, spec: ProcessSpec, log_path: Path, config_path: Path) -> None:
         self.spec = spec
         self.log_path = log_path
         self.config_path = config_path
         self.starts = 0
+        self.started_at = 0.0
+        self.crashes = 0
         self.not_before = 0.0
         self.process: subprocess.Popen[bytes] | None = None
         self._log_file: IO[bytes] | None = None
 
     def start(self, python: str, environ: Mapping[str, str]) -> None:
         self.starts += 1
+        self.started_at = time.monotonic()
         self._log_file = self._log_file or self.log_path.open("ab")
         self.config_path.with_suffix(".error").unlink(missing_ok=True)
         self.process = subprocess.Popen(
@@ -183,10 +188,12 @@ class _Supervisor:
         code = 128 - code if code < 0 else code
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
-        if code == RecipeError.exit_code or child.starts > spec.restarts:
+        now = time.monotonic()
+        child.crashes = 1 if now - child.started_at >= HEALTHY_S else child.crashes + 1
+        if code == RecipeError.exit_code or child.crashes > spec.restarts:
             return Outcome(code, spec.name, child.reason(), str(child.log_path))
         child.process = None
-        child.not_before = time.monotonic() + min(0.25 * 2**child.starts, LONGEST_BACKOFF_S)
+        child.not_before = now + min(0.25 * 2**child.crashes, LONGEST_BACKOFF_S)
         return None
 
     def _launcher_is_gone(self) -> bool:

@@ -38,5 +38,7 @@ class InferenceConfig(StageConfig):
     """Further SGLang command-line arguments, appended as they are."""
     startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A replica that is not ready by then is restarted."""
+    health_timeout_s: Annotated[float, Field(ge=6)] = 60.0
+    """A replica that gives no sign of life for so long, but for updates, is restarted."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
-    """Crashes of one replica after which its cell gives up."""
+    """Crashes of one replica after which its cell gives up; ten minutes without one cancel them."""

@@ -100,6 +100,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
             log_dir=log_dir,
             events=events,
             startup_timeout_s=inference.startup_timeout_s,
+            health_timeout_s=inference.health_timeout_s,
             max_restarts=inference.max_restarts,
         )
         for index in range(inference.replicas_per_cell)

@@ -11,18 +11,19 @@ import hmac
 import socket
 import threading
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 import uvicorn
 
-from areal_hpc.inference.replica import Replica
+from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
     INCARNATION_HEADER,
     RELAYED_ROUTES,
+    FenceRequest,
     ReplicaList,
     ServeRequest,
 )
@@ -30,10 +31,13 @@ from areal_hpc.wire.replicas import (
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+Request = TypeVar("Request")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _READ_WITH_GET = frozenset({"model_info"})
 _DEFAULT_DEADLINE_S = 300.0
+_ORPHAN_S = 5.0
+"""How long a call may go on whose caller has left."""
 _START_TIMEOUT_S = 10.0
 
 
@@ -61,6 +65,8 @@ class RelayApp:
             return
         try:
             status, body = await self._answer(scope, receive)
+        except CallRefused as refusal:
+            status, body = 409, msgspec.json.encode({"error": str(refusal)})
         except _Refusal as refusal:
             status, body = refusal.status, msgspec.json.encode({"error": refusal.reason})
         headers = [
@@ -78,8 +84,14 @@ class RelayApp:
             case "GET", ["replicas"]:
                 views = [replica.view() for replica in self._replicas]
                 return 200, msgspec.json.encode(ReplicaList(self._cell, views))
+            case "POST", ["replicas", index, "fence"]:
+                fence = _decode(await _body(receive), FenceRequest)
+                fenced = self._replica(index).fence(_caller(headers), fence)
+                return 200, msgspec.json.encode(fenced)
             case "POST", ["replicas", index, "serve"]:
-                return _serve(self._replica(index), await _body(receive))
+                serve = _decode(await _body(receive), ServeRequest)
+                serving = self._replica(index).serve(_caller(headers), serve)
+                return 200, msgspec.json.encode(serving)
             case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
                 return await self._relay(self._replica(index), route, headers, receive)
         raise _Refusal(404, "no such route")
@@ -92,34 +104,55 @@ class RelayApp:
     async def _relay(
         self, replica: Replica, route: str, headers: dict[bytes, bytes], receive: Receive
     ) -> tuple[int, bytes]:
-        incarnation = int(_number(headers, INCARNATION_HEADER, None))
-        epoch = int(_number(headers, EPOCH_HEADER, None))
-        deadline_s = _number(headers, DEADLINE_HEADER, _DEFAULT_DEADLINE_S)
+        caller = _caller(headers)
         body = await _body(receive)
-        if reason := replica.refusal(incarnation, epoch):
-            raise _Refusal(409, f"replica {replica.index}: {reason}")
-        if route == "begin_weight_update":
-            replica.note_weights_change()
+        url = replica.called(caller, route)
+        accepted = False
         try:
-            async with self._session().request(
-                "GET" if route in _READ_WITH_GET else "POST",
-                f"{replica.view().url}/{route}",
-                data=None if route in _READ_WITH_GET else body,
-                headers={"content-type": "application/json"},
-                timeout=aiohttp.ClientTimeout(total=deadline_s),
-            ) as answer:
-                status, content = answer.status, await answer.read()
+            status, content = await self._ask(f"{url}/{route}", route, body, caller, receive)
+            accepted = status < 400
         except TimeoutError:
-            raise _Refusal(504, f"SGLang did not answer {route} in {deadline_s:.0f} s") from None
+            replica.gave_no_answer(caller, route)
+            raise _Refusal(504, f"SGLang did not answer {route}") from None
         except aiohttp.ClientError as error:
             raise _Refusal(502, f"SGLang is away: {error}") from error
-        if status < 400:
-            replica.note_relayed(route, incarnation, deadline_s)
+        finally:
+            replica.answered(caller, route, accepted=accepted)
         return status, content
+
+    async def _ask(
+        self, url: str, route: str, body: bytes, caller: Caller, receive: Receive
+    ) -> tuple[int, bytes]:
+        """SGLang's answer.
+
+        Raises:
+            TimeoutError: None came before the caller's deadline, or soon after the caller left:
+                it then waits for a process that is gone, which SGLang itself would for minutes.
+            aiohttp.ClientError: It broke the call off.
+        """
+
+        async def ask() -> tuple[int, bytes]:
+            method = "GET" if route in _READ_WITH_GET else "POST"
+            data = None if route in _READ_WITH_GET else body
+            headers = {"content-type": "application/json"}
+            async with self._session().request(method, url, data=data, headers=headers) as answer:
+                return answer.status, await answer.read()
+
+        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(receive())
+        try:
+            async with asyncio.timeout(caller.deadline_s) as limit:
+                await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    limit.reschedule(asyncio.get_running_loop().time() + _ORPHAN_S)
+                return await asked
+        finally:
+            asked.cancel()
+            left.cancel()
 
     def _session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
-            self._upstream = aiohttp.ClientSession()
+            # Each call has a limit of its own.
+            self._upstream = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         return self._upstream
 
     async def close(self) -> None:
@@ -128,15 +161,19 @@ class RelayApp:
             await self._upstream.close()
 
 
-def _serve(replica: Replica, body: bytes) -> tuple[int, bytes]:
+def _caller(headers: dict[bytes, bytes]) -> Caller:
+    return Caller(
+        incarnation=int(_number(headers, INCARNATION_HEADER, None)),
+        epoch=int(_number(headers, EPOCH_HEADER, None)),
+        deadline_s=_number(headers, DEADLINE_HEADER, _DEFAULT_DEADLINE_S),
+    )
+
+
+def _decode(body: bytes, request: type[Request]) -> Request:
     try:
-        request = msgspec.json.decode(body, type=ServeRequest)
+        return msgspec.json.decode(body, type=request)
     except msgspec.DecodeError as error:
         raise _Refusal(400, str(error)) from error
-    view = replica.serve(request)
-    if view is None:
-        raise _Refusal(409, f"replica {replica.index}: incarnation {request.incarnation} is gone")
-    return 200, msgspec.json.encode(view)
 
 
 def _number(headers: dict[bytes, bytes], name: str, default: float | None) -> float:

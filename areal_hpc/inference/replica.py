@@ -1,8 +1,8 @@
 """One replica of a cell: a server that is replaced when it dies, and what the cell says of it.
 
 starting -> ready -> serving
-   ^          |         |        begin_weight_update: serving -> ready
-   +----------+---------+        death, or a pause that nobody ends
+   ^          |         |        fence: serving -> ready
+   +----------+---------+        death, silence, or a change of weights that nobody ends
 """
 
 from __future__ import annotations
@@ -12,22 +12,41 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
+from areal_hpc.inference.custody import Custody
+from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.telemetry import EventLog
-from areal_hpc.wire.replicas import ReplicaState, ReplicaView, ServeRequest
+from areal_hpc.wire.replicas import FenceRequest, ReplicaState, ReplicaView, ServeRequest
 
 log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_S = 30.0
 _STOP_GRACE_S = 1.0
 _PORT_RACES_FORGIVEN = 5
+CRASHES_FORGIVEN_AFTER_S = 600.0
+"""A server that has been up for so long owes nothing to the crashes before it."""
 
 Launch = Callable[[int, Ports], Command]
 """(incarnation, ports) to the command of that start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a control call, and which server it means."""
+
+    incarnation: int
+    epoch: int
+    deadline_s: float
+    """Not heard of for so long, the caller has vanished."""
+
+
+class CallRefused(Exception):
+    """The caller may not control this replica now."""
 
 
 class Replica:
@@ -46,7 +65,9 @@ class Replica:
         log_dir: Path,
         events: EventLog,
         startup_timeout_s: float,
+        health_timeout_s: float,
         max_restarts: int,
+        crashes_forgiven_after_s: float = CRASHES_FORGIVEN_AFTER_S,
     ) -> None:
         self.index = index
         self._tp = tp
@@ -54,14 +75,17 @@ class Replica:
         self._log_dir = log_dir
         self._events = events
         self._startup_timeout_s = startup_timeout_s
+        self._health_timeout_s = health_timeout_s
         self._max_restarts = max_restarts
+        self._crashes_forgiven_after_s = crashes_forgiven_after_s
         self._lock = threading.Lock()
         self._server: ServerProcess | None = None
         self._state: ReplicaState = "starting"
-        self._version = ""
+        self._custody = Custody()
         self._incarnation = self._last_incarnation()
         self._epoch = 0
-        self._paused_until: float | None = None
+        self._pulse: Pulse | None = None
+        self._ready_at = 0.0
         self._crashes = 0
         self._port_races = 0
         self._failures_in_a_row = 0
@@ -70,10 +94,13 @@ class Replica:
     def view(self) -> ReplicaView:
         """What the cell says of this replica."""
         with self._lock:
-            url = self._server.url if self._server else ""
-            return ReplicaView(
-                self.index, self._incarnation, self._state, url, self._version, self._tp
-            )
+            return self._view()
+
+    def _view(self) -> ReplicaView:
+        url = self._server.url if self._server else ""
+        version = self._custody.version
+        state = "serving" if version else self._state
+        return ReplicaView(self.index, self._incarnation, state, url, version, self._tp)
 
     def _last_incarnation(self) -> int:
         """Counted in log files, so that a restarted job goes on where its predecessor stopped."""
@@ -100,8 +127,14 @@ class Replica:
             self._bury(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
-        elif self._paused_until is not None and now >= self._paused_until:
-            self._bury(self._server, "was paused, and its sender vanished", is_crash=False)
+        elif route := self._custody.unanswered:
+            self._bury(self._server, f"did not answer {route}", is_crash=False)
+        elif self._has_lost_sender(now):
+            self._end_update(self._server)
+        elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
+            self._bury(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
+        elif now - self._ready_at > self._crashes_forgiven_after_s:
+            self._crashes = self._port_races = 0
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, free_ports()
@@ -112,7 +145,7 @@ class Replica:
         )
         with self._lock:
             self._server, self._incarnation = server, incarnation
-            self._state, self._version, self._paused_until = "starting", "", None
+            self._state, self._custody = "starting", Custody()
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _await_ready(self, server: ServerProcess, now: float) -> None:
@@ -120,10 +153,28 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
+            self._pulse = Pulse(server.http_port, self._health_timeout_s)
+            self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > self._startup_timeout_s:
             self._bury(server, f"was not ready within {self._startup_timeout_s:.0f} s")
+
+    def _has_lost_sender(self, now: float) -> bool:
+        with self._lock:
+            self._custody.is_closing = self._custody.is_overdue(now)
+            return self._custody.is_closing
+
+    def _end_update(self, server: ServerProcess) -> None:
+        """The sender vanished: go on with the weights if they are whole, else start afresh."""
+        if self._custody.is_changed:
+            self._bury(server, "holds weights whose sender vanished", is_crash=False)
+        elif self._custody.is_paused and not server.continue_generation():
+            self._bury(server, "does not go on after its sender vanished", is_crash=False)
+        else:
+            with self._lock:
+                self._custody.lapse()
+            self._note("sender_vanished", version=self._custody.version)
 
     def _bury(self, server: ServerProcess, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
@@ -135,8 +186,7 @@ class Replica:
         log.error("replica %d %s; its log ends:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
         with self._lock:
-            self._server, self._state, self._version = None, "starting", ""
-            self._paused_until = None
+            self._server, self._state, self._custody = None, "starting", Custody()
         if starting and usage_error:
             raise RecipeError(
                 f"SGLang refused its arguments:\n{server.log_tail(3)}",
@@ -174,44 +224,56 @@ class Replica:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
     # -- the relay's thread ------------------------------------------------------------------
+    # Each method raises CallRefused when the caller means another incarnation, when the
+    # replica is not up, and when a newer epoch of the trainer has been here.
 
-    def refusal(self, incarnation: int, epoch: int) -> str:
-        """Why a trainer may not control this replica now; empty if it may."""
+    def fence(self, caller: Caller, request: FenceRequest) -> ReplicaView:
+        """Take the replica out of service: an update is about to begin."""
         with self._lock:
-            if incarnation != self._incarnation:
-                return f"incarnation {incarnation} is gone, {self._incarnation} is here"
-            if self._state not in ("ready", "serving"):
-                return f"it is {self._state}"
-            if epoch < self._epoch:
-                return f"epoch {self._epoch} of the trainer has taken over from {epoch}"
-            self._epoch = epoch
-            return ""
+            self._check(caller)
+            self._custody.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
+            return self._view()
 
-    def note_relayed(self, route: str, incarnation: int, deadline_s: float) -> None:
-        """SGLang accepted a control call: keep track of what that means.
-
-        A replica stays paused no longer than `deadline_s` after the last call that SGLang
-        accepted. Repeated pauses do not count: SGLang accepts those even when it is stuck.
-        """
-        until = time.monotonic() + deadline_s
+    def serve(self, caller: Caller, request: ServeRequest) -> ReplicaView:
+        """Open the replica to agents."""
         with self._lock:
-            if incarnation != self._incarnation:
-                return
-            if route == "continue_generation":
-                self._paused_until = None
-            elif (route == "pause_generation") == (self._paused_until is None):
-                self._paused_until = until
+            self._check(caller)
+            self._custody.serve(request.version)
+            return self._view()
 
-    def note_weights_change(self) -> None:
-        """An update is about to begin: nobody vouches for the weights any more."""
+    def called(self, caller: Caller, route: str) -> str:
+        """A control call for SGLang came in; the server's address, if it may be relayed."""
         with self._lock:
-            if self._state == "serving":
-                self._state, self._version = "ready", ""
+            self._check(caller)
+            self._custody.called(route, time.monotonic(), caller.deadline_s)
+            assert self._server is not None
+            return self._server.url
 
-    def serve(self, request: ServeRequest) -> ReplicaView | None:
-        """Open the replica to agents; None when the request means another incarnation."""
+    def answered(self, caller: Caller, route: str, *, accepted: bool) -> None:
+        """A control call that `called` let through is over."""
         with self._lock:
-            if request.incarnation != self._incarnation or self._server is None:
-                return None
-            self._state, self._version = "serving", request.version
-        return self.view()
+            if caller.incarnation == self._incarnation:
+                now = time.monotonic()
+                self._custody.answered(route, now, caller.deadline_s, accepted=accepted)
+
+    def gave_no_answer(self, caller: Caller, route: str) -> None:
+        """A control call that `called` let through, and that is not yet over, was in vain."""
+        with self._lock:
+            if caller.incarnation == self._incarnation:
+                self._custody.gave_no_answer(route)
+
+    def _check(self, caller: Caller) -> None:
+        found = f"replica {self.index}"
+        if caller.incarnation != self._incarnation:
+            raise CallRefused(
+                f"{found}: incarnation {caller.incarnation} is gone, {self._incarnation} is here"
+            )
+        if self._state != "ready":
+            raise CallRefused(f"{found} is {self._state}")
+        if self._custody.is_closing:
+            raise CallRefused(f"{found} is ending the update of a sender that vanished")
+        if caller.epoch < self._epoch:
+            raise CallRefused(
+                f"{found}: epoch {self._epoch} of the trainer has taken over from {caller.epoch}"
+            )
+        self._epoch = caller.epoch

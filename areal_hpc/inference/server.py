@@ -17,6 +17,9 @@ import psutil
 from areal_hpc.inference.command import LOOPBACK, Command, Ports
 
 _PROBE_TIMEOUT_S = 0.5
+_CONTINUE_TIMEOUT_S = 2.0
+_TITLE = "sglang::"
+"""SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
 _PORT_TAKEN = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
 
@@ -40,7 +43,7 @@ class ServerProcess:
         self.url = f"http://{LOOPBACK}:{ports.http}"
         self.log_path = log_path
         self.started_at = time.monotonic()
-        self._http_port = ports.http
+        self.http_port = ports.http
         self._members: list[psutil.Process] = []
         leash = "areal_hpc.inference.leash"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,29 +64,38 @@ class ServerProcess:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        connection = http.client.HTTPConnection(LOOPBACK, self._http_port, timeout=_PROBE_TIMEOUT_S)
+        ready = self._is_accepted("GET", "/ready", _PROBE_TIMEOUT_S)
+        if ready and not self._members:
+            self._members = _engine_children(self.pid)
+        return ready
+
+    def continue_generation(self) -> bool:
+        """End a pause; false when SGLang does not answer."""
+        return self._is_accepted("POST", "/continue_generation", _CONTINUE_TIMEOUT_S, b"{}")
+
+    def _is_accepted(
+        self, method: str, route: str, timeout_s: float, body: bytes | None = None
+    ) -> bool:
+        connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=timeout_s)
         try:
-            connection.request("GET", "/ready")
-            ready = connection.getresponse().status == http.client.OK
+            connection.request(method, route, body, {"content-type": "application/json"})
+            return connection.getresponse().status == http.client.OK
         except (OSError, http.client.HTTPException):
             return False
         finally:
             connection.close()
-        if ready and not self._members:
-            self._members = psutil.Process(self.pid).children(recursive=True)
-        return ready
 
     def death(self) -> str:
         """Why the server is dead, in words; empty while it lives.
 
-        A server whose scheduler was killed lingers for up to a minute without one, so every
-        process it had when it became ready must be there.
+        A server whose scheduler was killed lingers for up to a minute without one, so each
+        scheduler and detokenizer that it had when it became ready must be there.
         """
         code = self._process.poll()
         if code is not None:
             return f"exited with code {code}"
         for member in self._members:
-            if not member.is_running() or member.status() == psutil.STATUS_ZOMBIE:
+            if _is_gone(member):
                 return f"lost its process {member.pid}"
         return ""
 
@@ -116,3 +128,21 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+
+
+def _engine_children(pid: int) -> list[psutil.Process]:
+    """The server's schedulers and detokenizers. Compilers and the like come and go."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if child.cmdline()[:1] and child.cmdline()[0].startswith(_TITLE):
+                    found.append(child)
+    return found
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.wire.ledger import TicketRef
@@ -55,9 +56,11 @@ class Evaluation:
             refs.append(TicketRef(index, attempt, self.step))
         return refs
 
-    def report(self, cell: str, ref: TicketRef, now_s: float) -> None:
-        """Note that `cell` still runs `ref`."""
-        self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
+    def report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
+        """Take a cell's word on what it runs of this evaluation; the rest of its leases wait."""
+        for ref in held:
+            self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
+        self._give_back(self._leased.pop_unreported(cell, {ref.ticket_id for ref in held}))
 
     def settle(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
@@ -78,6 +81,9 @@ class Evaluation:
     def expire(self, before_s: float) -> int:
         """Make tickets not reported since `before_s` pending again; return how many."""
         silent = self._leased.pop_silent(before_s)
-        for index, lease in silent:
-            self._pending[index] = lease.newest_attempt + 1
+        self._give_back(silent)
         return len(silent)
+
+    def _give_back(self, leases: Sequence[tuple[int, Lease]]) -> None:
+        for index, lease in leases:
+            self._pending[index] = lease.newest_attempt + 1

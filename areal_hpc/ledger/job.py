@@ -22,9 +22,9 @@ from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.app import LedgerApp
+from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskStream
-from areal_hpc.ledger.tickets import TicketPolicy
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -19,10 +20,11 @@ class Lease:
 
 
 class LeaseTable:
-    """Leases by ticket id, kept in the order they were last reported. Every call is O(1)."""
+    """Leases by ticket id, kept in the order they were last reported."""
 
     def __init__(self) -> None:
         self._leases: OrderedDict[int, Lease] = OrderedDict()
+        self._of_cell: defaultdict[str, set[int]] = defaultdict(set)
 
     def __len__(self) -> int:
         return len(self._leases)
@@ -32,8 +34,9 @@ class LeaseTable:
 
     def add(self, ticket_id: int, lease: Lease) -> None:
         """Note a lease reported just now."""
+        self.pop(ticket_id)
         self._leases[ticket_id] = lease
-        self._leases.move_to_end(ticket_id)
+        self._of_cell[lease.cell].add(ticket_id)
 
     def touch(self, ticket_id: int, cell: str, attempt: int, now_s: float) -> bool:
         """Refresh the lease if it is this cell's and this attempt's; else return False."""
@@ -48,9 +51,21 @@ class LeaseTable:
         """The lease of a ticket, if it has one."""
         return self._leases.get(ticket_id)
 
+    def has_any(self, cell: str) -> bool:
+        """True if `cell` has a lease here."""
+        return bool(self._of_cell[cell])
+
     def pop(self, ticket_id: int) -> Lease | None:
         """Remove and return the lease, if there is one."""
-        return self._leases.pop(ticket_id, None)
+        lease = self._leases.pop(ticket_id, None)
+        if lease is not None:
+            self._of_cell[lease.cell].discard(ticket_id)
+        return lease
+
+    def pop_unreported(self, cell: str, reported: Container[int]) -> list[tuple[int, Lease]]:
+        """Remove every lease of `cell` that it does not report, lowest id first."""
+        missing = sorted(one for one in self._of_cell[cell] if one not in reported)
+        return [(one, lease) for one in missing if (lease := self.pop(one))]
 
     def pop_silent(self, before_s: float) -> list[tuple[int, Lease]]:
         """Remove every lease last reported before `before_s`, longest silent first."""
@@ -60,5 +75,5 @@ class LeaseTable:
             if lease.seen_at_s >= before_s:
                 break
             silent.append((ticket_id, lease))
-            self._leases.popitem(last=False)
+            self.pop(ticket_id)
         return silent

@@ -63,19 +63,43 @@ def write_durably(path: Path, content: bytes) -> None:
     Raises:
         OSError: The file system refused; the old content, if any, still stands.
     """
+    _write_beside(path, content).rename(path)
+    sync_directory(path.parent)
+
+
+def _write_beside(path: Path, content: bytes) -> Path:
+    """The content in a hidden file next to `path`, durable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with partial.open("wb") as stream:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
-    partial.rename(path)
+    return partial
+
+
+def write_manifest(layout: RunLayout, manifest: BatchManifest) -> BatchManifest:
+    """Make a batch durable, once and for all. It may be handed out only after this returns.
+
+    A manifest is never replaced, because commits name batches by their step alone.
+
+    Returns:
+        The batch of that step: another ledger's, if that one was first.
+
+    Raises:
+        ShardError: The manifest that is there is damaged.
+        OSError: The file system refused.
+    """
+    path = layout.manifest(manifest.step)
+    partial = _write_beside(path, msgspec.json.encode(manifest))
+    try:
+        path.hardlink_to(partial)
+    except FileExistsError:
+        return read_manifest(layout, manifest.step)
+    finally:
+        partial.unlink()
     sync_directory(path.parent)
-
-
-def write_manifest(layout: RunLayout, manifest: BatchManifest) -> None:
-    """Make a batch durable. It may be handed out only after this returns."""
-    write_durably(layout.manifest(manifest.step), msgspec.json.encode(manifest))
+    return manifest
 
 
 def read_manifest(layout: RunLayout, step: int) -> BatchManifest:
@@ -95,11 +119,19 @@ def read_manifest(layout: RunLayout, step: int) -> BatchManifest:
 
 
 def read_manifests(layout: RunLayout) -> Iterator[BatchManifest]:
-    """Every batch handed out, in the order of steps. Files left by a crash are skipped."""
-    for path in sorted(layout.manifests_dir.glob("batch_*.json")):
-        manifest = _read(path, BatchManifest)
-        if manifest is not None:
-            yield manifest
+    """Every batch handed out, in the order of steps. Files left by a crash are skipped.
+
+    Raises:
+        ShardError: One of them is damaged.
+    """
+    for step in manifest_steps(layout):
+        yield read_manifest(layout, step)
+
+
+def manifest_steps(layout: RunLayout) -> list[int]:
+    """The steps whose batches were handed out, in order."""
+    names = (path.stem.removeprefix("batch_") for path in layout.manifests_dir.glob("batch_*.json"))
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def read_settled(layout: RunLayout) -> Iterator[SettledTicket]:

@@ -16,6 +16,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
+from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.refusal import (
     Refused,
     refuse_other_epoch,
@@ -25,7 +26,7 @@ from areal_hpc.ledger.refusal import (
     refuse_unformed_step,
 )
 from areal_hpc.ledger.stream import TaskStream
-from areal_hpc.ledger.tickets import TicketPolicy, Tickets
+from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.ledger.waiting import News, Patience
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -122,9 +123,7 @@ class LedgerService:
         until_s = self._clock() + wait_s
         while not self._stopped:
             grants = self._grant(request)
-            seal_now = self._is_sealing_urgent() and self._tickets.any_finished(
-                reversed(request.finished)
-            )
+            seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 return LeaseReply(grants, seal_now)
         return LeaseReply(stop=True)
@@ -253,13 +252,11 @@ class LedgerService:
     def _hear(self, request: LeaseRequest) -> None:
         now_s = self._clock()
         self._cells[request.cell] = now_s
-        held, finished = (
-            [ref for ref in refs if ref.eval_step < 0] for refs in (request.held, request.finished)
-        )
-        self._tickets.report(request.cell, held, finished, now_s)
-        for ref in request.held:
-            if evaluation := self._evaluations.get(ref.eval_step):
-                evaluation.report(request.cell, ref, now_s)
+        held = [ref for ref in request.held if ref.eval_step < 0]
+        self._tickets.report(request.cell, held, request.finished, now_s)
+        for step, evaluation in self._evaluations.items():
+            mine = [ref for ref in request.held if ref.eval_step == step]
+            evaluation.report(request.cell, mine, now_s)
         if request.finished:
             self._spread_news()
 
@@ -297,9 +294,9 @@ class LedgerService:
         refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
         manifest = tickets.next_batch(request.epoch)
         if manifest is not None:
-            # A ledger left over from an earlier trainer must not overwrite the new one's batch.
+            # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(request.epoch)
-            manifests.write_manifest(self._layout, manifest)
+            manifest = manifests.write_manifest(self._layout, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest

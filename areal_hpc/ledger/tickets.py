@@ -20,12 +20,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Literal
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.leases import Lease, LeaseTable
+from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000
@@ -35,22 +35,6 @@ written to disk; a restarted ledger must still never issue the same (ticket, att
 State = Literal[
     "unissued", "waiting", "leased", "finished", "settled", "batched", "trained", "dropped"
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class TicketPolicy:
-    """What admission depends on. Sizes count tickets, not episodes."""
-
-    batch_size: int
-    max_head_offpolicyness: int
-    max_concurrent_tickets: int
-    total_steps: int
-    cell_timeout_s: float
-
-    @property
-    def report_within_s(self) -> float:
-        """A live cell reports at least this often; the rest of the timeout is slack."""
-        return self.cell_timeout_s / 3
 
 
 class Tickets:
@@ -104,8 +88,6 @@ class Tickets:
         """
         tickets = cls(policy, incarnation=incarnation, grants_from_s=grants_from_s)
         for manifest in manifests:
-            for ticket in manifest.tickets:
-                tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.record_batch(manifest)
         for drop in dropped:
             tickets._note_issued_up_to(drop.ref.ticket_id)
@@ -188,9 +170,9 @@ class Tickets:
             steps_to_form * policy.batch_size - held - len(self._settled),
         )
 
-    def any_finished(self, refs: Iterable[TicketRef]) -> bool:
-        """True if one of `refs` is finished and not yet settled."""
-        return any(ref.ticket_id in self._finished for ref in refs)
+    def has_finished(self, cell: str) -> bool:
+        """True if a ticket that `cell` finished is not yet settled."""
+        return self._finished.has_any(cell)
 
     def sealing_completes_batch(self) -> bool:
         """True when the next batch lacks only tickets that are finished and not sealed."""
@@ -213,8 +195,8 @@ class Tickets:
     ) -> None:
         """Take a cell's word on what it runs and what it finished.
 
-        A waiting ticket goes back to the cell that turns out to hold it. Reports on tickets
-        that went elsewhere in the meantime are ignored.
+        A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
+        and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
@@ -228,6 +210,11 @@ class Tickets:
                 self._finished.add(ref.ticket_id, lease)
             else:
                 self._take_back(cell, ref, self._finished, now_s)
+        # A driver asks again only after it took in the last reply, unless that was lost; and one
+        # that was restarted holds nothing.
+        reported = {ref.ticket_id for ref in (*held, *finished)}
+        for ticket_id, lease in self._leased.pop_unreported(cell, reported):
+            self._waiting[ticket_id] = lease.newest_attempt
 
     def lease(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
         """Issue up to `count` tickets to `cell`, re-issues first."""
@@ -307,6 +294,7 @@ class Tickets:
                     f"and {manifest.step}",
                     key="manifests/",
                 )
+            self._note_issued_up_to(ticket_id)
             self._pop_open(ticket_id)
             self._settled.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step

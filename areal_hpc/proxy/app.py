@@ -7,6 +7,7 @@ import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from areal_hpc.proxy import metrics
@@ -49,6 +50,14 @@ _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cach
 Awaited = TypeVar("Awaited")
 
 
+@dataclass(frozen=True, slots=True)
+class _Route:
+    method: str
+    guard: Callable[[str], object]
+    """Refuses a key that does not open the route, before the request's body is read."""
+    answer: Handler
+
+
 class _ClientGone(Exception):
     """Nobody is left to answer."""
 
@@ -72,27 +81,28 @@ class ProxyApp:
         self._book = book
         self._caller = caller
         self._control = control
-        self._routes: dict[str, dict[str, Handler]] = {
-            "/rl/start_session": {"POST": self._admin(control.start_session)},
-            "/rl/finish_ticket": {"POST": self._admin(control.finish_ticket)},
-            "/rl/seal": {"POST": self._seal},
-            "/export_trajectories": {"POST": self._export},
-            "/grant_capacity": {"POST": self._admin(control.grant_capacity)},
-            "/rl/set_reward": {"POST": self._of_session(control.set_reward)},
-            "/rl/end_session": {"POST": self._of_session(control.end_session)},
-            "/healthz": {"GET": self._health},
-            "/metrics": {"GET": self._metrics},
+        admin, session = self._require_admin, self._session
+        self._routes = {
+            "/rl/start_session": _Route("POST", admin, _ignoring_key(control.start_session)),
+            "/rl/finish_ticket": _Route("POST", admin, _ignoring_key(control.finish_ticket)),
+            "/rl/seal": _Route("POST", admin, self._seal),
+            "/export_trajectories": _Route("POST", admin, self._export),
+            "/grant_capacity": _Route("POST", admin, _ignoring_key(control.grant_capacity)),
+            "/rl/set_reward": _Route("POST", session, self._of_session(control.set_reward)),
+            "/rl/end_session": _Route("POST", session, self._of_session(control.end_session)),
+            "/healthz": _Route("GET", _anyone, self._health),
+            "/metrics": _Route("GET", _anyone, self._metrics),
         }
         for prefix in ("", "/v1"):
-            self._routes[f"{prefix}/chat/completions"] = {"POST": self._chat}
-            self._routes[f"{prefix}/models"] = {"GET": self._models}
+            self._routes[f"{prefix}/chat/completions"] = _Route("POST", session, self._chat)
+            self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         try:
-            handler = self._handler(scope["method"], scope["path"])
+            route = self._route(scope["method"], scope["path"])
             key = ""
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -101,8 +111,9 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
+            route.guard(key)  # nobody without a key gets memory for a body
             body = await self._body(receive)
-            result = await _unless_gone(receive, handler(key, body))
+            result = await _unless_gone(receive, route.answer(key, body))
             if not isinstance(result, bytes):
                 await _send_events(receive, send, result)
                 return
@@ -117,13 +128,13 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": [form, length]})
         await send({"type": "http.response.body", "body": content})
 
-    def _handler(self, method: str, path: str) -> Handler:
-        methods = self._routes.get(path)
-        if methods is None:
+    def _route(self, method: str, path: str) -> _Route:
+        route = self._routes.get(path)
+        if route is None:
             raise RequestRefused(404, f"there is no route {path}")
-        if method not in methods:
-            raise RequestRefused(405, f"{path} takes {', '.join(methods)}, not {method}")
-        return methods[method]
+        if method != route.method:
+            raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
+        return route
 
     def _too_large(self) -> RequestRefused:
         return RequestRefused(413, f"a request may have {self._max_request_bytes} bytes at most")
@@ -154,13 +165,6 @@ class ProxyApp:
         session.touch()
         return session
 
-    def _admin(self, answer: Callable[[bytes], bytes]) -> Handler:
-        async def handler(key: str, body: bytes) -> bytes:
-            self._require_admin(key)
-            return answer(body)
-
-        return handler
-
     def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
         async def handler(key: str, body: bytes) -> bytes:
             return answer(self._session(key), body)
@@ -170,11 +174,9 @@ class ProxyApp:
     # Routes -------------------------------------------------------------------------------
 
     async def _seal(self, key: str, body: bytes) -> bytes:
-        self._require_admin(key)
         return await self._control.seal(body)
 
     async def _export(self, key: str, body: bytes) -> bytes:
-        self._require_admin(key)
         return await self._control.export_trajectories(body)
 
     async def _health(self, key: str, body: bytes) -> bytes:
@@ -184,7 +186,6 @@ class ProxyApp:
         return PlainText(metrics.exposition(self._book, self._caller.drift))
 
     async def _models(self, key: str, body: bytes) -> bytes:
-        self._session(key)
         return chat_reply.models(self._model.name, self._model.context_tokens)
 
     async def _chat(self, key: str, body: bytes) -> Result:
@@ -199,6 +200,17 @@ class ProxyApp:
             return chat_reply.ChatEvents(answer_id, model.name, request, live, model.encoder)
         answers = await self._caller.answer(session, call, answer_id)
         return chat_reply.response(answer_id, model.name, request, answers, model.encoder)
+
+
+def _anyone(key: str) -> None:
+    """No key is needed."""
+
+
+def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:
+    async def handler(key: str, body: bytes) -> bytes:
+        return answer(body)
+
+    return handler
 
 
 async def _send_events(receive: Receive, send: Send, events: EventStream) -> None:

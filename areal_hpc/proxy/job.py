@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Coroutine
@@ -143,6 +144,8 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
             await closing
         recorder.close()
     rendezvous.withdraw(layout.rendezvous_dir, name)
+    if layout.finished.exists() and not recorder.book.finished and not recorder.book.sealed:
+        shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
 def _listen(directory: Path, name: str) -> socket.socket:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -30,6 +31,30 @@ EVENT_KIND = 1
 SMALLEST_ROTATION_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What of the journal is history at one moment: decided on the loop, used in a thread."""
+
+    gone: frozenset[str]
+    """Sessions."""
+    sealed: frozenset[TicketRef]
+    settled: frozenset[TicketRef]
+    all_settled: bool
+    """The ledger knows of every sealed ticket."""
+
+    def needs(self, record: JournalRecord) -> bool:
+        """True for a record that a restarted proxy must read."""
+        match decode_event(record.payload):
+            case TicketFinished(ref=ref):
+                return ref not in self.sealed
+            case TicketsSealed(tickets=tickets):
+                return any(ticket.ref not in self.settled for ticket in tickets)
+            case TicketsSettled(refs=refs):
+                return not self.all_settled or any(ref not in self.settled for ref in refs)
+            case event:
+                return event.session_id not in self.gone
+
+
 class Recorder:
     """The only way to change a `SessionBook` while the proxy runs.
 
@@ -42,6 +67,8 @@ class Recorder:
 
     def __init__(self, path: Path, sync_interval_s: float) -> None:
         self.book = SessionBook()
+        self.folder = path.parent
+        """The journal's own."""
         self.failure: ClusterError | None = None
         """Set when the journal refused: nothing may be answered any more."""
         self._journal = JournalWriter(path, sync_interval_s)
@@ -108,36 +135,26 @@ class Recorder:
         grown = self._journal.bytes_written > 2 * self._rotated_bytes + SMALLEST_ROTATION_BYTES
         return grown and bool(self._gone_sessions)
 
-    def rotate(self) -> None:
-        """Drop the records of gone sessions and settled tickets. May run in a thread.
+    def plan_rotation(self) -> Rotation:
+        """What can be forgotten now. Records appended later are never taken for gone."""
+        sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
+        return Rotation(frozenset(self._gone_sessions), sealed, settled, sealed <= settled)
 
-        What is gone is decided before the journal is read, so that records appended meanwhile
-        are never taken for gone.
+    def rotate(self, rotation: Rotation) -> None:
+        """Drop the records that `rotation` does not need. May run in a thread.
 
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        gone, sealed = frozenset(self._gone_sessions), frozenset(self._sealed_refs)
-        settled = frozenset(self._settled_refs)
-        all_settled = sealed <= settled
+        self._journal.rotate(rotation.needs)
 
-        def is_needed(record: JournalRecord) -> bool:
-            match decode_event(record.payload):
-                case TicketFinished(ref=ref):
-                    return ref not in sealed
-                case TicketsSealed(tickets=tickets):
-                    return any(ticket.ref not in settled for ticket in tickets)
-                case TicketsSettled(refs=refs):
-                    return not all_settled or any(ref not in settled for ref in refs)
-                case event:
-                    return event.session_id not in gone
-
-        self._journal.rotate(is_needed)
+    def forget(self, rotation: Rotation) -> None:
+        """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.bytes_written
-        self._gone_sessions -= gone
-        if all_settled:
-            self._settled_refs -= settled
-            self._sealed_refs -= sealed
+        self._gone_sessions -= rotation.gone
+        if rotation.all_settled:
+            self._settled_refs -= rotation.settled
+            self._sealed_refs -= rotation.sealed
 
     def close(self) -> None:
         """Sync and close the journal."""

@@ -155,7 +155,9 @@ class Sealer:
             await client.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
             self._recorder.record(TicketsSettled([ticket.ref for ticket in tickets]))
             if self._recorder.should_rotate:
-                await asyncio.to_thread(self._recorder.rotate)
+                rotation = self._recorder.plan_rotation()
+                await asyncio.to_thread(self._recorder.rotate, rotation)
+                self._recorder.forget(rotation)
 
     async def _client(self) -> AsyncWireClient:
         endpoint = rendezvous.find(self._layout.rendezvous_dir, "ledger")

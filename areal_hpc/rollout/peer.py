@@ -74,6 +74,8 @@ class Peer:
                     )
                 except HttpRefused as refusal:
                     if refusal.status not in RETRIED_STATUSES:
+                        # It may be a successor at the same address, which knows less.
+                        self._look_up()
                         raise
                     trouble: ClusterError = refusal
                 except ClusterError as error:

@@ -7,14 +7,21 @@ counts as sealed when its line is there; the line is written last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.schema import parse_shard_name
+
+Line = TypeVar("Line")
+
+_TAIL_BYTES = 1 << 16
+"""First look at the end of an index: one line of some hundred tickets."""
 
 
 class ShardTicket(msgspec.Struct, frozen=True):
@@ -61,6 +68,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
 
     Raises:
         ValueError: `shard.file` is not a shard's name.
+        OSError: The storage refused; half a line at most is left, which readers leave out.
     """
     named = parse_shard_name(shard.file)
     if named is None:
@@ -73,7 +81,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
         size = os.fstat(descriptor).st_size
         # A crash may have left half a line: end it, or it would swallow this one.
         torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        os.write(descriptor, b"\n" * torn + msgspec.json.encode(shard) + b"\n")
+        write_whole(descriptor, [b"\n" * torn + msgspec.json.encode(shard) + b"\n"])
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
@@ -90,13 +98,46 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     if not index_dir.is_dir():
         return []
     paths = [index_dir / f"{writer}.jsonl"] if writer else sorted(index_dir.glob("*.jsonl"))
-    return [shard for path in paths if path.exists() for shard in _whole_lines(path)]
+    return [
+        shard
+        for path in paths
+        if path.exists()
+        for shard in _whole_lines(path.read_bytes(), SealedShard)
+    ]
 
 
-def _whole_lines(path: Path) -> Iterable[SealedShard]:
-    for line in path.read_bytes().split(b"\n"):
+def last_sequence(index_dir: Path, writer: str) -> int:
+    """The highest number among the writer's last indexed shards; -1 before the first.
+
+    Reads the end of the index alone: an index grows as long as its run.
+    """
+    path = index_dir / f"{writer}.jsonl"
+    if not path.exists():
+        return -1
+    size_bytes, tail_bytes = path.stat().st_size, _TAIL_BYTES
+    while True:
+        start = max(0, size_bytes - tail_bytes)
+        with path.open("rb") as stream:
+            stream.seek(start)
+            tail = stream.read()
+        # Unless it is the file's first, the line that the tail begins in is not whole.
+        lines = _whole_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
+        sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
+        if sequences or start == 0:
+            return max(sequences, default=-1)
+        tail_bytes *= 4
+
+
+class _Named(msgspec.Struct):
+    """As much of a line as `last_sequence` needs."""
+
+    file: str
+
+
+def _whole_lines(content: bytes, line_type: type[Line]) -> Iterator[Line]:
+    for line in content.split(b"\n"):
         try:
-            yield msgspec.json.decode(line, type=SealedShard)
+            yield msgspec.json.decode(line, type=line_type)
         except (msgspec.DecodeError, UnicodeDecodeError):
             continue
 

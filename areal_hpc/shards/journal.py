@@ -24,11 +24,12 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import sync_directory
 
 _MAGIC = b"AHJ1"
@@ -149,7 +150,7 @@ class JournalWriter:
             if self._sync_error is not None:
                 raise _disk_trouble(self.path, self._sync_error) from self._sync_error
             try:
-                _write_whole(self._descriptor, (header, payload))
+                write_whole(self._descriptor, (header, payload))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
@@ -221,7 +222,7 @@ class JournalWriter:
         for record in reading:
             if is_needed(record):
                 header = encode_header(record.kind, record.payload)
-                _write_whole(target, (header, record.payload))
+                write_whole(target, (header, record.payload))
         return reading.whole_bytes
 
     def _sync_loop(self) -> None:
@@ -266,15 +267,8 @@ def _cut_torn_tail(descriptor: int, path: Path) -> int:
 
 def _copy_range(source: int, offset: int, target: int) -> None:
     while block := os.pread(source, 1 << 20, offset):
-        _write_whole(target, (block,))
+        write_whole(target, (block,))
         offset += len(block)
-
-
-def _write_whole(descriptor: int, buffers: Sequence[bytes]) -> None:
-    total_bytes = sum(map(len, buffers))
-    written_bytes = os.writev(descriptor, buffers)
-    if written_bytes != total_bytes:
-        raise OSError(f"wrote {written_bytes} of {total_bytes} bytes: is the disk full?")
 
 
 def _disk_trouble(path: Path, error: OSError) -> ClusterError:

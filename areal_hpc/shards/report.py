@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 from tokenizers import Tokenizer
 
@@ -32,6 +33,48 @@ def list_shards(layout: RunLayout, version_text: VersionText = str) -> str:
         f"{sum(shard.bytes for shard in shards) / 2**20:.1f} MiB"
     )
     return f"{_in_columns([head, *lines])}\n{total}"
+
+
+def shards_as_json(layout: RunLayout, version_text: VersionText = str) -> str:
+    """One JSON object per sealed shard and line: its index line, and `versions`."""
+    return "\n".join(
+        msgspec.json.encode(
+            {
+                **msgspec.to_builtins(shard),
+                "versions": _version_range(layout.shards_dir / shard.file, version_text),
+            }
+        ).decode()
+        for shard in read_index(layout.index_dir)
+    )
+
+
+def rows_of_ticket(path: Path, ticket_id: int) -> list[int]:
+    """The rows of all issues of a ticket, as `show_trajectory` counts them.
+
+    Args:
+        path: A shard or a run directory.
+        ticket_id: The ticket.
+
+    Raises:
+        RecipeError: No row is the ticket's.
+        ShardError: The shard is damaged.
+    """
+    rows: list[int] = []
+    if path.is_file():
+        rows = np.flatnonzero(ShardReader(path).columns["ticket_id"] == ticket_id).tolist()
+    else:
+        before = 0
+        for shard in read_index(RunLayout(path).index_dir):
+            held = (one for one in shard.tickets if one.ticket_id == ticket_id)
+            rows += [before + row for one in held for row in one.rows]
+            before += shard.rows
+    if not rows:
+        raise RecipeError(
+            f"{path} holds no row of ticket {ticket_id}",
+            key="--ticket",
+            hint="areal-hpc shards ls RUN --json lists the tickets of every shard",
+        )
+    return rows
 
 
 def show_trajectory(

@@ -22,11 +22,12 @@ import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
     group_tickets,
-    read_index,
+    last_sequence,
     sync_directory,
 )
 from areal_hpc.shards.schema import (
@@ -36,7 +37,6 @@ from areal_hpc.shards.schema import (
     PARTIAL_SUFFIX,
     VERSION,
     Axis,
-    parse_shard_name,
     shard_name,
 )
 from areal_hpc.trajectory import Trajectory
@@ -44,9 +44,6 @@ from areal_hpc.trajectory import Trajectory
 Array = npt.NDArray[Any]
 Pieces = Mapping[str, Sequence[Array]]
 """Per dataset, the arrays whose concatenation is its content."""
-
-_MOST_BUFFERS = 1024
-"""IOV_MAX of Linux: buffers one `pwritev` may take."""
 
 
 def seal(
@@ -132,12 +129,9 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     """Create the temporary file of the writer's next number, exclusively.
 
     While it exists nobody else can publish that number, so that even a writer believed dead
-    never overwrites a shard.
+    never overwrites a shard. Shards that were never indexed are stepped over one by one.
     """
-    names = [entry.name for entry in shards_dir.iterdir()]
-    names += [shard.file for shard in read_index(index_dir, writer)]
-    used = {named[1] for name in names if (named := parse_shard_name(name)) and named[0] == writer}
-    sequence = max(used, default=-1)
+    sequence = last_sequence(index_dir, writer)
     while True:
         sequence += 1
         path = shards_dir / shard_name(writer, sequence)
@@ -185,7 +179,7 @@ def _fill(path: Path, pieces: Pieces, offsets: Mapping[str, int]) -> tuple[int, 
     descriptor = os.open(path, os.O_RDWR)
     try:
         for name, offset in offsets.items():
-            _write_at(descriptor, pieces[name], offset)
+            write_whole(descriptor, pieces[name], offset)
         size_bytes = os.fstat(descriptor).st_size
         # Both release the interpreter lock: the digest costs no time while the disk is busy.
         with ThreadPoolExecutor(1) as pool:
@@ -197,16 +191,6 @@ def _fill(path: Path, pieces: Pieces, offsets: Mapping[str, int]) -> tuple[int, 
     finally:
         os.close(descriptor)
     return size_bytes, format_digest(crc)
-
-
-def _write_at(descriptor: int, arrays: Sequence[Array], offset: int) -> None:
-    for first in range(0, len(arrays), _MOST_BUFFERS):
-        buffers = [array.data for array in arrays[first : first + _MOST_BUFFERS]]
-        expected_bytes = sum(buffer.nbytes for buffer in buffers)
-        written_bytes = os.pwritev(descriptor, buffers, offset)
-        if written_bytes != expected_bytes:
-            raise OSError(f"wrote {written_bytes} of {expected_bytes} bytes: is the disk full?")
-        offset += written_bytes
 
 
 def _blocks(

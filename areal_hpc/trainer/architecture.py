@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.trainer.config import ParallelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,21 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """The feed-forward layers of a mixture of experts."""
+
+    count: int
+    per_token: int
+    """Experts that each token visits."""
+    ffn: int
+    """Width of one expert."""
+    norm_weights: bool
+    """The weights of the experts a token visits are scaled to sum to 1."""
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
-    """Sizes and switches of a dense decoder."""
+    """Sizes and switches of a decoder."""
 
     family: str
     layers: int
@@ -40,6 +55,8 @@ class Architecture:
     rope_scaling: Llama3Rope | None
     tied: bool
     """Input embedding and output head are one matrix."""
+    experts: Experts | None = None
+    """None for a dense network, whose feed-forward layers are `ffn` wide."""
 
     @property
     def qkv_bias(self) -> bool:
@@ -49,7 +66,7 @@ class Architecture:
     @property
     def qk_norm(self) -> bool:
         """Queries and keys are normalised per head."""
-        return self.family == "qwen3"
+        return self.family in ("qwen3", "qwen3_moe")
 
     def rope_frequencies(self) -> list[float]:
         """Angle per position of each of the `head_dim / 2` rotary pairs."""
@@ -77,12 +94,23 @@ def read_architecture(model_dir: Path) -> Architecture:
     return parse_architecture(json.loads(path.read_bytes()), str(path))
 
 
-def parse_architecture(config: dict[str, Any], where: str) -> Architecture:
+def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The same from the parsed file; `where` names it in errors.
 
     Raises:
-        RecipeError: The network is not supported.
+        RecipeError: The network is not supported, or not described.
     """
+    try:
+        return _parse(config, where)
+    except KeyError as error:
+        raise RecipeError(
+            f"the configuration has no {error.args[0]}",
+            key=where,
+            hint="save it again with save_pretrained",
+        ) from None
+
+
+def _parse(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in FAMILIES:
         raise RecipeError(
@@ -108,10 +136,48 @@ def parse_architecture(config: dict[str, Any], where: str) -> Architecture:
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
         rope_scaling=_parse_scaling(rope or config.get("rope_scaling") or {}, where),
         tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_parse_experts(config, where) if family == "qwen3_moe" else None,
     )
 
 
-def _parse_scaling(rope: dict[str, Any], where: str) -> Llama3Rope | None:
+def _parse_experts(config: Mapping[str, Any], where: str) -> Experts:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise RecipeError(
+            "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
+            "mixture of experts",
+            key=where,
+        )
+    return Experts(
+        # transformers 5 may write num_local_experts for num_experts.
+        count=int(config.get("num_experts") or config["num_local_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        ffn=int(config["moe_intermediate_size"]),
+        norm_weights=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def misfits(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Sizes of the network that do not divide by the parallel sizes."""
+    cuts = [
+        ("num_hidden_layers", arch.layers, "pp", parallel.pp),
+        ("num_attention_heads", arch.heads, "tp", parallel.tp),
+        ("num_key_value_heads", arch.kv_heads, "tp", parallel.tp),
+    ]
+    if arch.experts is not None:
+        cuts.append(("num_experts", arch.experts.count, "ep", parallel.ep))
+    else:
+        cuts.append(("intermediate_size", arch.ffn, "tp", parallel.tp))
+        cuts.append(("the number of experts of a dense network,", 1, "ep", parallel.ep))
+    for what, size, key, parts in cuts:
+        if size % parts:
+            yield Problem(
+                f"{what} {size} must be a multiple of {key} {parts}",
+                f"trainer.parallel.{key}",
+                f"use a divisor of {size}",
+            )
+
+
+def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3Rope | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None

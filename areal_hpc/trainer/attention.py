@@ -1,8 +1,8 @@
 """Attention over packed sequences, and the layer norms, for Megatron-core's local layer spec.
 
-Megatron-core leaves packed attention to Transformer Engine. Here a pack is attended to in padded
-rectangles (`rectangles`), or by flash-attn on a GPU. Rotary embeddings are applied here too:
-Megatron's packed path splits every tensor into its sequences.
+Megatron-core leaves packed attention to Transformer Engine. Here the plan of the pack says how it
+is attended to (`packed_attention`). Rotary embeddings are applied here too: Megatron's packed path
+splits every tensor into its sequences.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from areal_hpc.trainer.rectangles import PackedAttention, collect, rotate, spread
+from areal_hpc.trainer.packed_attention import PackedAttention, rotate
 
 
 class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
@@ -51,47 +50,12 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
         """Queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
         plan = packed_seq_params
         query, key = rotate(query, plan), rotate(key, plan)
-        if plan.queries is None or plan.keys is None:
-            return self._flash(query, key, value.contiguous(), plan)
         if self.context_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(part.contiguous(), group=self.context_group)
                 for part in (key, value)
             )
-        queries = spread(query, plan.queries)
-        keys, values = spread(key, plan.keys), spread(value, plan.keys)
-        outputs = []
-        query_end = key_end = 0
-        for box in plan.rectangles:
-            query_start, key_start = query_end, key_end
-            query_end += box.sequences * box.query_places
-            key_end += box.sequences * box.key_places
-            q, k, v = (
-                states[start:end].reshape(box.sequences, -1, *states.shape[1:]).transpose(1, 2)
-                for states, start, end in (
-                    (queries, query_start, query_end),
-                    (keys, key_start, key_end),
-                    (values, key_start, key_end),
-                )
-            )
-            attended = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=box.mask, is_causal=box.mask is None, scale=self.scale,
-                enable_gqa=q.shape[1] != k.shape[1],
-            )  # fmt: skip
-            outputs.append(attended.transpose(1, 2).flatten(0, 1))
-        filled = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return collect(filled, plan.queries).flatten(1)
-
-    def _flash(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, plan: PackedAttention
-    ) -> torch.Tensor:
-        from flash_attn import flash_attn_varlen_func
-
-        attended: torch.Tensor = flash_attn_varlen_func(
-            query, key, value, plan.cu_seqlens, plan.cu_seqlens, plan.longest, plan.longest,
-            softmax_scale=self.scale, causal=True,
-        )  # fmt: skip
-        return attended.flatten(1)
+        return plan.layout.attend(query, key, value, self.scale).flatten(1)
 
 
 class RMSNorm(torch.nn.RMSNorm):

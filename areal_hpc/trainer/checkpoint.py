@@ -1,8 +1,9 @@
 """Commits: everything a restarted trainer needs, in one directory that appears whole.
 
-`step_00000040/` holds Megatron's distributed checkpoint in its `fully_reshardable` form (any
-other tp, pp, cp and dp can load it), `trainer.json`, and `COMMITTED`, written last. The
-directory is built under a hidden name and renamed when all of it is on disk.
+`step_00000040/` holds Megatron's distributed checkpoint (`sharded.py`), `trainer.json`, and the
+marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
+part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
+renames the directory once every writer is done and no newer trainer has taken over.
 
 Random state needs no file: nothing draws random numbers but the order of data, which is a
 function of `seed` and `step`.
@@ -12,34 +13,34 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as torch_checkpoint
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreSavePlanner,
-    TorchDistLoadShardedStrategy,
-    TorchDistSaveShardedStrategy,
-    _replace_state_dict_keys_with_sharded_keys,
-    mcore_to_pyt_state_dict,
-)
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
-from areal_hpc.trainer.huggingface import sync_path, sync_tree
+from areal_hpc.trainer import sharded
+from areal_hpc.trainer.durable import sync_path
+from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
+from areal_hpc.trainer.writer_peer import WriterPeer
 from areal_hpc.weights.version import Fork
 
 MARKER = "COMMITTED"
 STATE_FILE = "trainer.json"
+VISIBLE_TIMEOUT_S = 60.0
+"""How long rank 0's choice may take to become visible on another node of shared storage."""
+POLL_S = 0.2
+
+DONE, PENDING, FAILED = range(3)
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,16 +71,25 @@ class Commit:
 
 
 class CommitStore:
-    """The commits of one training stage.
+    """The commits of one training stage. One may be in the writing at a time.
 
     Args:
         directory: Holds one folder per commit.
         keep: Complete commits kept; older ones are deleted.
+        fence: Called on rank 0 before a commit becomes visible; raises when this trainer has been
+            replaced.
     """
 
-    def __init__(self, directory: Path, keep: int) -> None:
+    def __init__(
+        self, directory: Path, keep: int, fence: Callable[[], None] = lambda: None
+    ) -> None:
         self._directory = directory
         self._keep = keep
+        self._fence = fence
+        self._writer: WriterPeer | None = None
+        self._begun: Commit | None = None
+
+    # Reading ---------------------------------------------------------------------------------
 
     def complete(self) -> list[Commit]:
         """Every complete commit, oldest first; a later epoch's come after an earlier one's.
@@ -90,154 +100,202 @@ class CommitStore:
         if not self._directory.is_dir():
             return []
         commits = [
-            Commit(path, msgspec.json.decode((path / STATE_FILE).read_bytes(), type=TrainerState))
+            Commit(path, _read_state(path))
             for path in self._directory.iterdir()
             if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).exists()
         ]
         return sorted(commits, key=lambda commit: (commit.state.epoch, commit.state.step))
 
     def latest(self) -> Commit | None:
-        """The commit to resume from."""
+        """The commit to resume from, as this rank sees it."""
         commits = self.complete()
         return commits[-1] if commits else None
 
-    def clean(self) -> None:
-        """Delete what interrupted commits left behind. For rank 0, before the first commit."""
-        if self._directory.is_dir():
-            for path in self._directory.glob(".step_*"):
-                shutil.rmtree(path)
+    def agree_on_latest(self) -> Commit | None:
+        """Rank 0's latest commit, on every rank. A collective.
+
+        Nodes may see a shared directory differently for some seconds: had each rank its own
+        choice, they could resume from different steps.
+
+        Raises:
+            ClusterError: A rank cannot see the commit that rank 0 chose.
+        """
+        message = None
+        if dist.get_rank() == 0:
+            found = self.latest()
+            message = msgspec.json.encode((found.path.name, found.state) if found else None)
+        chosen = msgspec.json.decode(from_rank_zero(message), type=tuple[str, TrainerState] | None)
+        if chosen is None:
+            return None
+        path = self._directory / chosen[0]
+        give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
+        while any_rank(is_hidden := not (path / MARKER).exists()):
+            if any_rank(time.monotonic() >= give_up_at):
+                trouble = ClusterError(
+                    "rank 0 resumes from a commit that this rank cannot see",
+                    key=str(path),
+                    hint="check that every node mounts the run directory",
+                )
+                raise_together(trouble if is_hidden else None)
+            time.sleep(POLL_S)
+        return Commit(path, chosen[1])
+
+    def clean(self, epoch: int) -> None:
+        """Delete what interrupted commits left behind. For rank 0, before the first commit.
+
+        Args:
+            epoch: Of this trainer. A later one's commit in the writing is not ours to touch.
+        """
+        if not self._directory.is_dir():
+            return
+        for path in self._directory.glob(".step_*"):
+            written_by = re.search(r"\.epoch_(\d+)$", path.name)
+            if written_by is None or int(written_by[1]) <= epoch:
+                shutil.rmtree(path, ignore_errors=True)  # its writer may be about to be killed
+
+    # Writing ---------------------------------------------------------------------------------
+
+    def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
+        """Copy the state and begin to write it. A collective; waits for an earlier commit first.
+
+        Returns:
+            The directory that the commit will have.
+
+        Raises:
+            ClusterError: The storage refused this commit or the one before.
+        """
+        self.finish()
+        target = self._directory / step_name(state.step)
+        partial = self._partial(target, state.epoch)
+        is_first = dist.get_rank() == 0
+        with _storage(partial):
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            dist.barrier()
+            self._writer = self._writer or WriterPeer()
+            data = sharded.save(policy, optimizer, partial, self._writer.copy)
+            small = []
+            if is_first:  # the small files are all rank 0's
+                (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
+                small = [p.name for p in partial.iterdir() if p.suffix != sharded.DATA_SUFFIX]
+            self._writer.write(partial / data, small)
+        self._begun = Commit(target, state)
+        return target
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Make the commit in the writing visible if all of it is on disk. A collective.
+
+        Returns:
+            True on every rank when the commit became visible and durable in this call.
+
+        Raises:
+            ClusterError: It could not be written.
+            SupersededError: A newer trainer owns the run; the commit stays invisible.
+            OtherRankFailed: One of these was raised on another rank.
+        """
+        if self._begun is None:
+            return False
+        assert self._writer is not None
+        progress = PENDING
+        trouble: ArealError | None = None
+        try:
+            progress = DONE if self._writer.poll(timeout_s) else PENDING
+        except ClusterError as error:
+            progress, trouble = FAILED, error
+        slowest = largest(progress)
+        if slowest == PENDING:
+            return False
+        if slowest == DONE and dist.get_rank() == 0:
+            try:
+                self._make_visible(self._begun)
+            except ArealError as error:
+                trouble = error
+        raise_together(trouble)
+        self._begun = None
+        return True
+
+    def finish(self) -> bool:
+        """Wait for the commit in the writing; false when there was none. A collective."""
+        if self._begun is None:
+            return False
+        while not self.poll(POLL_S):
+            pass
+        return True
 
     def commit(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
         """Write a commit. A collective; returns when it is visible and durable."""
-        target = self._directory / step_name(state.step)
-        partial = self._directory / f".{target.name}.epoch_{state.epoch}"
-        if dist.get_rank() == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-        dist.barrier()
-        dist_checkpointing.save(
-            _sharded_state(policy, optimizer, is_loading=False),
-            str(partial),
-            _InProcessSave("torch_dist", 1),
-        )
-        if dist.get_rank() == 0:
-            (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
-            sync_tree(partial)
+        target = self.begin(policy, optimizer, state)
+        self.finish()
+        return target
+
+    def close(self) -> None:
+        """End the writer, once it has deleted what it was told to."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _partial(self, target: Path, epoch: int) -> Path:
+        return self._directory / f".{target.name}.epoch_{epoch}"
+
+    def _make_visible(self, commit: Commit) -> None:
+        """Rename the finished directory, and hide the ones it makes superfluous.
+
+        Raises:
+            ClusterError: The storage refused.
+            SupersededError: A newer trainer owns the run.
+        """
+        partial = self._partial(commit.path, commit.state.epoch)
+        with _storage(partial):
             (partial / MARKER).touch()
             sync_path(partial / MARKER)
             sync_path(partial)
-            self._put_in_place(partial, target)
-        dist.barrier()
-        return target
+            self._fence()
+            self._put_in_place(partial, commit)
+            sync_path(self._directory)
+            for old in self.complete()[: -self._keep]:
+                # Hidden first: a half-deleted commit must not look complete.
+                doomed = old.path.with_name(f".{old.path.name}.old")
+                old.path.rename(doomed)
+                if self._writer is not None:
+                    self._writer.remove(doomed)
 
-    def _put_in_place(self, partial: Path, target: Path) -> None:
-        if target.exists():  # of an abandoned epoch
+    def _put_in_place(self, partial: Path, commit: Commit) -> None:
+        target = commit.path
+        if target.exists():  # of an abandoned epoch, or of the one that replaced this
+            epoch = _read_state(target).epoch
+            if epoch > commit.state.epoch:
+                raise SupersededError(
+                    f"epoch {epoch} has committed {target.name} before epoch {commit.state.epoch}"
+                )
             replaced = target.with_name(f".{target.name}.replaced")
             target.rename(replaced)
             partial.rename(target)
             shutil.rmtree(replaced)
         else:
             partial.rename(target)
-        sync_path(self._directory)
-        for old in self.complete()[: -self._keep]:
-            # Hidden first: a half-deleted commit must not look complete.
-            doomed = old.path.with_name(f".{old.path.name}.old")
-            old.path.rename(doomed)
-            shutil.rmtree(doomed)
 
 
 def load_commit(policy: Policy, optimizer: Any, commit: Commit) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    loaded = dist_checkpointing.load(
-        _sharded_state(policy, optimizer, is_loading=True),
-        str(commit.path),
-        TorchDistLoadShardedStrategy(),
-    )
-    policy.gpt.load_state_dict(loaded["model"])
-    with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
-        optimizer.load_state_dict(loaded["optimizer"])
-    for part in optimizer.chained_optimizers:
-        for moments in part.optimizer.state.values():
-            # Megatron hands one step tensor to all parameters; AdamW counts it up in place, once
-            # per parameter, and its bias correction would be wrong from here on.
-            moments["step"] = moments["step"].clone()
+    sharded.load(policy, optimizer, commit.path)
 
 
-def _sharded_state(policy: Policy, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
-    metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
-    state = {"model": policy.gpt.sharded_state_dict(metadata=metadata)}
-    with _replaced(optimizer, "get_parameter_state_dp_zero", _keeping_bucket_padding):
-        state["optimizer"] = optimizer.sharded_state_dict(
-            state, is_loading=is_loading, metadata=metadata
-        )
-    return state
+def _read_state(path: Path) -> TrainerState:
+    return msgspec.json.decode((path / STATE_FILE).read_bytes(), type=TrainerState)
 
 
 @contextmanager
-def _replaced(optimizer: Any, name: str, wrap: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Each part's method `name` replaced by `wrap(part, method)` for the time of the block."""
-    for part in optimizer.chained_optimizers:
-        setattr(part, name, wrap(part, getattr(part, name)))
+def _storage(path: Path) -> Iterator[None]:
     try:
         yield
-    finally:
-        for part in optimizer.chained_optimizers:
-            delattr(part, name)
+    except OSError as error:
+        raise _refused(path, error) from error
 
 
-def _keeping_step(part: Any, load: Any) -> Any:
-    """Megatron 0.16 copies every moment of torch's AdamW but has no step count to copy."""
-
-    def load_with_step(parameter: Any, tensors: dict[str, Any]) -> None:
-        group, place = part.model_param_group_index_map[parameter]
-        main = part.optimizer.param_groups[group]["params"][place]
-        load(parameter, {**tensors, "step": part.optimizer.state[main]["step"]})
-
-    return load_with_step
-
-
-def _keeping_bucket_padding(part: Any, gather: Any) -> Any:
-    """Megatron 0.16 gathers moments without the padding between buckets, yet counts it later.
-
-    A tied embedding has a bucket of its own when there are several pipeline stages: every moment
-    and master weight behind it would be saved shifted.
-    """
-
-    def gather_padded(**arguments: Any) -> Any:
-        state = gather(**arguments)
-        for index, buffer in enumerate(part.buffers):
-            for moments in state[index].values():
-                for name in ("param", "exp_avg", "exp_avg_sq"):
-                    moments[name] = _pad_buckets(moments[name], buffer.buckets)
-        return state
-
-    return gather_padded
-
-
-def _pad_buckets(unpadded: torch.Tensor, buckets: Sequence[Any]) -> torch.Tensor:
-    parts = unpadded.split([bucket.numel_unpadded for bucket in buckets])  # type: ignore[no-untyped-call]
-    return torch.cat(
-        [
-            torch.nn.functional.pad(part, (0, bucket.grad_data.numel() - len(part)))
-            for part, bucket in zip(parts, buckets, strict=True)
-        ]
+def _refused(path: Path, error: OSError) -> ClusterError:
+    return ClusterError(
+        f"a commit could not be written: {error}",
+        key=str(path),
+        hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
     )
-
-
-class _InProcessSave(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """Megatron's format through PyTorch's own writer.
-
-    Megatron's writer spawns a helper process at every save: seconds each time, and a child that
-    holds the output pipe open when its parent is killed.
-    """
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str) -> None:
-        by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
-        torch_checkpoint.save(  # type: ignore[attr-defined]
-            mcore_to_pyt_state_dict(by_key),
-            storage_writer=FileSystemWriter(checkpoint_dir, sync_files=True),
-            planner=MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False),
-        )

@@ -19,7 +19,7 @@ class Publish(Struct, frozen=True, tag=True):
 
 
 class Commit(Struct, frozen=True, tag=True):
-    """Make the work so far durable."""
+    """Begin to make the work so far durable."""
 
     line: Line
     """Metrics of the step, unfinished."""

@@ -21,6 +21,7 @@ from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, S
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.metrics import Line, MetricsLog
 from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
@@ -73,6 +74,7 @@ class Conductor:
         self._events = events
         self._stop = stop
         self._fence = fence
+        self._backoff = Backoff()
         self._committed_step = version.step
         self._exported_step = -1
         self._open_version(line)
@@ -142,8 +144,12 @@ class Conductor:
         if time.monotonic() < self._next_poll_at:
             return False
         with self._timer.phase("publish"):
-            self._replicas = self._publisher.outdated(self._version)
-        self._next_poll_at = time.monotonic() + REPLICA_POLL_S
+            outdated = self._publisher.outdated(self._version)
+        now = time.monotonic()
+        self._replicas = self._backoff.due(outdated, now)
+        if not self._replicas and not self._is_served:
+            self._replicas = self._backoff.due(outdated, now, is_urgent=True)
+        self._next_poll_at = now + REPLICA_POLL_S
         return bool(self._replicas)
 
     def _await_evaluation(self) -> Command:
@@ -183,11 +189,14 @@ class Conductor:
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
         self._fence()
+        began_at = time.monotonic()
         with self._timer.phase("publish"):
             report = self._publisher.publish(self._version, self._specs, parameters, self._replicas)
+        now = time.monotonic()
+        self._backoff.note(report.ok, report.failed, now, now - began_at)
         # From now, not from the look that found them: an update that keeps failing must leave
         # room for the rest of the loop.
-        self._next_poll_at = time.monotonic() + REPLICA_POLL_S
+        self._next_poll_at = now + REPLICA_POLL_S
         self._is_served = self._is_served or bool(report.ok)
         self._events.record(
             "published",
@@ -199,9 +208,19 @@ class Conductor:
         for key, error in report.failed.items():
             logger.warning("%s did not get version %s: %s", key, self._version, error)
 
-    def committed(self, seconds: float) -> None:
-        """The current step is durable."""
+    def commit_begun(self, seconds: float) -> None:
+        """The current step is copied, and will be durable soon. Its line waits for that."""
         self._committed_step = self._version.step
+        self._metrics.hold()
+        self._add_commit_time(seconds)
+
+    def committed(self, seconds: float) -> None:
+        """The commit in the writing is durable."""
+        self._metrics.release()
+        self._add_commit_time(seconds)
+
+    def _add_commit_time(self, seconds: float) -> None:
+        """Count the time for which a commit kept the ranks from training."""
         self._timer.seconds["commit"] = self._timer.seconds.get("commit", 0.0) + seconds
 
     def finish(self) -> None:

@@ -20,6 +20,8 @@ class ParallelConfig(StageConfig):
     """Context parallel: each sequence over this many ranks."""
     dp: Annotated[int, Field(ge=1)] = 1
     """Data parallel: copies of the model."""
+    ep: Annotated[int, Field(ge=1)] = 1
+    """Expert parallel: a mixture's experts over this many of the tp x cp x dp ranks of a stage."""
 
     @property
     def world_size(self) -> int:
@@ -83,7 +85,7 @@ class TrainerConfig(StageConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
     commit_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between commits: what a kill can cost."""
+    """Steps between commits: what a kill can cost, and the steps taken beside the last commit."""
     keep_commits: Annotated[int, Field(ge=2)] = 2
     """Complete commits kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0

@@ -20,12 +20,14 @@ import torch
 # absent, which is on purpose. One of its modules resets filters, so the warnings are recorded.
 logging.getLogger("megatron").setLevel(logging.WARNING)
 with warnings.catch_warnings(record=True):
+    warnings.simplefilter("always")  # recorded, also where warnings are errors
     import megatron.core.dist_checkpointing
     import megatron.core.distributed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer
     import megatron.core.pipeline_parallel  # noqa: F401
     from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
 def install() -> bool:
@@ -35,6 +37,8 @@ def install() -> bool:
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
     # Megatron's default of an option that is not used here.
     warnings.filterwarnings("ignore", message="full scope is deprecated")
+    # Megatron 0.16 looks this name up without having bound it when Transformer Engine is absent.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
     if torch.cuda.is_available():
         return False
     if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):
@@ -49,6 +53,11 @@ def install() -> bool:
         (torch.cuda, "set_rng_state", lambda state, *_, **__: set_state(state)),
         (parallel_random, "_get_cuda_rng_state", lambda *_, **__: get_state()),
         (parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: set_state(state)),
+        # The dispatcher of a mixture of experts copies sizes to the host on a stream of its own.
+        (torch.cuda, "Stream", _CpuStream),
+        (torch.cuda, "current_stream", torch.cpu.current_stream),
+        (torch.cuda, "stream", torch.cpu.stream),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
         (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
         (torch.Tensor, "type", _type_as_on_gpu(torch.Tensor.type)),
         *((torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
@@ -63,6 +72,18 @@ def _cpu_device() -> torch.device:
 
 
 _cpu_device.is_cpu_stand_in = True  # type: ignore[attr-defined]
+
+
+class _CpuStream(torch.cpu.Stream):
+    """Work on the CPU is in order already: a recorded event has happened."""
+
+    def record_event(self, _: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron converts sizes only when they come from a GPU; its collectives want lists."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.packing import Row
-from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
 from areal_hpc.trainer.step import TEMPERATURE
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
@@ -52,7 +55,8 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
     """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
 
     Raises:
-        ShardError: A rank could not read a shard although it waited.
+        ShardError: This rank could not read a shard although it waited.
+        OtherRankFailed: Another one could not.
     """
     give_up_at = time.monotonic() + SHARD_PATIENCE_S
     while True:
@@ -65,13 +69,14 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
             rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
             return Batch(trajectories, rewards)
         if any_rank(time.monotonic() >= give_up_at):
-            raise trouble or ShardError(f"another rank could not read batch {manifest.step}")
+            raise trouble or OtherRankFailed
         logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
         time.sleep(0.5)
 
 
 def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
-    readers = {ticket.shard: ShardReader(shards_dir / ticket.shard) for ticket in manifest.tickets}
+    names = {ticket.shard for ticket in manifest.tickets}
+    readers = {name: ShardReader(shards_dir / name) for name in names}
     return [
         trajectory
         for ticket in manifest.tickets
@@ -104,11 +109,9 @@ def _temperature(trajectory: Trajectory) -> float:
 
 def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dict[str, float]:
     """What the batch is like, before any training: rewards, sizes, ages of its tokens."""
-    sampled_versions = [
-        trajectory.versions_T[trajectory.loss_mask_T != 0] for trajectory in batch.trajectories
-    ]
-    versions, counts = np.unique(np.concatenate(sampled_versions), return_counts=True)
-    ages = [staleness(current, WeightVersion.unpack(int(version)), forks) for version in versions]
+    tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
+    sampled = sum(tokens_of, Counter[int]())
+    ages = [staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
     for key in zip(batch.groups, batch.episodes, strict=True):
         numbers.setdefault(key, len(numbers))
@@ -117,8 +120,18 @@ def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dic
         "reward/mean": float(episode_rewards(batch.rewards, places).mean()),
         "episodes": len(numbers),
         "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
-        "tokens/sampled": int(counts.sum()),
-        "staleness/mean": float(np.average(ages, weights=counts)),
+        "tokens/sampled": sampled.total(),
+        "staleness/mean": float(np.average(ages, weights=list(sampled.values()))),
         "staleness/max": max(ages),
-        "versions/multi": sum(len(np.unique(held)) > 1 for held in sampled_versions),
+        "versions/multi": sum(len(tokens) > 1 for tokens in tokens_of),
     }
+
+
+def _sampled_tokens(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
+    """Tokens by the version they were sampled from; versions come in few, long stretches."""
+    turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
+    tokens = Counter[int]()
+    for begin, end in itertools.pairwise([0, *turns.tolist(), len(versions_T)]):
+        if (version := int(versions_T[begin])) >= 0:
+            tokens[version] += end - begin
+    return tokens

@@ -6,8 +6,6 @@ Nothing here ever holds the whole model: tensors are read, gathered and written 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,26 +14,24 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.model import Policy
-from areal_hpc.trainer.naming import Parameter, shard_shape, to_hf, to_megatron
-
-COPIED_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
+from areal_hpc.trainer.model_files import FILE_BYTES, HfSpec, write_model
+from areal_hpc.trainer.naming import (
+    EMBEDDING,
+    HfTensor,
+    Parameter,
+    hf_slices,
+    ranks_of,
+    shard_shape,
+    to_hf,
+    to_megatron,
 )
-"""Files of a model directory that training does not change."""
+
+Slices = tuple[slice, ...]
+Read = Callable[[HfTensor, Slices], torch.Tensor]
+"""Gives part of a Hugging Face tensor."""
 
 
 class Checkpoint:
@@ -57,47 +53,47 @@ class Checkpoint:
         self._dir = model_dir
         self._open: dict[str, Any] = {}
 
-    def read(self, name: str) -> torch.Tensor:
-        """One whole tensor, on the CPU.
+    def read(self, tensor: HfTensor, part: Slices = ()) -> torch.Tensor:
+        """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
 
         Raises:
-            RecipeError: The directory has no such tensor.
+            RecipeError: The directory has no such tensor, or one of another shape.
         """
-        file = self._file_of.get(name)
+        file = self._file_of.get(tensor.name)
         if file is None:
-            raise RecipeError(f"{self._dir} has no tensor {name}", key="model.path")
+            raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key="model.path")
         if file not in self._open:
             self._open[file] = safe_open(self._dir / file, "pt")
-        tensor: torch.Tensor = self._open[file].get_tensor(name)
-        return tensor
+        stored = self._open[file].get_slice(tensor.name)
+        shape = tuple(stored.get_shape())
+        if shape != tensor.shape:
+            raise RecipeError(
+                f"{tensor.name} has shape {shape}, config.json says {tensor.shape}",
+                key="model.path",
+            )
+        read: torch.Tensor = stored[part or slice(None)]
+        return read
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, read: Callable[[str], torch.Tensor]) -> None:
-    """Fill this rank's parameters; `read` gives a whole tensor by its Hugging Face name."""
+def load_hf(policy: Policy, read: Read) -> None:
+    """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
     tp = policy.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
     for parameter in policy.table:
         targets = [policy.local(parameter)]
-        if parameter.hf[0].name == "model.embed_tokens.weight":
+        if parameter.megatron == EMBEDDING:
             targets.append(policy.tied_copy)
         held = [target for target in targets if target is not None]
         if not held:
             continue
-        tensors = [read(tensor.name) for tensor in parameter.hf]
-        for given, expected in zip(tensors, parameter.hf, strict=True):
-            if tuple(given.shape) != expected.shape:
-                raise RecipeError(
-                    f"{expected.name} has shape {tuple(given.shape)}, "
-                    f"config.json says {expected.shape}",
-                    key="model.path",
-                )
-        part = to_megatron(parameter, tensors, policy.arch, tp, rank)
+        slices = hf_slices(parameter, policy.arch, tp, rank)
+        parts = [read(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)]
         for target in held:
-            target.copy_(part)
+            target.copy_(to_megatron(parameter, parts, policy.arch, tp))
 
 
-def hf_specs(policy: Policy) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+def hf_specs(policy: Policy) -> list[HfSpec]:
     """Name, shape and dtype of every tensor `export_hf` yields, in its order. Moves no data."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
@@ -110,8 +106,8 @@ def hf_specs(policy: Policy) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
 def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `hf_specs`.
 
-    A collective over tensor- and pipeline-parallel ranks: all of them must drain it, and all
-    see the same tensors. A yielded tensor may be a view of a live parameter: do not write to it.
+    A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
+    and sees the same tensors. One may be a view of a live parameter: do not write to it.
     """
     for parameter in policy.table:
         shards = _gather_shards(policy, _from_owner(policy, parameter), parameter)
@@ -121,104 +117,53 @@ def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
-    """This tensor-parallel rank's part, sent by the pipeline stage that holds it."""
-    group = parallel_state.get_pipeline_model_parallel_group()
+    """This tensor-parallel rank's part, sent by the ranks that hold it to those that do not."""
+    stages = parallel_state.get_pipeline_model_parallel_group()
+    spread = parallel_state.get_expert_model_parallel_group()
     local = policy.local(parameter)
-    stages = group.size()
-    if stages == 1:
+    if stages.size() == 1 and (parameter.expert is None or spread.size() == 1):
         assert local is not None
         return local.detach()
-    per_stage = policy.arch.layers // stages
-    if parameter.layer is not None:
-        stage = parameter.layer // per_stage
-    else:
-        stage = 0 if parameter.megatron.startswith("embedding.") else stages - 1
     if local is None:
         shape = shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
-    dist.broadcast(part, dist.get_global_rank(group, stage), group=group)
+    stage = _stage_of(parameter, policy.arch.layers, stages.size())
+    if parameter.expert is not None and spread.size() > 1 and stages.rank() == stage:
+        holder = parameter.expert // policy.experts_per_rank
+        dist.broadcast(part, dist.get_global_rank(spread, holder), group=spread)
+    if stages.size() > 1:
+        dist.broadcast(part, dist.get_global_rank(stages, stage), group=stages)
     return part
 
 
+def _stage_of(parameter: Parameter, layers: int, stages: int) -> int:
+    """The pipeline stage that holds a parameter. Every stage has equally many layers."""
+    if parameter.layer is not None:
+        return parameter.layer * stages // layers
+    return 0 if parameter.megatron == EMBEDDING else stages - 1
+
+
 def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> list[torch.Tensor]:
-    if policy.split.tp == 1 or parameter.cut.name == "WHOLE":
+    ranks = ranks_of(parameter, policy.split.tp)
+    if ranks == 1:
         return [part]
-    shards = [torch.empty_like(part) for _ in range(policy.split.tp)]
+    shards = [torch.empty_like(part) for _ in range(ranks)]
     group = parallel_state.get_tensor_model_parallel_group()
     dist.all_gather(shards, part.contiguous(), group=group)
     return shards
 
 
 def save_hf(
-    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = 4 * 1024**3
+    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write a model directory: safetensors files, their index, and `source_dir`'s other files.
+    """Write a model directory (`write_model`) from the weights of all ranks.
 
-    A collective. Rank 0 writes into a temporary directory, which replaces `target_dir` whole.
+    A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
-    if dist.get_rank() != 0:
-        for _ in export_hf(policy):
-            pass
-        dist.barrier()
-        return
-    partial = target_dir.with_name(f".{target_dir.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write_files(export_hf(policy), hf_specs(policy), partial, file_bytes)
-    for name in COPIED_FILES:
-        if (source_dir / name).is_file():
-            shutil.copyfile(source_dir / name, partial / name)
-    sync_tree(partial)
-    shutil.rmtree(target_dir, ignore_errors=True)
-    partial.rename(target_dir)
-    sync_path(target_dir.parent)
+    tensors = export_hf(policy)
+    if dist.get_rank() == 0:
+        write_model(tensors, hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
+    for _ in tensors:  # the other ranks take part in gathering
+        pass
     dist.barrier()
-
-
-def _write_files(
-    tensors: Iterator[tuple[str, torch.Tensor]],
-    specs: list[tuple[str, tuple[int, ...], torch.dtype]],
-    directory: Path,
-    file_bytes: int,
-) -> None:
-    """Cut the stream into files of about `file_bytes`; one file needs no index."""
-    batches: list[list[str]] = [[]]
-    held_bytes = total_bytes = 0
-    for name, shape, dtype in specs:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if held_bytes and held_bytes + size > file_bytes:
-            batches.append([])
-            held_bytes = 0
-        batches[-1].append(name)
-        held_bytes += size
-        total_bytes += size
-    file_of: dict[str, str] = {}
-    for number, names in enumerate(batches, 1):
-        file = f"model-{number:05d}-of-{len(batches):05d}.safetensors"
-        if len(batches) == 1:
-            file = "model.safetensors"
-        # Cloned: safetensors refuses tensors that share memory.
-        held = {name: next(tensors)[1].to("cpu", copy=True).contiguous() for name in names}
-        save_file(held, directory / file, metadata={"format": "pt"})
-        file_of |= dict.fromkeys(names, file)
-    for name, _ in tensors:
-        raise AssertionError(f"{name} is not in the specification")
-    if len(batches) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
-        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def sync_tree(directory: Path) -> None:
-    """Force every file below, and the directories that name them, to disk."""
-    for path in [*directory.rglob("*"), directory]:
-        sync_path(path)
-
-
-def sync_path(path: Path) -> None:
-    """Force one file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

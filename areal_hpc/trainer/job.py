@@ -15,7 +15,7 @@ import torch.distributed as dist
 from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
+from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.cluster.topology import current_task
@@ -26,14 +26,15 @@ from areal_hpc.trainer import cpu
 from areal_hpc.trainer.architecture import read_architecture
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.huggingface import Checkpoint, hf_specs, load_hf
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.ledger_peer import LedgerPeer, SupersededError
+from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import from_rank_zero
+from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
@@ -85,7 +86,8 @@ def run(config: dict[str, Any]) -> None:
     """Train from the latest commit, or the starting model, to the last step.
 
     Raises:
-        SystemExit: Stopped by a signal before the end; the work so far is committed.
+        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+            rank failed.
     """
     job = TrainerJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
@@ -101,6 +103,17 @@ def run(config: dict[str, Any]) -> None:
         layout.rendezvous_dir,
         is_cancelled=lambda: stop.requested,
     )
+    with one_report():
+        finished = _train(job, layout, device, stop)
+    close_world()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def _train(
+    job: TrainerJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
+) -> bool:
+    """Every rank's part between joining and leaving the world; true when the run is complete."""
     is_first = dist.get_rank() == 0
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
     learner = _make_learner(job, layout, device, int(from_rank_zero(taken)))
@@ -112,9 +125,8 @@ def run(config: dict[str, Any]) -> None:
         conductor.finish()
     if conductor:
         conductor.close()
-    close_world()
-    if not finished:
-        raise SystemExit(STOPPED_EXIT_CODE)
+    learner.close()
+    return finished
 
 
 def _make_learner(
@@ -124,7 +136,8 @@ def _make_learner(
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
     load_hf(policy, Checkpoint(job.model_path).read)
-    return Learner(policy, config, layout, job.model_path, epoch=epoch, seed=job.seed)
+    fence = epoch_fence(layout.epochs_dir, epoch)
+    return Learner(policy, config, layout, job.model_path, epoch=epoch, seed=job.seed, fence=fence)
 
 
 def _make_conductor(
@@ -143,11 +156,6 @@ def _make_conductor(
     ledger.open_epoch(version.step)
     backend = "nccl" if device.type == "cuda" else "gloo"
 
-    def fence() -> None:
-        newest = newest_epoch(layout.epochs_dir)
-        if newest > version.epoch:
-            raise SupersededError(f"epoch {newest} took over from epoch {version.epoch}")
-
     return Conductor(
         job.schedule,
         version,
@@ -163,7 +171,7 @@ def _make_conductor(
         metrics=metrics,
         events=EventLog(layout.events, "trainer"),
         stop=stop,
-        fence=fence,
+        fence=epoch_fence(layout.epochs_dir, version.epoch),
     )
 
 

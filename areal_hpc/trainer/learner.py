@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,10 +22,10 @@ from areal_hpc.trainer.experience import (
     read_batch,
 )
 from areal_hpc.trainer.huggingface import save_hf
-from areal_hpc.trainer.metrics import Line
+from areal_hpc.trainer.metrics import Line, finite
 from areal_hpc.trainer.model import Policy
 from areal_hpc.trainer.objective import policy_loss
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
+from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
 from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
@@ -41,9 +41,6 @@ from areal_hpc.wire.ledger import BatchManifest
 logger = logging.getLogger(__name__)
 
 PROXIMAL = "proximal"
-FLOAT32_MAX = torch.finfo(torch.float32).max
-"""Stands for an overflow in metrics: JSON has no infinity."""
-
 SUMS = ("loss", "tokens", "places", "clipped", "metered")
 MAXIMA = ("weight", "mismatch")
 
@@ -58,6 +55,7 @@ class Learner:
         model_path: Tokenizer and configuration of exports come from here.
         epoch: This start of the trainer.
         seed: Recorded in commits.
+        fence: Called on rank 0 before a commit becomes visible.
     """
 
     def __init__(
@@ -69,17 +67,18 @@ class Learner:
         *,
         epoch: int,
         seed: int,
+        fence: Callable[[], None] = lambda: None,
     ) -> None:
         self.policy = policy
         self._config = config
         self._layout = layout
         self._model_path = model_path
-        self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits)
+        self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits, fence)
         self._optimizer = build_optimizer(policy, config.optimizer)
         self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
         self.reopened_line: Line = {}
         """What the commit knows of the metrics of its step."""
-        if (commit := self._commits.latest()) is not None:
+        if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
             apply_settings(self._optimizer, config.optimizer)
             held = commit.state
@@ -101,7 +100,7 @@ class Learner:
 
     def clean(self) -> None:
         """Delete what interrupted commits left behind. For rank 0."""
-        self._commits.clean()
+        self._commits.clean(self.state.epoch)
 
     def train(self, manifest: BatchManifest) -> Line:
         """Train on one batch; its metrics, the same on every rank. A collective."""
@@ -118,12 +117,20 @@ class Learner:
             ]
         with timer.phase("train"):
             rate = learning_rate(self.state.step, config.total_steps, config.optimizer)
-            tally, grad_norm = self._optimise(parts, rate)
+            try:
+                tally, grad_norm = self._optimise(parts, rate)
+            except GradientError as error:
+                source = self._layout.manifest(manifest.step)
+                raise GradientError(
+                    f"step {manifest.step}, trained on {source.name}: {error.problems[0].message}",
+                    key=str(source),
+                    hint=error.problems[0].hint,
+                ) from error
         metrics = describe(batch, self.version, self.state.forks)
         self._advance(manifest)
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
-        return {
+        line: Line = {
             "version": str(self.version),
             **metrics,
             "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
@@ -131,12 +138,13 @@ class Learner:
             "grad_norm": grad_norm,
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
-            "behaviour/weight_max": min(maxima["weight"], FLOAT32_MAX),
+            "behaviour/weight_max": maxima["weight"],
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/metered_tokens": int(sums["metered"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / sums["places"],
             **timer.metrics(),
         }
+        return finite(line)
 
     def _optimise(self, parts: Sequence[Sequence[MicroBatch]], rate: float) -> tuple[Tally, float]:
         """One optimizer step per part: the tally over all ranks and the largest gradient norm.
@@ -190,11 +198,26 @@ class Learner:
             consumed=[*self.state.consumed, manifest.step],
         )
 
-    def commit(self, line: Line) -> None:
-        """Make the work so far durable, with the step's unfinished metrics. A collective."""
+    def begin_commit(self, line: Line) -> None:
+        """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
+
+        Returns once the state is copied: training may go on.
+        """
         state = msgspec.structs.replace(self.state, line=line)
-        path = self._commits.commit(self.policy, self._optimizer, state)
+        path = self._commits.begin(self.policy, self._optimizer, state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
+
+    def poll_commit(self) -> bool:
+        """True when the commit in the writing became durable in this call. A collective."""
+        return self._commits.poll()
+
+    def finish_commit(self) -> bool:
+        """Wait for the commit in the writing; false when there is none. A collective."""
+        return self._commits.finish()
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self._commits.close()
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""

@@ -10,7 +10,8 @@ from typing import TypeVar
 import msgspec
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.errors import ArealError, ClusterError
+from areal_hpc.errors import ClusterError
+from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.wire.http import HttpRefused, WireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -34,12 +35,6 @@ PATIENCE_S = 120.0
 TRY_S = 2.0
 """After this long without an answer its address is looked up again."""
 CONFLICT = 409
-
-
-class SupersededError(ArealError):
-    """A newer start of the trainer owns the run: this one must go without a trace."""
-
-    exit_code = 143
 
 
 class LedgerPeer:

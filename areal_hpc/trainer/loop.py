@@ -11,6 +11,7 @@ from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, T
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.huggingface import export_hf
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.optimizer import GradientError
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero
 
 
@@ -25,10 +26,20 @@ def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -
     while True:
         if any_rank(stop.requested):
             stop.request()
+        _follow_commit(learner, conductor, wait=False)
         command = _agree(conductor)
         if isinstance(command, Stop):
+            _follow_commit(learner, conductor, wait=True)
             return command.finished
         _act(command, learner, conductor)
+
+
+def _follow_commit(learner: Learner, conductor: Conductor | None, *, wait: bool) -> None:
+    """Look after the commit in the writing, and tell rank 0's conductor when it is durable."""
+    began = time.perf_counter()
+    is_durable = learner.finish_commit() if wait else learner.poll_commit()
+    if is_durable and conductor:
+        conductor.committed(time.perf_counter() - began)
 
 
 def _agree(conductor: Conductor | None) -> Command:
@@ -41,7 +52,11 @@ def _agree(conductor: Conductor | None) -> Command:
 def _act(command: Command, learner: Learner, conductor: Conductor | None) -> None:
     match command:
         case Train(manifest):
-            report = learner.train(manifest)
+            try:
+                report = learner.train(manifest)
+            except GradientError:  # on all ranks alike: what was trained before is worth keeping
+                _follow_commit(learner, conductor, wait=True)
+                raise
             if conductor:
                 conductor.trained(learner.version, report)
         case Publish():
@@ -51,10 +66,11 @@ def _act(command: Command, learner: Learner, conductor: Conductor | None) -> Non
             for _ in parameters:  # exporting is a collective: the others drain it
                 pass
         case Commit(line):
+            _follow_commit(learner, conductor, wait=True)  # an earlier one
             began = time.perf_counter()
-            learner.commit(line)
+            learner.begin_commit(line)
             if conductor:
-                conductor.committed(time.perf_counter() - began)
+                conductor.commit_begun(time.perf_counter() - began)
         case Export():
             learner.export()
             if conductor:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.telemetry import append_json_line, read_json_lines
 
-Line = dict[str, int | float | str]
-"""The metrics of one step, by name."""
+Line = dict[str, int | float | str | None]
+"""The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
+
+
+def finite(line: Line) -> Line:
+    """The line with None in the place of infinities and of what is not a number."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in line.items()
+    }
 
 
 class MetricsLog:
@@ -39,15 +48,29 @@ class MetricsLog:
         self._board = (
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
+        self._held: list[tuple[int, Line]] | None = None
 
     def write(self, step: int, values: Line) -> None:
-        """Append the line of one step."""
-        append_json_line(self._path, {"step": step, **values})
+        """Append the line of one step, or keep it for later after a `hold`."""
+        if self._held is not None:
+            self._held.append((step, values))
+            return
+        append_json_line(self._path, {"step": step, **finite(values)})
         if self._board is not None:
-            for name, value in values.items():
-                if not isinstance(value, str):
+            for name, value in finite(values).items():
+                if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
             self._board.flush()
+
+    def hold(self) -> None:
+        """Keep lines back: they follow a commit that is not durable yet."""
+        self._held = self._held or []
+
+    def release(self) -> None:
+        """Append the lines that were kept back, and keep none from now on."""
+        held, self._held = self._held, None
+        for step, values in held or ():
+            self.write(step, values)
 
     def close(self) -> None:
         """Close the event file."""

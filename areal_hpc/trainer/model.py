@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -12,7 +13,6 @@ from megatron.core.distributed import (
     DistributedDataParallelConfig,
     finalize_model_grads,
 )
-from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -21,12 +21,13 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.architecture import Architecture
+from areal_hpc.trainer.architecture import Architecture, misfits
 from areal_hpc.trainer.attention import PackedCausalAttention, RMSNorm
 from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.head import ScoredGPT
 from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.packed_attention import PackedAttention, plan_attention
 from areal_hpc.trainer.packing import Pack, Split
-from areal_hpc.trainer.rectangles import PackedAttention, plan_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -36,13 +37,17 @@ class Policy:
     """The network being trained, as this rank holds it."""
 
     arch: Architecture
-    gpt: GPTModel
+    gpt: ScoredGPT
     replica: DistributedDataParallel
     """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
     device: torch.device
     split: Split
     frequencies: torch.Tensor
+    _held: dict[str, torch.nn.Parameter] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._held = dict(self.gpt.named_parameters())
 
     @property
     def table(self) -> list[Parameter]:
@@ -50,27 +55,36 @@ class Policy:
         return name_table(self.arch)
 
     def local(self, parameter: Parameter) -> torch.Tensor | None:
-        """This rank's part of a parameter; None when another pipeline stage holds it."""
+        """This rank's part of a parameter; None when only other ranks hold it."""
         name = parameter.megatron
+        if parameter.expert is not None:
+            group = parallel_state.get_expert_model_parallel_group()
+            place = parameter.expert - group.rank() * self.experts_per_rank
+            name = f"mlp.experts.local_experts.{place}.{name}"
         if parameter.layer is not None:
             first = self.gpt.decoder.layers[0].layer_number - 1
-            place = parameter.layer - first
-            if not 0 <= place < len(self.gpt.decoder.layers):
-                return None
-            name = f"decoder.layers.{place}.{name}"
-        return dict(self.gpt.named_parameters()).get(name)
+            name = f"decoder.layers.{parameter.layer - first}.{name}"
+        return self._held.get(name)
+
+    @property
+    def experts_per_rank(self) -> int:
+        """Experts of each layer that every expert-parallel rank holds; 0 in a dense network."""
+        if self.arch.experts is None:
+            return 0
+        ranks: int = parallel_state.get_expert_model_parallel_group().size()
+        return self.arch.experts.count // ranks
 
     @property
     def tied_copy(self) -> torch.Tensor | None:
         """The last stage's copy of a tied embedding, when that stage is not the first."""
         if not self.arch.tied or self.gpt.pre_process:
             return None
-        return dict(self.gpt.named_parameters()).get(OUTPUT)
+        return self._held.get(OUTPUT)
 
     def attention(self, pack: Pack) -> PackedAttention:
         """The attention tables of one pack."""
         return plan_attention(
-            pack.lengths, pack.positions_T, self.frequencies,
+            pack.lengths, pack.positions_T, pack.targets_N, self.frequencies,
             cp=self.split.cp, cp_rank=self.split.cp_rank, dtype=self.dtype,
         )  # fmt: skip
 
@@ -85,9 +99,10 @@ def build_policy(
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.
     """
-    _check_divisible(arch, parallel)
+    if problems := list(misfits(arch, parallel)):
+        raise RecipeError.of(problems)
     config = transformer_config(arch, parallel, dtype, device)
-    gpt = GPTModel(
+    gpt = ScoredGPT(
         config,
         _block_spec(config),
         vocab_size=padded_vocab(arch, parallel.tp),
@@ -98,6 +113,12 @@ def build_policy(
         # PackedCausalAttention rotates queries and keys itself.
         position_embedding_type="none",
     ).to(device=device, dtype=dtype)
+    for name, parameter in gpt.named_parameters():
+        if ".local_experts." in name:
+            # Megatron marks experts only when they are spread over ranks. Reduced and optimised
+            # apart in every layout, their moments can be read back in every other; and under
+            # sequence parallelism each tensor-parallel rank saw other tokens.
+            parameter.allreduce = False
     replica = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
@@ -118,6 +139,18 @@ def transformer_config(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
+    experts = arch.experts
+    mixture: dict[str, Any] = {}
+    if experts is not None:
+        mixture = {
+            "num_moe_experts": experts.count,
+            "moe_router_topk": experts.per_token,
+            "moe_ffn_hidden_size": experts.ffn,
+            # After the choice, a softmax over the chosen is a softmax over all, scaled to sum to 1.
+            "moe_router_pre_softmax": not experts.norm_weights,
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+        }
     return TransformerConfig(
         num_layers=arch.layers,
         hidden_size=arch.hidden,
@@ -137,6 +170,8 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        expert_tensor_parallel_size=1,
         sequence_parallel=parallel.tp > 1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -158,6 +193,7 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
+        **mixture,
     )
 
 
@@ -166,7 +202,12 @@ def _leave_as_is(weights: torch.Tensor) -> torch.Tensor:
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=config.qk_layernorm,
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=False,
+    )
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = PackedCausalAttention
     if config.qk_layernorm:
@@ -174,17 +215,3 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)
-
-
-def _check_divisible(arch: Architecture, parallel: ParallelConfig) -> None:
-    for what, size, parts, key in (
-        ("num_hidden_layers", arch.layers, parallel.pp, "pp"),
-        ("num_key_value_heads", arch.kv_heads, parallel.tp, "tp"),
-        ("intermediate_size", arch.ffn, parallel.tp, "tp"),
-    ):
-        if size % parts:
-            raise RecipeError(
-                f"{what} {size} must be a multiple of {key} {parts}",
-                key=f"trainer.parallel.{key}",
-                hint=f"choose a divisor of {size}",
-            )

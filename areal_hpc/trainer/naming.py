@@ -1,7 +1,7 @@
-"""Which Hugging Face tensors make up which Megatron parameter, and how tensor parallelism cuts it.
+"""Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
 
 The table is data: one `Parameter` per Megatron parameter, in export order. A new family adds
-rows (`_attention`, `_dense_mlp`); a mixture of experts adds another function beside `_dense_mlp`.
+rows (`_attention`, `_dense_mlp`, `_expert_mlp`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from areal_hpc.trainer.architecture import Architecture
+from areal_hpc.trainer.architecture import Architecture, Experts
 
 Shape = tuple[int, ...]
 
@@ -37,14 +37,16 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One Megatron parameter. `{layer}` is cut out of `megatron`: stages number layers locally."""
+    """One Megatron parameter. Layers and experts are counted over the whole network here."""
 
     megatron: str
-    """Name below the layer, or the whole name when `layer` is None."""
+    """Name below the expert or the layer, or the whole name when both are None."""
     hf: tuple[HfTensor, ...]
     cut: Cut
     layer: int | None = None
     """Global index of the decoder layer."""
+    expert: int | None = None
+    """Global index of the expert; experts are never cut over tensor-parallel ranks."""
 
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -57,7 +59,11 @@ def name_table(arch: Architecture) -> list[Parameter]:
     embed = HfTensor("model.embed_tokens.weight", (arch.vocab, arch.hidden))
     table = [Parameter(EMBEDDING, (embed,), Cut.VOCAB)]
     for layer in range(arch.layers):
-        table += _attention(arch, layer) + _dense_mlp(arch, layer)
+        table += _attention(arch, layer)
+        if arch.experts is None:
+            table += _dense_mlp(arch, layer)
+        else:
+            table += _expert_mlp(arch, arch.experts, layer)
     table.append(Parameter(FINAL_NORM, (HfTensor("model.norm.weight", (arch.hidden,)),), Cut.WHOLE))
     if not arch.tied:
         head = HfTensor("lm_head.weight", (arch.vocab, arch.hidden))
@@ -103,18 +109,41 @@ def _attention(arch: Architecture, layer: int) -> list[Parameter]:
 
 
 def _dense_mlp(arch: Architecture, layer: int) -> list[Parameter]:
-    prefix = f"model.layers.{layer}."
-    norm = HfTensor(prefix + "post_attention_layernorm.weight", (arch.hidden,))
-    gate_up = tuple(
-        HfTensor(f"{prefix}mlp.{part}_proj.weight", (arch.ffn, arch.hidden))
-        for part in ("gate", "up")
-    )
-    down = HfTensor(prefix + "mlp.down_proj.weight", (arch.hidden, arch.ffn))
+    gate_up, down = _projections(f"model.layers.{layer}.mlp.", arch.ffn, arch.hidden)
     return [
-        Parameter("pre_mlp_layernorm.weight", (norm,), Cut.WHOLE, layer),
+        _mlp_norm(arch, layer),
         Parameter("mlp.linear_fc1.weight", gate_up, Cut.GATE_UP, layer),
-        Parameter("mlp.linear_fc2.weight", (down,), Cut.COLUMNS, layer),
+        Parameter("mlp.linear_fc2.weight", down, Cut.COLUMNS, layer),
     ]
+
+
+def _expert_mlp(arch: Architecture, experts: Experts, layer: int) -> list[Parameter]:
+    prefix = f"model.layers.{layer}.mlp."
+    router = HfTensor(prefix + "gate.weight", (experts.count, arch.hidden))
+    rows = [
+        _mlp_norm(arch, layer),
+        Parameter("mlp.router.weight", (router,), Cut.WHOLE, layer),
+    ]
+    for expert in range(experts.count):
+        gate_up, down = _projections(f"{prefix}experts.{expert}.", experts.ffn, arch.hidden)
+        rows += [
+            Parameter("linear_fc1.weight", gate_up, Cut.GATE_UP, layer, expert),
+            Parameter("linear_fc2.weight", down, Cut.COLUMNS, layer, expert),
+        ]
+    return rows
+
+
+def _mlp_norm(arch: Architecture, layer: int) -> Parameter:
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    norm = HfTensor(name, (arch.hidden,))
+    return Parameter("pre_mlp_layernorm.weight", (norm,), Cut.WHOLE, layer)
+
+
+def _projections(
+    prefix: str, ffn: int, hidden: int
+) -> tuple[tuple[HfTensor, HfTensor], tuple[HfTensor]]:
+    gate, up = (HfTensor(f"{prefix}{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
+    return (gate, up), (HfTensor(prefix + "down_proj.weight", (hidden, ffn)),)
 
 
 def padded_vocab(arch: Architecture, tp: int) -> int:
@@ -122,46 +151,73 @@ def padded_vocab(arch: Architecture, tp: int) -> int:
     return -(-arch.vocab // tp) * tp
 
 
+def ranks_of(parameter: Parameter, tp: int) -> int:
+    """Tensor-parallel ranks that this parameter is cut over: all of them, or one."""
+    return 1 if parameter.cut is Cut.WHOLE or parameter.expert is not None else tp
+
+
 def shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> Shape:
     """Shape of one rank's part of the Megatron parameter."""
     first, *trailing = parameter.hf[0].shape
+    ranks = ranks_of(parameter, tp)
     match parameter.cut:
         case Cut.WHOLE:
             return parameter.hf[0].shape
         case Cut.VOCAB:
-            return (padded_vocab(arch, tp) // tp, *trailing)
+            return (padded_vocab(arch, ranks) // ranks, *trailing)
         case Cut.COLUMNS:
-            return (first, trailing[0] // tp)
+            return (first, trailing[0] // ranks)
         case Cut.QKV | Cut.GATE_UP:
-            return (sum(tensor.shape[0] for tensor in parameter.hf) // tp, *trailing)
+            return (sum(tensor.shape[0] for tensor in parameter.hf) // ranks, *trailing)
+
+
+def hf_slices(
+    parameter: Parameter, arch: Architecture, tp: int, rank: int
+) -> list[tuple[slice, ...]]:
+    """What rank `rank` needs of each Hugging Face tensor of the parameter."""
+    ranks = ranks_of(parameter, tp)
+    match parameter.cut:
+        case Cut.WHOLE:
+            return [()]
+        case Cut.VOCAB:
+            rows = padded_vocab(arch, ranks) // ranks
+            first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
+            return [(slice(first, last),)]
+        case Cut.COLUMNS:
+            return [(slice(None), _share(parameter.hf[0].shape[1], ranks, rank))]
+        case Cut.GATE_UP | Cut.QKV:
+            # A rank holds whole key-value heads and the query heads that belong to them.
+            return [(_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
+
+
+def _share(size: int, ranks: int, rank: int) -> slice:
+    part = size // ranks
+    return slice(0, size) if ranks == 1 else slice(rank * part, (rank + 1) * part)
 
 
 def to_megatron(
-    parameter: Parameter, tensors: Sequence[torch.Tensor], arch: Architecture, tp: int, rank: int
+    parameter: Parameter, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
 ) -> torch.Tensor:
-    """Rank `rank`'s part of the Megatron parameter from its whole Hugging Face tensors."""
-    first = tensors[0]
+    """One rank's part of the Megatron parameter, from its slices (`hf_slices`)."""
+    first, trailing = parts[0], parts[0].shape[1:]
     match parameter.cut:
-        case Cut.WHOLE:
+        case Cut.WHOLE | Cut.COLUMNS:
             return first
         case Cut.VOCAB:
-            missing = padded_vocab(arch, tp) - arch.vocab
-            padding = first.new_zeros((missing, *first.shape[1:]))
-            return torch.cat([first, padding]).chunk(tp)[rank]
-        case Cut.COLUMNS:
-            return first.chunk(tp, 1)[rank]
+            rows = shard_shape(parameter, arch, tp)[0]
+            return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
         case Cut.GATE_UP:
-            return torch.cat([tensor.chunk(tp)[rank] for tensor in tensors])
+            return torch.cat(list(parts))
         case Cut.QKV:
-            trailing = first.shape[1:]
-            by_head = [tensor.reshape(arch.kv_heads, -1, *trailing) for tensor in tensors]
-            return torch.cat(by_head, 1).reshape(-1, *trailing).chunk(tp)[rank]
+            kv_heads = arch.kv_heads // ranks_of(parameter, tp)
+            by_head = [part.reshape(kv_heads, -1, *trailing) for part in parts]
+            return torch.cat(by_head, 1).reshape(-1, *trailing)
 
 
 def to_hf(
     parameter: Parameter, shards: Sequence[torch.Tensor], arch: Architecture
 ) -> list[torch.Tensor]:
-    """The inverse of `to_megatron`: whole Hugging Face tensors from every rank's part."""
+    """Whole Hugging Face tensors from the parts of all ranks that the parameter is cut over."""
     match parameter.cut:
         case Cut.WHOLE:
             return [shards[0]]

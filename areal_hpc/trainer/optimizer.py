@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from areal_hpc.errors import ArealError
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.ranks import any_rank
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
@@ -56,23 +58,34 @@ def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
             group["betas"], group["eps"] = config.betas, config.eps
 
 
+class GradientError(ArealError):
+    """The gradients of a step are not finite. The weights are still those from before it."""
+
+
 def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
+    These are the parts of Megatron's own step, with a look at the norm before anything is
+    changed. A collective.
+
     Raises:
-        ArealError: The norm is not finite. The weights are then worthless, and the process must
-            end before it commits or publishes them.
+        GradientError: The norm is not finite on some rank; raised on all of them.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate
-    _, norm, _ = optimizer.step()
-    if not math.isfinite(norm):
-        raise ArealError(
-            f"the gradient norm of the step is {norm}: these weights must not be used",
+    optimizer.prepare_grads()
+    norm = float(optimizer.get_grad_norm())
+    if any_rank(not math.isfinite(norm)):
+        raise GradientError(
+            f"the gradient norm is {norm}: the step is not taken",
             key="trainer.optimizer",
-            hint="lower the learning rate, or look for odd rewards and log-probabilities in the "
-            "newest file of manifests/; the last commit stands",
+            hint="lower the learning rate, or look for odd rewards and log-probabilities in what "
+            "the step was to be trained on; the last commit stands",
         )
+    for part in optimizer.chained_optimizers:
+        if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+    optimizer.step_with_ready_grads()
     policy.replica.zero_grad_buffer()
     optimizer.zero_grad()
-    return float(norm)
+    return norm

@@ -114,26 +114,25 @@ def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pa
     total = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
     ids_T = np.zeros(total, dtype=np.int64)
-    labels_T = np.zeros(total, dtype=np.int64)
     scored_T = np.zeros(total, dtype=bool)
     values = {name: np.zeros(total, dtype=np.float32) for name in channels}
     for row, start in zip(rows, starts, strict=False):
         size = len(row.input_ids_T)
         ids_T[start : start + size] = row.input_ids_T
-        labels_T[start : start + size - 1] = row.input_ids_T[1:]
         scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
         for name in channels:
-            values[name][start : start + size - 1] = row.channels[name][1:]
+            values[name][start : start + size] = row.channels[name]
     places_T, positions_T = _local_places(lengths, split)
-    targets_N = np.flatnonzero(scored_T[places_T])
-    global_N = places_T[targets_N]
+    own = slice(None) if split.cp == 1 else places_T  # a slice copies nothing
+    targets_N = np.flatnonzero(scored_T[own])
+    predicted_N = places_T[targets_N] + 1
     return Pack(
         lengths=lengths,
-        input_ids_T=ids_T[places_T],
+        input_ids_T=ids_T[own],
         positions_T=positions_T,
         targets_N=targets_N,
-        labels_N=labels_T[global_N],
-        channels_N={name: value[global_N] for name, value in values.items()},
+        labels_N=ids_T[predicted_N],
+        channels_N={name: value[predicted_N] for name, value in values.items()},
     )
 
 

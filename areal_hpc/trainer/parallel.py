@@ -62,6 +62,9 @@ def open_world(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        # An expert is small and held whole: only attention is cut over tensor-parallel ranks.
+        expert_tensor_parallel_size=1,
     )
     # No layer draws random numbers (dropout is 0), yet Megatron wants its trackers seeded.
     model_parallel_cuda_manual_seed(1)

@@ -2,17 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.errors import ClusterError
+
+logger = logging.getLogger(__name__)
+
+LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+"""What gloo says on the ranks that outlive one of them."""
+FAILURES = "failures"
+"""Counts failed ranks in the store that the world was opened with."""
+REPORT_TIMEOUT_S = 10.0
+
+
+class OtherRankFailed(Exception):
+    """Another rank failed and reports why."""
 
 
 def any_rank(flag: bool) -> bool:
     """True on every rank when it is true on one. A collective."""
+    return bool(largest(int(flag)))
+
+
+def largest(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. A collective."""
     if dist.get_world_size() == 1:
-        return flag
-    flags = torch.tensor(int(flag))
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags)
+        return number
+    numbers = torch.tensor(number)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers)
 
 
 def from_rank_zero(message: bytes | None) -> bytes:
@@ -27,3 +55,55 @@ def from_rank_zero(message: bytes | None) -> bytes:
         body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
     dist.broadcast(body, src=0)
     return body.numpy().tobytes()
+
+
+def raise_together(trouble: Exception | None) -> None:
+    """All ranks go on, or none does: a rank in trouble raises it. A collective.
+
+    Raises:
+        OtherRankFailed: This rank is well, another one is not.
+    """
+    if any_rank(trouble is not None):
+        raise trouble or OtherRankFailed
+
+
+@contextmanager
+def one_report() -> Iterator[None]:
+    """Of all ranks that fail in the block, let the one that failed first say why.
+
+    The end of a rank breaks the collectives of all others. What they would report is a lost
+    connection; they leave quietly instead, with the exit code of a stop.
+
+    Raises:
+        SystemExit: Another rank failed first.
+        ClusterError: Another rank vanished without a word.
+    """
+    try:
+        yield
+    except Exception as error:  # boundary: raised again, unless another rank reports
+        if isinstance(error, OtherRankFailed):
+            _await_report()
+        if isinstance(error, OtherRankFailed) or not _is_first_to_fail():
+            logger.info("leaving, because another rank failed")
+            raise SystemExit(STOPPED_EXIT_CODE) from error
+        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+            raise ClusterError(
+                f"another rank of the trainer vanished: {error}",
+                hint="read the other ranks' logs; the out-of-memory killer is named in dmesg alone",
+            ) from error
+        raise
+
+
+def _await_report() -> None:
+    """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
+    with contextlib.suppress(RuntimeError):
+        _get_default_store().wait([FAILURES], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+
+
+def _is_first_to_fail() -> bool:
+    if dist.get_world_size() == 1:
+        return True
+    try:
+        return bool(_get_default_store().add(FAILURES, 1) == 1)
+    except RuntimeError:  # rank 0 kept the store, and is gone
+        return False

@@ -1,25 +1,23 @@
-"""A pack of sequences as padded rectangles, and its rotary angles: what attention is planned from.
+"""A pack of sequences as padded rectangles: attention on a CPU.
 
 Sequences of similar length are laid side by side, so that PyTorch's own attention takes them in
 one call. That is exact (a causal query never sees the padding behind it) and far faster than one
-call per sequence. Rotary angles come from one table per pack.
+call per sequence.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from importlib.util import find_spec
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.nn.functional as F  # noqa: N812
 
 from areal_hpc.trainer.packing import zig_zag
 
 Ints = npt.NDArray[np.int64]
-
-HAS_FLASH_ATTENTION = find_spec("flash_attn") is not None
 
 LENGTH_RATIO = 0.75
 """Sequences share a rectangle while they are at least this share of its longest."""
@@ -46,22 +44,39 @@ class Slots:
 
 
 @dataclass(slots=True, eq=False)
-class PackedAttention:
-    """What the attention of every layer needs to know about one pack.
+class Rectangles:
+    """All rectangles of a pack. Slots are None where the tokens already stand in order."""
 
-    Stands in for megatron.core's `PackedSeqParams`, of which its own layers read `qkv_format`.
-    """
+    boxes: list[Rectangle]
+    queries: Slots | None
+    keys: Slots | None
 
-    cu_seqlens: torch.Tensor
-    """Where each sequence begins, and the end of the last; over all context-parallel ranks."""
-    longest: int
-    cos_TD: torch.Tensor
-    sin_TD: torch.Tensor
-    rectangles: list[Rectangle] = field(default_factory=list)
-    queries: Slots | None = None
-    """None where flash-attn takes the pack as it is."""
-    keys: Slots | None = None
-    qkv_format: str = "thd"
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d]."""
+        queries = spread(query, self.queries)
+        keys, values = spread(key, self.keys), spread(value, self.keys)
+        outputs = []
+        query_end = key_end = 0
+        for box in self.boxes:
+            query_start, key_start = query_end, key_end
+            query_end += box.sequences * box.query_places
+            key_end += box.sequences * box.key_places
+            q, k, v = (
+                states[start:end].view(box.sequences, -1, *states.shape[1:]).transpose(1, 2)
+                for states, start, end in (
+                    (queries, query_start, query_end),
+                    (keys, key_start, key_end),
+                    (values, key_start, key_end),
+                )
+            )
+            attended = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=box.mask, is_causal=box.mask is None, scale=scale,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
+        return collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.queries)
 
 
 def similar_lengths(lengths: Ints) -> list[Ints]:
@@ -77,62 +92,38 @@ def similar_lengths(lengths: Ints) -> list[Ints]:
     return [np.array(group) for group in groups]
 
 
-def plan_attention(
-    lengths: Ints,
-    positions_T: Ints,
-    frequencies: torch.Tensor,
-    *,
-    cp: int,
-    cp_rank: int,
-    dtype: torch.dtype,
-) -> PackedAttention:
-    """Index tables and rotary angles of one pack, on the frequencies' device.
+def plan_rectangles(lengths: Ints, *, cp: int, cp_rank: int, device: torch.device) -> Rectangles:
+    """The rectangles of one context-parallel rank.
 
     Args:
-        lengths: Padded length of each sequence over all context-parallel ranks.
-        positions_T: In-sequence position of each local token.
-        frequencies: Rotary angle per position [head_dim / 2], float32.
+        lengths: Length of each sequence over all context-parallel ranks; a multiple of 2 cp
+            where cp is above 1.
         cp: Context-parallel size.
         cp_rank: This rank's place in the context-parallel group.
-        dtype: Of the activations.
+        device: Where attention runs.
     """
-    device = frequencies.device
-    angles = torch.from_numpy(positions_T).to(device)[:, None].float() * frequencies
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32))
-    plan = PackedAttention(
-        cu_seqlens=cu_seqlens.to(device),
-        longest=int(lengths.max()),
-        cos_TD=angles.cos().to(dtype)[:, None],
-        sin_TD=angles.sin().to(dtype)[:, None],
-    )
-    if uses_flash_attention(device, dtype, cp):
-        return plan
     local = [zig_zag(int(n), cp, cp_rank) if cp > 1 else np.arange(int(n)) for n in lengths]
     query_starts = np.concatenate([[0], np.cumsum([len(part) for part in local])])
+    boxes: list[Rectangle] = []
     query_tables: list[Ints] = []
     key_tables: list[Ints] = []
     for group in similar_lengths(lengths):
         queries = _rectangle([query_starts[i] + np.arange(len(local[i])) for i in group])
-        keys = _rectangle([_gathered_places(i, lengths, cp) for i in group])
+        keys = _rectangle([gathered_places(i, lengths, cp) for i in group])
         mask = None
         if cp > 1:
             positions = _rectangle([local[i] for i in group], filler=0)
             visible = positions[:, None, :, None] >= np.arange(keys.shape[1])
             mask = torch.from_numpy(visible).to(device)
-        plan.rectangles.append(Rectangle(len(group), queries.shape[1], keys.shape[1], mask))
+        boxes.append(Rectangle(len(group), queries.shape[1], keys.shape[1], mask))
         query_tables.append(queries)
         key_tables.append(keys)
-    plan.queries = _slots(query_tables, int(query_starts[-1]), device)
-    plan.keys = _slots(key_tables, int(lengths.sum()), device) if cp > 1 else plan.queries
-    return plan
+    query_slots = _slots(query_tables, int(query_starts[-1]), device)
+    key_slots = _slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
+    return Rectangles(boxes, query_slots, key_slots)
 
 
-def uses_flash_attention(device: torch.device, dtype: torch.dtype, cp: int) -> bool:
-    """True where flash-attn takes the pack as it is: a GPU, 16-bit, no context parallelism."""
-    return device.type == "cuda" and HAS_FLASH_ATTENTION and dtype != torch.float32 and cp == 1
-
-
-def _gathered_places(index: int, lengths: Ints, cp: int) -> Ints:
+def gathered_places(index: int, lengths: Ints, cp: int) -> Ints:
     """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
     local_total = int(lengths.sum()) // cp
     start = int(lengths[:index].sum()) // cp
@@ -152,8 +143,10 @@ def _rectangle(rows: list[Ints], filler: int = -1) -> Ints:
     return table
 
 
-def _slots(tables: list[Ints], tokens: int, device: torch.device) -> Slots:
+def _slots(tables: list[Ints], tokens: int, device: torch.device) -> Slots | None:
     token_of_slot = np.concatenate([table.ravel() for table in tables])
+    if np.array_equal(token_of_slot, np.arange(tokens)):
+        return None
     filled = np.flatnonzero(token_of_slot >= 0)
     slot_of_token = np.empty(tokens, dtype=np.int64)
     slot_of_token[token_of_slot[filled]] = filled
@@ -176,8 +169,10 @@ class _Spread(torch.autograd.Function):
         return gradient.index_select(0, ctx.slots.slot_of_token), None
 
 
-def spread(tokens: torch.Tensor, slots: Slots) -> torch.Tensor:
+def spread(tokens: torch.Tensor, slots: Slots | None) -> torch.Tensor:
     """Tokens [t, ...] into the places of the rectangles."""
+    if slots is None:
+        return tokens
     return _Spread.apply(tokens, slots)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -196,13 +191,8 @@ class _Collect(torch.autograd.Function):
         return spread.index_copy_(0, slots.slot_of_token, gradient), None
 
 
-def collect(filled: torch.Tensor, slots: Slots) -> torch.Tensor:
+def collect(filled: torch.Tensor, slots: Slots | None) -> torch.Tensor:
     """The inverse of `spread`: one row per token, padding left behind."""
+    if slots is None:
+        return filled
     return _Collect.apply(filled, slots)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def rotate(states_TND: torch.Tensor, plan: PackedAttention) -> torch.Tensor:
-    """Rotary position embedding, the two halves of a head forming the pairs."""
-    first, second = states_TND.chunk(2, -1)
-    cos, sin = plan.cos_TD, plan.sin_TD
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

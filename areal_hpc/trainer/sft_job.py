@@ -23,9 +23,9 @@ from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.huggingface import Checkpoint, load_hf, save_hf
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
+from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
 from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.ranks import any_rank, one_report
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.sft import (
     Messages,
@@ -38,6 +38,8 @@ from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_
 logger = logging.getLogger(__name__)
 
 KEPT_COMMITS = 2
+EPOCH = 0
+"""The warm-up samples nothing: its weights need no version, and its starts no numbers."""
 
 
 class SftJobConfig(StageConfig):
@@ -65,7 +67,8 @@ def run(config: dict[str, Any]) -> None:
     """Fine-tune, and leave the model in `export/warmup`.
 
     Raises:
-        SystemExit: Stopped by a signal before the end; the work so far is committed.
+        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+            rank failed.
     """
     job = SftJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
@@ -78,14 +81,15 @@ def run(config: dict[str, Any]) -> None:
         layout.rendezvous_dir,
         is_cancelled=lambda: stop.requested,
     )
-    policy = build_policy(
-        read_architecture(job.model_path), job.parallel, DTYPES[job.dtype], device
-    )
-    trainer = SftTrainer(job, layout, policy)
-    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
-    finished = trainer.train(stop)
-    if finished:
-        save_hf(policy, job.model_path, layout.export("warmup"))
+    with one_report():
+        arch = read_architecture(job.model_path)
+        policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
+        trainer = SftTrainer(job, layout, policy)
+        gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
+        finished = trainer.train(stop)
+        if finished:
+            save_hf(policy, job.model_path, layout.export("warmup"))
+        trainer.close()
     close_world()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)
@@ -104,7 +108,7 @@ class SftTrainer:
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._committed = 0
         self._parent: str | None = None
-        if (commit := self._commits.latest()) is not None:
+        if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
             apply_settings(self._optimizer, job.warmup.optimizer)
             self._step = self._committed = commit.state.step
@@ -112,7 +116,7 @@ class SftTrainer:
             logger.info("resuming the warm-up after step %d", self._step)
         self._metrics = None
         if dist.get_rank() == 0:
-            self._commits.clean()
+            self._commits.clean(EPOCH)
             self._metrics = MetricsLog(layout.warmup_metrics, None, self._step)
             if self._metrics.reopened:
                 self._metrics.write(self._step, self._metrics.reopened)
@@ -123,12 +127,19 @@ class SftTrainer:
         while self._step < warmup.total_steps:
             if any_rank(stop.requested):
                 if self._step > self._committed:
-                    self._commit()
+                    self._begin_commit()
+                self._commits.finish()
                 return False
             self._train_step()
+            self._commits.poll()
             if self._step % warmup.commit_every_steps == 0 or self._step == warmup.total_steps:
-                self._commit()
+                self._begin_commit()
+        self._commits.finish()
         return True
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self._commits.close()
 
     def _train_step(self) -> None:
         warmup, began = self._job.warmup, time.perf_counter()
@@ -139,7 +150,16 @@ class SftTrainer:
             warmup.max_tokens_per_microbatch,
         )
         rate = learning_rate(self._step, warmup.total_steps, warmup.optimizer)
-        tally, grad_norm = train_once(self._policy, self._optimizer, batches, imitation_loss, rate)
+        try:
+            tally, grad_norm = train_once(
+                self._policy, self._optimizer, batches, imitation_loss, rate
+            )
+        except GradientError as error:
+            raise GradientError(
+                f"step {self._step + 1} of the warm-up: {error.problems[0].message}",
+                key=str(self._job.dataset_path),
+                hint="lower warmup.optimizer.lr",
+            ) from error
         self._step += 1
         if self._step % warmup.log_every_steps and self._step != warmup.total_steps:
             return
@@ -164,9 +184,9 @@ class SftTrainer:
         chosen = batch_indices(self._step, size, len(data), self._job.seed)
         return [data[index] for index in chosen]
 
-    def _commit(self) -> None:
-        state = TrainerState(step=self._step, epoch=0, seed=self._job.seed, parent=self._parent)
-        self._parent = self._commits.commit(self._policy, self._optimizer, state).name
+    def _begin_commit(self) -> None:
+        state = TrainerState(step=self._step, epoch=EPOCH, seed=self._job.seed, parent=self._parent)
+        self._parent = self._commits.begin(self._policy, self._optimizer, state).name
         self._committed = self._step
 
 

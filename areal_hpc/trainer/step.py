@@ -17,8 +17,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from areal_hpc.trainer.logprobs import token_logprobs
 from areal_hpc.trainer.model import Policy
 from areal_hpc.trainer.optimizer import optimizer_step
+from areal_hpc.trainer.packed_attention import PackedAttention
 from areal_hpc.trainer.packing import Pack, Row, build_pack, plan_packs
-from areal_hpc.trainer.rectangles import PackedAttention
 
 TEMPERATURE = "temperature"
 """The channel that, where a batch has it, divides the logits."""
@@ -29,7 +29,6 @@ class MicroBatch:
     """One forward pass of this rank, on its device. N: tokens it is scored on."""
 
     input_ids_1T: torch.Tensor
-    targets_N: torch.Tensor
     labels_N: torch.Tensor
     channels_N: dict[str, torch.Tensor]
     attention: PackedAttention
@@ -70,7 +69,11 @@ class Tally:
         )
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
-            dist.all_reduce(tops, op=dist.ReduceOp.MAX)
+            # A maximum over ranks passes over what is not a number: it travels as a flag beside.
+            odd = tops.isnan()
+            both = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), odd.double()])
+            dist.all_reduce(both, op=dist.ReduceOp.MAX)
+            tops = both[0].masked_fill(both[1] > 0, torch.nan)
         return Tally(
             dict(zip(names, sums.tolist(), strict=True)),
             dict(zip(maxima, tops.tolist(), strict=True)),
@@ -102,7 +105,6 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
 
     return MicroBatch(
         input_ids_1T=move(pack.input_ids_T)[None],
-        targets_N=move(pack.targets_N),
         labels_N=move(pack.labels_N),
         channels_N={name: move(values) for name, values in pack.channels_N.items()},
         attention=policy.attention(pack),
@@ -121,18 +123,18 @@ def run_passes(
     tally = Tally()
 
     def score(
-        batch: MicroBatch, logits_1TV: torch.Tensor
+        batch: MicroBatch, logits_1NV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         logprobs_N = token_logprobs(
-            logits_1TV[0],
-            batch.targets_N,
+            logits_1NV.flatten(0, 1),
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE),
             policy.arch.vocab,
+            parallel_state.get_tensor_model_parallel_group(),
         )
         total, seen = loss(batch, logprobs_N)
         tally.add(seen)
-        return total, torch.tensor(len(batch.targets_N), dtype=torch.int, device=total.device), {}
+        return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
         batch = next(batches)

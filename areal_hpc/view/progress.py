@@ -121,9 +121,14 @@ def _last_step(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1]["step"]) if rows else -1
 
 
+def shown(number: float | None, form: str) -> str:
+    """A metric for people; None stands for one that is not finite."""
+    return "not finite" if number is None else format(number, form)
+
+
 def warmup_line(row: dict[str, Any], total: int) -> str:
     """One step of the supervised warm-up, for people."""
-    return f"warm-up  {row['step']:>5}/{total}  loss {row['loss']:.4f}"
+    return f"warm-up  {row['step']:>5}/{total}  loss {shown(row['loss'], '.4f')}"
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
@@ -132,13 +137,13 @@ def step_line(row: dict[str, Any], total: int) -> str:
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
     metered = row["logprob/metered_tokens"]
-    difference = f"{row['logprob/engine_trainer_max_abs_diff']:.1e}" if metered else "unmetered"
+    gap = shown(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {row['reward/mean']:.3f}{evaluated}"
         f"  {row['tokens_per_s']:.0f} tok/s"
         f"  staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})"
-        f"  engine-trainer {difference}"
+        f"  engine-trainer {gap}"
     )
 
 

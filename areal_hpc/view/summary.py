@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot
 
 
@@ -24,7 +25,8 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
     evaluations = snapshot.evaluations
     seconds = sum(row["time/step_s"] for row in trained)
     tokens = sum(row["tokens/trained"] for row in trained)
-    worst = max(row["logprob/engine_trainer_max_abs_diff"] for row in trained)
+    gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
+    worst = None if None in gaps else max(gaps)
     metered = sum(row["logprob/metered_tokens"] for row in trained)
     spanning = sum(row["versions/multi"] for row in trained)
     lines = [
@@ -39,7 +41,8 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
     lines += [
         f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
-        f"  engine vs trainer {worst:.1e} largest log-probability difference over {metered} tokens",
+        f"  engine vs trainer {shown(worst, '.1e')} largest log-probability difference "
+        f"over {metered} tokens",
         f"  staleness         {last['staleness/mean']:.2f} mean, "
         f"{max(row['staleness/max'] for row in trained)} max; "
         f"{spanning} replies span two weight versions",

@@ -53,4 +53,4 @@ class Attempt:
         self.live.remove(swap)
         for key in swap.keys:
             self.failed[key] = WeightSyncError(f"{key} did not get the update: {error}")
-        swap.fence()
+        swap.give_up()

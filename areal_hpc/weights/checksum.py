@@ -74,7 +74,7 @@ def compare(expected: Digests, reported: Mapping[str, str], who: str) -> None:
         return
     hint = "resend all weights"
     if len(different) == len(server_names):
-        hint = "export parameters in the server's dtype (inference.dtype)"
+        hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
         f"{who}: expected the sent weights, got {len(different)} different {different[:_SHOWN]}, "
         f"{len(missing)} unknown to the server {missing[:_SHOWN]}, "

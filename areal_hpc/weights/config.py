@@ -17,7 +17,7 @@ class WeightsConfig(StageConfig):
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
     """Replicas that share one process group, and so one failure."""
     pause_mode: Literal["retract", "in_place"] = "retract"
-    """`retract` recomputes KV under the new weights, so recorded versions are exact."""
+    """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     update_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """Deadline of every single wait in an update."""
     verify_checksum: bool = True

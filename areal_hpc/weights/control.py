@@ -16,11 +16,16 @@ from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
     INCARNATION_HEADER,
+    FenceRequest,
     ReplicaView,
     ServeRequest,
 )
 
 Reply = TypeVar("Reply")
+
+_PROMPT_S = 30.0
+"""Deadline of calls that move no weights: a server that hangs must not hold the others up."""
+_GIVE_UP_S = 2.0
 
 
 class _ModelInfo(msgspec.Struct):
@@ -60,20 +65,29 @@ class ReplicaControl:
             timeout=deadline_s,
             trust_env=False,
         )
+        self._prompt_s = min(_PROMPT_S, deadline_s)
+
+    def fence(self) -> None:
+        """Take the replica out of service. Asks the relay alone, so a stuck SGLang is fenced."""
+        self._decode(self._post("fence", FenceRequest(), self._prompt_s), ReplicaView)
+
+    def give_up(self) -> None:
+        """Keep the replica out of service until another update, or its restart."""
+        self._post("fence", FenceRequest(stays=True), min(_GIVE_UP_S, self._prompt_s))
 
     def pause(self, mode: str) -> None:
         """Stop generation; requests stay and new ones wait."""
-        self._post("pause_generation", {"mode": mode})
+        self._post("pause_generation", {"mode": mode}, self._prompt_s)
 
     def resume(self) -> None:
         """Let requests go on."""
-        self._post("continue_generation", {})
+        self._post("continue_generation", {}, self._prompt_s)
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
         if not self._accepts("begin_weight_update"):
-            self._post("end_weight_update", {})
-            self._post("begin_weight_update", {})
+            self._post("end_weight_update", {}, self._prompt_s)
+            self._post("begin_weight_update", {}, self._prompt_s)
 
     def end(self) -> None:
         """Close the update session."""
@@ -123,7 +137,7 @@ class ReplicaControl:
 
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        return self._decode(self._post("model_info", {}), _ModelInfo).weight_version
+        return self._decode(self._post("model_info", {}, self._prompt_s), _ModelInfo).weight_version
 
     def checksums(self) -> Sequence[tuple[int, dict[str, str]]]:
         """(tensor-parallel rank, hash by tensor name) of everything the server holds."""
@@ -132,19 +146,19 @@ class ReplicaControl:
 
     def flush(self) -> None:
         """Drop the KV cache that the old weights filled."""
-        self._post("flush_cache", {})
+        self._post("flush_cache", {}, self._prompt_s)
 
     def serve(self, version: WeightVersion) -> None:
         """Open the replica to agents."""
-        request = ServeRequest(self.key.incarnation, str(version))
-        self._decode(self._post("serve", request), ReplicaView)
+        request = ServeRequest(str(version))
+        self._decode(self._post("serve", request, self._prompt_s), ReplicaView)
 
     def close(self) -> None:
         """Close pooled connections."""
         self._client.close()
 
-    def _post(self, route: str, body: object) -> bytes:
-        answer = self._send(route, body)
+    def _post(self, route: str, body: object, timeout_s: float | None = None) -> bytes:
+        answer = self._send(route, body, timeout_s)
         if answer.status_code >= 400:
             raise WeightSyncError(
                 f"{self.key} answered {route} with {answer.status_code}: {answer.text[:500]}"
@@ -152,11 +166,15 @@ class ReplicaControl:
         return answer.content
 
     def _accepts(self, route: str) -> bool:
-        return self._send(route, {}).status_code < 400
+        return self._send(route, {}, self._prompt_s).status_code < 400
 
-    def _send(self, route: str, body: object) -> httpx.Response:
+    def _send(self, route: str, body: object, timeout_s: float | None) -> httpx.Response:
         try:
-            return self._client.post(f"/{route}", content=msgspec.json.encode(body))
+            return self._client.post(
+                f"/{route}",
+                content=msgspec.json.encode(body),
+                timeout=timeout_s or self._client.timeout,
+            )
         except httpx.HTTPError as error:
             raise WeightSyncError(
                 f"{self.key} did not answer {route} ({type(error).__name__}: {error})",

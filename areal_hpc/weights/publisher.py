@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
 
-from areal_hpc.cluster.rendezvous import find
 from areal_hpc.cluster.topology import advertised_host
-from areal_hpc.errors import ClusterError, WeightSyncError
+from areal_hpc.errors import WeightSyncError
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, Step
 from areal_hpc.weights.bucket import BucketBuffer, PackedBucket, largest_bytes, unpack
+from areal_hpc.weights.census import Census
 from areal_hpc.weights.checksum import Digests, rank_digests
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
@@ -24,12 +24,9 @@ from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.weights.version import WeightVersion
-from areal_hpc.wire.http import WireClient
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 log = logging.getLogger(__name__)
 
-_POLL_TIMEOUT_S = 3.0
 _CALLS_AT_ONCE = 32
 
 
@@ -54,46 +51,23 @@ class Publisher:
         device: torch.device,
     ) -> None:
         self._config = config
-        self._rendezvous_dir = rendezvous_dir
-        self._cells = [f"cell-{index}" for index in range(cells)]
+        self._census = Census(rendezvous_dir, cells, admin_key)
         self._admin_key = admin_key
         self._backend = backend
         self._device = device
         self._pool = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="publisher")
         self._swaps: dict[tuple[ReplicaKey, ...], GroupSwap] = {}
+        self._suspects: set[tuple[str, int]] = set()
         self._serial = itertools.count()
         self._buffers: tuple[BucketBuffer, BucketBuffer] | None = None
         self._capacity_bytes = 0
 
     def outdated(self, version: WeightVersion) -> list[ReplicaKey]:
         """Replicas that are up and do not serve `version`. Unreachable cells are left out."""
-        found = self._pool.map(self._replicas_of, self._cells)
         return [
             key
-            for key, view in itertools.chain.from_iterable(found)
+            for key, view in self._census.take()
             if view.state == "ready" or (view.state == "serving" and view.version != str(version))
-        ]
-
-    def _replicas_of(self, cell: str) -> list[tuple[ReplicaKey, ReplicaView]]:
-        endpoint = find(self._rendezvous_dir, f"relay-{cell}")
-        if endpoint is None:
-            return []
-        client = WireClient(endpoint.url, self._admin_key, timeout_s=_POLL_TIMEOUT_S)
-        try:
-            replicas = client.get("/replicas", ReplicaList).replicas
-        except ClusterError as error:
-            log.info("%s is passed over: %s", cell, error)
-            return []
-        finally:
-            client.close()
-        return [
-            (
-                ReplicaKey(
-                    cell, view.index, view.incarnation, view.tp, endpoint.url, endpoint.started_at
-                ),
-                view,
-            )
-            for view in replicas
         ]
 
     def publish(
@@ -153,6 +127,7 @@ class Publisher:
             update.give_up()
             raise
         self._swaps.update({swap.keys: swap for swap in update.live})
+        self._suspects |= {key.place for key in update.failed}
         return UpdateReport(
             version,
             ok=tuple(key for swap in update.live for key in swap.keys),
@@ -165,13 +140,12 @@ class Publisher:
         self, update: Attempt, version: WeightVersion, replicas: Sequence[ReplicaKey]
     ) -> None:
         """Take the groups that still stand and form the others."""
-        ordered = sorted(replicas, key=lambda key: (key.cell, key.index))
-        size = self._config.replicas_per_group
-        groups = [tuple(ordered[at : at + size]) for at in range(0, len(ordered), size)]
-        places = {(key.cell, key.index) for key in ordered}
+        groups = partition(replicas, self._config.replicas_per_group, self._suspects)
+        places = {key.place for key in replicas}
+        self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._swaps]:
-            if keys not in groups and any((key.cell, key.index) in places for key in keys):
-                self._swaps.pop(keys).fence()  # a member was restarted or is grouped otherwise
+            if keys not in groups and any(key.place in places for key in keys):
+                self._swaps.pop(keys).abandon()  # a member was restarted or is grouped otherwise
         standing = [self._swaps.pop(keys) for keys in groups if keys in self._swaps]
         formed = {swap.keys for swap in standing}
         update.live = [self._new_swap(version, keys) for keys in groups if keys not in formed]
@@ -242,6 +216,23 @@ class Publisher:
             swap.close()
         self._swaps.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
+        self._census.close()
+
+
+def partition(
+    replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
+) -> list[tuple[ReplicaKey, ...]]:
+    """Groups of `size` neighbours. A suspect gets a group of its own: it may fail the next too.
+
+    Args:
+        replicas: Those to update.
+        size: Replicas of a group; the last group may have fewer.
+        suspects: Places whose last update failed.
+    """
+    ordered = sorted(replicas, key=lambda key: key.place)
+    trusted = [key for key in ordered if key.place not in suspects]
+    groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
+    return groups + [(key,) for key in ordered if key.place in suspects]
 
 
 def _fill(packed: PackedBucket, arrivals: Iterator[tuple[str, torch.Tensor]]) -> None:

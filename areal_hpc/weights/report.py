@@ -20,6 +20,11 @@ class ReplicaKey:
     relay_url: str
     relay_started_at: float
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Which replica of which cell, whatever its incarnation."""
+        return self.cell, self.index
+
     def __str__(self) -> str:
         return f"replica {self.index} of {self.cell} (incarnation {self.incarnation})"
 

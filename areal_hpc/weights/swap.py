@@ -1,9 +1,10 @@
 """The update of one group of replicas, step by step.
 
-    join -> pause -> (send each bucket) -> verify -> resume
+    join -> pause -> (send each bucket) -> end -> verify -> resume
 
-A step that raises leaves the group's replicas paused and out of service: they hold weights
-that nobody vouches for. The relay restarts them if no sender comes back in time.
+A replica is fenced before anything else is asked of it, so whichever step raises, its group's
+replicas are out of service. If no sender comes back in time, the cell restarts those whose
+weights were begun to change and lets the others go on.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class GroupSwap:
     """The replicas of one update group and the process group that reaches them.
 
     Lives over many updates while its replicas do. Every method raises WeightSyncError when a
-    member fails or a deadline passes; the object is then of no more use but to be fenced.
+    member fails or a deadline passes; the object is then of no more use but to be given up.
     """
 
     def __init__(self, group: UpdateGroup, members: Sequence[ReplicaControl], mode: str) -> None:
@@ -45,6 +46,7 @@ class GroupSwap:
 
     def join(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
+        self._all(lambda member: member.fence())
         group = self._group
         joining: list[Future[object]] = []
         offset = 1
@@ -65,6 +67,7 @@ class GroupSwap:
 
     def pause(self) -> None:
         """Stop generation and open the update session."""
+        self._all(lambda member: member.fence())
         self._all(lambda member: member.pause(self._mode))
         self._all(lambda member: member.begin())
 
@@ -133,9 +136,19 @@ class GroupSwap:
         self._group.close()
         self._release()
 
-    def fence(self) -> None:
+    def abandon(self) -> None:
         """Leave at once; members that wait for bytes get an error instead."""
         self._group.abandon()
+        self._release()
+
+    def give_up(self) -> None:
+        """Leave at once, and keep the members out of service until another update."""
+        self._group.abandon()
+        for member in self._members:  # not through the pool, whose calls may be stuck
+            try:
+                member.give_up()
+            except WeightSyncError as error:
+                log.info("not told that it was given up: %s", error)
         self._release()
 
     def _release(self) -> None:

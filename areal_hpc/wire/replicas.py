@@ -1,18 +1,22 @@
 """What the trainer and the proxy say to a cell's control relay, which guards its SGLang servers.
 
-All routes need the admin key. A relayed call also names the update it belongs to, in headers:
+All routes need the admin key. A call about one replica also says who calls, in headers:
 
 | header             | meaning                                                                     |
 |--------------------|-----------------------------------------------------------------------------|
 | x-areal-incarnation| the replica's incarnation the caller means; 409 when it has been restarted  |
 | x-areal-epoch      | the trainer's epoch; 409 when a newer one has been here                     |
-| x-areal-deadline-s | a replica left paused this long without a successful call is restarted      |
+| x-areal-deadline-s | a sender not heard of for this long has vanished                            |
 
 | route                           | reply       | meaning                                        |
 |---------------------------------|-------------|------------------------------------------------|
 | GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
+| POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
 | POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
+
+When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
+any other is restarted, and waits for a full resend.
 """
 
 from __future__ import annotations
@@ -68,8 +72,14 @@ class ReplicaList(Struct, frozen=True):
     replicas: list[ReplicaView]
 
 
+class FenceRequest(Struct, frozen=True):
+    """Agents may not be routed to the replica until it is told to serve."""
+
+    stays: bool = False
+    """The sender gave the replica up: not even its vanishing opens the replica again."""
+
+
 class ServeRequest(Struct, frozen=True):
     """The replica holds the verified weights of `version`."""
 
-    incarnation: int
     version: str

@@ -9,6 +9,8 @@ import pytest
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import append_json_line
 from areal_hpc.view.progress import PlainReporter
+from areal_hpc.view.snapshot import read_snapshot
+from areal_hpc.view.summary import summarise
 
 STEP = {
     "reward/mean": 0.5,
@@ -62,3 +64,16 @@ def test_a_step_without_metered_tokens_says_so(
     append_json_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
     reporter.close()
     assert "unmetered" in capsys.readouterr().out
+
+
+def test_a_difference_that_is_not_finite_is_said_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    line = {"step": 1, **STEP, "logprob/engine_trainer_max_abs_diff": None}
+    sizes = {"time/step_s": 1.0, "tokens/trained": 1, "versions/multi": 0}
+    append_json_line(layout.metrics, line | sizes)
+    reporter.close()
+    assert "engine-trainer not finite" in capsys.readouterr().out
+    assert "not finite largest" in summarise(layout, read_snapshot(layout), program="areal-hpc")

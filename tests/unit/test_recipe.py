@@ -55,12 +55,14 @@ def test_all_problems_are_reported_at_once() -> None:
 
 
 def test_values_that_do_not_fit_together_are_all_reported() -> None:
-    overrides = ["trainer.minibatches=5", "trainer.parallel.dp=3", "rollout.n_samples=1"]
+    parallel = ["trainer.parallel.dp=3", "trainer.parallel.ep=2"]
+    overrides = ["trainer.minibatches=5", "rollout.n_samples=1", *parallel]
     with pytest.raises(RecipeError) as caught:
         load(QUICKSTART, overrides)
     message = str(caught.value)
     assert "batch_size=32 tickets do not divide into minibatches=5" in message
     assert "dp=3" in message
+    assert "ep=2 of the 3 ranks" in message
     assert "n_samples=1" in message
 
 

@@ -1,6 +1,7 @@
 """What agents see of the chat dialect: the openai SDK and raw HTTP against a real proxy."""
 
 import asyncio
+import socket
 import time
 
 import pytest
@@ -233,6 +234,16 @@ def test_wrong_keys_open_nothing(stage):
         assert answer.json()["error"]["type"] == "authentication_error"
     for route in ("/rl/start_session", "/rl/finish_ticket", "/rl/seal"):
         assert stage.post(route, {}, key).status_code == 401
+
+
+def test_a_wrong_key_is_refused_before_the_body_is_sent(stage):
+    host, port = stage.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5.0) as connection:
+        connection.sendall(
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: proxy\r\n"
+            b"Authorization: Bearer sk-guess\r\nContent-Length: 90000\r\n\r\n"
+        )
+        assert connection.recv(64).startswith(b"HTTP/1.1 401")
 
 
 def test_unknown_routes_and_methods_have_their_statuses(stage):

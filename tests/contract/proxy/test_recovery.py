@@ -171,6 +171,20 @@ def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage):
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
 
 
+def test_a_finished_run_leaves_no_journal_and_an_unfinished_one_does(own_stage):
+    stage = own_stage
+    session_id, key = stage.open_session(REF)
+    stage.ask(key, "hi")
+    stage.finish_session(key, 1.0)
+    finish(stage, session_id)
+    stage.stop_proxy()
+    assert list(stage.journal_dir.glob("*/journal"))
+    stage.start_proxy()
+    stage.layout.finished.touch()
+    stage.stop_proxy()
+    assert list(stage.journal_dir.iterdir()) == []
+
+
 def _ask_in_vain(stage: Stage, key: str) -> None:
     try:
         stage.ask(key, "hi")

@@ -19,8 +19,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.cluster.rendezvous import Endpoint, await_endpoint
+from areal_hpc.cluster.rendezvous import await_endpoint
 from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.replicas import ReplicaView
 
@@ -70,10 +71,37 @@ def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
 class Cell:
     """A running inference job."""
 
-    def __init__(self, layout: RunLayout, job: subprocess.Popen[bytes], endpoint: Endpoint) -> None:
+    def __init__(self, layout: RunLayout, name: str) -> None:
         self.layout = layout
-        self.job = job
+        self.name = name
         self.epoch = 1
+        self._relays: list[httpx.Client] = []
+        self.start()
+
+    def start(self) -> None:
+        """Run the job, for the first time or after its end. Its relay answers on return."""
+        layout, config_path = self.layout, self.layout.root / f"{self.name}.json"
+        (layout.rendezvous_dir / f"relay-{self.name}.json").unlink(missing_ok=True)
+        with (layout.root / f"{self.name}.log").open("ab") as log_file:
+            self.job = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "areal_hpc.cluster.entry"),
+                    *("areal_hpc.inference.job:run", str(config_path)),
+                ],
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+            )
+        try:
+            endpoint = await_endpoint(
+                layout.rendezvous_dir,
+                f"relay-{self.name}",
+                20,
+                is_cancelled=lambda: self.job.poll() is not None,
+            )
+        except ClusterError:
+            self.stop()
+            raise
         self.admin_key = layout.admin_key.read_text()
         self.relay = httpx.Client(
             base_url=endpoint.url,
@@ -81,14 +109,28 @@ class Cell:
             timeout=30,
             trust_env=False,
         )
+        self._relays.append(self.relay)
 
-    def replica(self) -> ReplicaView:
-        """The only replica."""
-        return ReplicaView(**self.relay.get("/replicas").json()["replicas"][0])
+    def stop(self) -> None:
+        """End the job."""
+        self.job.send_signal(signal.SIGTERM)
+        self.job.wait(10)
+        for relay in self._relays:
+            relay.close()
 
-    def await_replica(self, wanted: Callable[[ReplicaView], bool]) -> ReplicaView:
-        give_up_at = time.monotonic() + START_TIMEOUT_S
-        while not wanted(view := self.replica()):
+    def replica(self, index: int = 0) -> ReplicaView:
+        """What the relay says of one replica."""
+        return ReplicaView(**self.relay.get("/replicas").json()["replicas"][index])
+
+    def await_replica(
+        self,
+        wanted: Callable[[ReplicaView], bool],
+        index: int = 0,
+        *,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> ReplicaView:
+        give_up_at = time.monotonic() + timeout_s
+        while not wanted(view := self.replica(index)):
             assert self.job.poll() is None, self.logs()
             assert time.monotonic() < give_up_at, f"{view}\n{self.logs()}"
             time.sleep(0.1)
@@ -102,18 +144,35 @@ class Cell:
         } | {f"x-areal-{name.replace('_', '-')}": value for name, value in headers.items()}
         return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
 
-    def generate(self, input_ids: list[int], **sampling: Any) -> dict[str, Any]:
+    def generate(self, input_ids: list[int], index: int = 0, **sampling: Any) -> dict[str, Any]:
         """SGLang's own answer, with log-probabilities."""
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
         answer = httpx.post(
-            f"{self.replica().url}/generate", json=body, timeout=60, trust_env=False
+            f"{self.replica(index).url}/generate", json=body, timeout=60, trust_env=False
         )
         answer.raise_for_status()
         reply: dict[str, Any] = answer.json()
         return reply
 
+    def engine(self, index: int = 0) -> psutil.Process:
+        """The first process of one server that is up."""
+        port = self.replica(index).url.rpartition(":")[2]
+        (engine,) = [
+            child for child in psutil.Process(self.job.pid).children() if port in child.cmdline()
+        ]
+        return engine
+
+    def scheduler(self, index: int = 0) -> psutil.Process:
+        """The process of one server that runs the model."""
+        (scheduler,) = [
+            child
+            for child in self.engine(index).children()
+            if child.cmdline()[0].startswith("sglang::scheduler")
+        ]
+        return scheduler
+
     def engine_processes(self) -> list[psutil.Process]:
-        """The server and all its children."""
+        """All processes of all servers."""
         engines = [
             child
             for child in psutil.Process(self.job.pid).children()
@@ -133,41 +192,25 @@ class Cell:
 
 
 @contextmanager
-def running_cell(run_dir: Path, model: Qwen3ForCausalLM, **inference: Any) -> Iterator[Cell]:
-    """A cell with one fp32 replica of `model`, started but not yet ready."""
+def running_cell(
+    run_dir: Path, model: Qwen3ForCausalLM, *, name: str = "cell-0", **inference: Any
+) -> Iterator[Cell]:
+    """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     layout = RunLayout(run_dir)
     save_with_tokenizer(model, layout.tiny_model_dir)
     config = {
         "run_dir": str(run_dir),
-        "cell": "cell-0",
+        "cell": name,
         "inference": {"device": "cpu", "dtype": "float32", **inference},
         "model_path": str(layout.tiny_model_dir),
         "serve_python": interpreter_of("serve", "auto"),
     }
-    config_path = run_dir / "inference.json"
-    config_path.write_text(json.dumps(config))
-    with (run_dir / "job.log").open("wb") as log_file:
-        job = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "areal_hpc.cluster.entry"),
-                *("areal_hpc.inference.job:run", str(config_path)),
-            ],
-            stdout=log_file,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
-        )
-    cell = None
+    (run_dir / f"{name}.json").write_text(json.dumps(config))
+    cell = Cell(layout, name)
     try:
-        endpoint = await_endpoint(
-            layout.rendezvous_dir, "relay-cell-0", 20, is_cancelled=lambda: job.poll() is not None
-        )
-        cell = Cell(layout, job, endpoint)
         yield cell
     finally:
-        job.send_signal(signal.SIGTERM)
-        job.wait(10)
-        if cell is not None:
-            cell.relay.close()
+        cell.stop()
 
 
 def alive(processes: list[psutil.Process]) -> list[psutil.Process]:

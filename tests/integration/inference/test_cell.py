@@ -14,7 +14,8 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
-    with running_cell(tmp_path_factory.mktemp("run"), tiny_qwen3(0)) as cell:
+    run_dir = tmp_path_factory.mktemp("run")
+    with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=8) as cell:
         cell.await_replica(lambda view: view.state == "ready")
         yield cell
 
@@ -50,12 +51,36 @@ def test_a_call_meant_for_another_incarnation_or_an_old_epoch_is_refused(cell: C
     assert f"epoch {cell.epoch}" in refused.json()["error"]
 
 
-def test_a_pause_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
-    before = cell.await_replica(lambda view: view.state == "ready")
-    served = {"incarnation": before.incarnation, "version": "1.0"}
-    assert cell.relay.post("/replicas/0/serve", json=served).json()["state"] == "serving"
+def test_serving_and_fencing_obey_the_epoch_and_the_incarnation(cell: Cell) -> None:
+    cell.epoch += 1
+    assert cell.control("serve", {"version": f"{cell.epoch}.0"}).json()["state"] == "serving"
+    for route, body in (("serve", {"version": "0.9"}), ("fence", {})):
+        assert cell.control(route, body, epoch=str(cell.epoch - 1)).status_code == 409
+        assert cell.control(route, body, incarnation="7").status_code == 409
+    assert cell.replica().version == f"{cell.epoch}.0"
+    fenced = cell.control("fence", {}, deadline_s="0.5")
+    assert (fenced.json()["state"], fenced.json()["version"]) == ("ready", "")
+    cell.await_replica(lambda view: view.version == f"{cell.epoch}.0")
+
+
+def test_a_pause_whose_sender_vanished_ends_with_the_weights_it_found(cell: Cell) -> None:
+    before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
+    cell.control("serve", {"version": f"{cell.epoch}.1"})
+    cell.control("fence", {}, deadline_s="1.0")
     paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s="1.0")
     assert paused.status_code == 200
+    after = cell.await_replica(lambda view: view.state == "serving")
+    assert (after.incarnation, after.version) == (before.incarnation, f"{cell.epoch}.1")
+    assert cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)["output_ids"]
+
+
+def test_a_change_of_weights_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
+    before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
+    cell.control("serve", {"version": f"{cell.epoch}.2"})
+    for route in ("pause_generation", "begin_weight_update"):
+        body = {"mode": "retract"} if route == "pause_generation" else {}
+        assert cell.control(route, body, deadline_s="1.0").status_code == 200
+    assert cell.replica().state == "ready"
     after = cell.await_replica(lambda view: view.incarnation > before.incarnation)
     after = cell.await_replica(lambda view: view.state != "starting")
     assert (after.incarnation, after.state, after.version) == (before.incarnation + 1, "ready", "")
@@ -63,6 +88,16 @@ def test_a_pause_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
     assert "sender vanished" in died[-1]["reason"]
     reply = cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)
     assert len(reply["output_ids"]) <= 4
+
+
+def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell) -> None:
+    before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
+    (scheduler,) = [one for one in cell.engine_processes() if "scheduler" in one.cmdline()[0]]
+    scheduler.suspend()
+    cell.await_replica(lambda view: view.incarnation > before.incarnation)
+    cell.await_replica(lambda view: view.state == "ready")
+    died = [event for event in cell.events() if event["event"] == "replica_died"]
+    assert "no sign of life for 8 s" in died[-1]["reason"]
 
 
 def test_stopping_takes_less_than_three_seconds(tmp_path: Path) -> None:

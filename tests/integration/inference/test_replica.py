@@ -5,25 +5,44 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.replica import Launch, Replica
+from areal_hpc.inference.relay import RelayApp, RelayServer
+from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.telemetry import EventLog
-from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
 
 SERVER = """
-import http.server, subprocess, sys
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+import http.server, subprocess, sys, time
+subprocess.Popen(
+    ["sglang::scheduler", "-c", "import time; time.sleep(60)"], executable=sys.executable
+)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(BYSTANDER_S)"])
 class Ready(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
+        if self.path == "/health_generate": time.sleep(HEALTH_S)
         self.send_response(200); self.end_headers()
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
+    def do_POST(self):
+        print("asked for", self.path, flush=True)
+        time.sleep(POST_S)
+        self.send_response(CONTINUE); self.end_headers()
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_forever()
 """
+FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "CONTINUE": 200}
 
 Make = Callable[..., Replica]
+
+
+def server(**facts: float) -> Launch:
+    """One that answers like SGLang where the keeper looks."""
+    text = SERVER
+    for name, value in (FACTS | facts).items():
+        text = text.replace(name, str(value))
+    return program(text)
 
 
 def program(text: str) -> Launch:
@@ -34,15 +53,19 @@ def program(text: str) -> Launch:
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Replica] = []
 
-    def make(launch: Launch, *, startup_timeout_s: float = 20, max_restarts: int = 3) -> Replica:
+    def make(launch: Launch, **options: float) -> Replica:
         replica = Replica(
             0,
             tp=1,
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
-            startup_timeout_s=startup_timeout_s,
-            max_restarts=max_restarts,
+            **{  # type: ignore[arg-type]  # all of them numbers
+                "startup_timeout_s": 20,
+                "health_timeout_s": 60,
+                "max_restarts": 3,
+                **options,
+            },
         )
         made.append(replica)
         return replica
@@ -66,18 +89,35 @@ def is_ready(view: ReplicaView) -> bool:
     return view.state == "ready"
 
 
-def grandchildren() -> list[psutil.Process]:
+def schedulers() -> list[psutil.Process]:
     return [
         child
         for child in psutil.Process().children(True)
-        if child.cmdline()[-1] == "import time; time.sleep(60)"
+        if child.cmdline()[:1] == ["sglang::scheduler"]
     ]
 
 
+def caller(replica: Replica, *, epoch: int = 1, deadline_s: float = 30) -> Caller:
+    return Caller(replica.view().incarnation, epoch, deadline_s)
+
+
+def relay(replica: Replica, route: str, deadline_s: float) -> None:
+    """What the relay says of a call that SGLang accepted."""
+    replica.called(caller(replica, deadline_s=deadline_s), route)
+    replica.answered(caller(replica, deadline_s=deadline_s), route, accepted=True)
+
+
+def tick_for(replica: Replica, seconds: float) -> None:
+    stop_at = time.monotonic() + seconds
+    while time.monotonic() < stop_at:
+        replica.tick()
+        time.sleep(0.01)
+
+
 def test_a_lost_child_process_replaces_the_server(make: Make) -> None:
-    replica = make(program(SERVER))
+    replica = make(server())
     tick_until(replica, is_ready)
-    (child,) = grandchildren()
+    (child,) = schedulers()
     child.kill()
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
     assert view.version == ""
@@ -86,7 +126,7 @@ def test_a_lost_child_process_replaces_the_server(make: Make) -> None:
 def test_a_taken_port_is_no_crash(make: Make) -> None:
     def launch(incarnation: int, ports: Ports) -> Command:
         taken = "raise SystemExit('[Errno 98] ... address already in use')"
-        return program(taken if incarnation < 3 else SERVER)(incarnation, ports)
+        return (program(taken) if incarnation < 3 else server())(incarnation, ports)
 
     replica = make(launch, max_restarts=0)
     assert tick_until(replica, is_ready).incarnation == 3
@@ -107,35 +147,163 @@ def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(make: 
 
 
 def test_incarnations_go_on_counting_in_the_next_job(make: Make) -> None:
-    first = make(program(SERVER))
+    first = make(server())
     tick_until(first, is_ready)
-    second = make(program(SERVER))
+    second = make(server())
     assert tick_until(second, is_ready).incarnation == 2
 
 
-def test_pausing_again_does_not_put_off_the_restart(make: Make) -> None:
-    replica = make(program(SERVER))
+def test_a_child_that_comes_and_goes_is_no_loss(make: Make) -> None:
+    replica = make(server(BYSTANDER_S=0.3))
     tick_until(replica, is_ready)
-    paused_at = time.monotonic()
-    while replica.view().incarnation == 1 and time.monotonic() - paused_at < 5:
-        replica.note_relayed("pause_generation", 1, 0.4)
+    tick_for(replica, 0.6)
+    assert replica.view().incarnation == 1
+
+
+def test_a_silent_server_is_replaced(make: Make) -> None:
+    replica = make(server(HEALTH_S=60.0), health_timeout_s=1.0)
+    tick_until(replica, is_ready)
+    began = time.monotonic()
+    tick_until(replica, lambda view: view.state == "starting")
+    assert 0.9 <= time.monotonic() - began < 3
+
+
+def test_silence_in_an_update_is_no_death(make: Make) -> None:
+    replica = make(server(HEALTH_S=60.0), health_timeout_s=0.6)
+    tick_until(replica, is_ready)
+    relay(replica, "pause_generation", 30)
+    tick_for(replica, 1.2)
+    assert replica.view().state == "ready"
+
+
+def test_old_crashes_are_forgiven(make: Make) -> None:
+    replica = make(server(), max_restarts=1, crashes_forgiven_after_s=0.3)
+    for incarnation in (1, 2, 3):
+        tick_until(replica, lambda view: view.state == "ready")
+        assert replica.view().incarnation == incarnation
+        tick_for(replica, 0.6)
+        schedulers()[0].kill()
+        tick_until(replica, lambda view: view.state == "starting")
+
+
+def test_a_fenced_replica_serves_only_when_told_to(make: Make) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    assert replica.serve(caller(replica), ServeRequest("1.4")).state == "serving"
+    assert replica.fence(caller(replica), FenceRequest()).version == ""
+    assert replica.view().state == "ready"
+    assert replica.serve(caller(replica), ServeRequest("1.5")).version == "1.5"
+
+
+def test_an_older_epoch_can_neither_fence_nor_serve_nor_call(make: Make) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    replica.serve(caller(replica, epoch=2), ServeRequest("2.0"))
+    old = caller(replica, epoch=1)
+    with pytest.raises(CallRefused, match="epoch 2"):
+        replica.fence(old, FenceRequest())
+    with pytest.raises(CallRefused, match="epoch 2"):
+        replica.serve(old, ServeRequest("1.9"))
+    with pytest.raises(CallRefused, match="epoch 2"):
+        replica.called(old, "begin_weight_update")
+    assert replica.view().version == "2.0"
+
+
+def test_a_sender_that_vanishes_before_any_change_leaves_the_old_weights_in_service(
+    make: Make, tmp_path: Path
+) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    replica.serve(caller(replica), ServeRequest("1.4"))
+    replica.fence(caller(replica, deadline_s=0.3), FenceRequest())
+    relay(replica, "pause_generation", 0.3)
+    view = tick_until(replica, lambda view: view.state == "serving")
+    assert (view.incarnation, view.version) == (1, "1.4")
+    assert "asked for /continue_generation" in (tmp_path / "replica-0.1.log").read_text()
+
+
+def test_a_replica_that_its_sender_gave_up_stays_out_of_service(make: Make) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    replica.serve(caller(replica), ServeRequest("1.4"))
+    replica.fence(caller(replica, deadline_s=0.2), FenceRequest())
+    replica.fence(caller(replica, deadline_s=0.2), FenceRequest(stays=True))
+    tick_for(replica, 0.6)
+    assert (replica.view().incarnation, replica.view().state) == (1, "ready")
+
+
+@pytest.mark.parametrize(
+    ("routes", "answer"),
+    [(["pause_generation", "begin_weight_update"], 200), (["pause_generation"], 500)],
+    ids=["weights begun to change", "server does not go on"],
+)
+def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer: int) -> None:
+    replica = make(server(CONTINUE=answer), max_restarts=0)
+    tick_until(replica, is_ready)
+    replica.serve(caller(replica), ServeRequest("1.4"))
+    for route in routes:
+        relay(replica, route, 0.3)
+    view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
+    assert view.version == ""
+
+
+def test_fencing_and_pausing_again_do_not_put_off_the_end(make: Make) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    began = time.monotonic()
+    relay(replica, "begin_weight_update", 0.4)
+    while replica.view().state == "ready" and time.monotonic() - began < 5:
+        replica.fence(caller(replica, deadline_s=0.4), FenceRequest())
+        relay(replica, "pause_generation", 0.4)
         replica.tick()
         time.sleep(0.02)
-        if replica.view().state == "starting":
-            break
-    assert 0.4 <= time.monotonic() - paused_at < 2
+    assert 0.4 <= time.monotonic() - began < 2
 
 
-def test_accepted_calls_put_off_the_restart_and_continuing_cancels_it(make: Make) -> None:
-    replica = make(program(SERVER))
+def test_accepted_calls_put_off_the_end_and_serving_cancels_it(make: Make) -> None:
+    replica = make(server())
     tick_until(replica, is_ready)
-    replica.note_relayed("pause_generation", 1, 0.3)
+    relay(replica, "pause_generation", 0.3)
+    relay(replica, "begin_weight_update", 0.3)
     for _ in range(4):
-        time.sleep(0.15)
-        replica.note_relayed("update_weights_from_distributed", 1, 0.3)
-        replica.tick()
-    replica.note_relayed("continue_generation", 1, 0.3)
-    time.sleep(0.4)
-    replica.tick()
-    assert replica.view().state == "ready"
+        tick_for(replica, 0.15)
+        relay(replica, "update_weights_from_distributed", 0.3)
+    relay(replica, "continue_generation", 0.3)
+    replica.serve(caller(replica), ServeRequest("1.4"))
+    tick_for(replica, 0.4)
+    assert (replica.view().incarnation, replica.view().version) == (1, "1.4")
+
+
+def test_a_call_under_way_is_waited_for_before_its_sender_has_vanished(make: Make) -> None:
+    replica = make(server())
+    tick_until(replica, is_ready)
+    replica.called(caller(replica, deadline_s=0.2), "begin_weight_update")
+    tick_for(replica, 0.5)
     assert replica.view().incarnation == 1
+    replica.answered(caller(replica, deadline_s=0.2), "begin_weight_update", accepted=False)
+    tick_until(replica, lambda view: view.state == "starting")
+
+
+def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(make: Make) -> None:
+    replica = make(server(POST_S=60.0), max_restarts=0)
+    tick_until(replica, is_ready)
+    relay_server = RelayServer(RelayApp("cell-0", [replica], "key"), "127.0.0.1")
+    relay_server.start()
+    headers = {
+        "authorization": "Bearer key",
+        "x-areal-incarnation": "1",
+        "x-areal-epoch": "1",
+        "x-areal-deadline-s": "100",
+    }
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(
+            f"{relay_server.url}/replicas/0/init_weights_update_group",
+            content=b"{}",
+            headers=headers,
+            timeout=2.0,
+            trust_env=False,
+        )
+    began = time.monotonic()
+    tick_until(replica, lambda view: view.state == "starting")
+    assert 3 < time.monotonic() - began < 10
+    relay_server.stop()

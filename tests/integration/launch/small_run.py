@@ -44,6 +44,8 @@ class SmallRun:
         self.layout = RunLayout(fileroot / "quickstart" / "demo")
         self._log = fileroot / "launcher.log"
         fileroot.mkdir(parents=True, exist_ok=True)
+        self.environ: dict[str, str] = {}
+        """Added to the environment of the command."""
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -57,6 +59,7 @@ class SmallRun:
                 cwd=REPOSITORY,
                 stdout=log,
                 stderr=log,
+                env={**os.environ, **self.environ},
                 start_new_session=True,
             )
 
@@ -100,6 +103,15 @@ class SmallRun:
             lines = log.read_text(errors="replace").splitlines()
             parts.append("\n".join([f"--- {log.name}", *lines[-15:]]))
         return "\n".join(parts)
+
+    def audited(self) -> str:
+        """The last line of `areal-hpc audit`, which must find nothing at fault."""
+        command = [sys.executable, "-m", "areal_hpc", "audit", str(self.layout.root)]
+        answer = subprocess.run(
+            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return answer.stdout.splitlines()[-1]
 
     def processes(self) -> list[str]:
         """Command lines of live processes that belong to this run."""

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.recipe import TinyModelConfig
+from areal_hpc.tiny_model import tiny_config
+
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = "recipes/quickstart.yaml"
 
@@ -80,9 +83,25 @@ def test_model_directory_without_tokenizer(tmp_path: Path) -> None:
 def test_a_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
-    said = refused(tmp_path, "model.tiny=null", f"model.path={model}", "trainer.parallel.tp=3")
-    assert "2 key-value heads cannot be split over 3 ranks" in said
+    (model / "config.json").write_text(json.dumps(tiny_config(**TinyModelConfig().model_dump())))
+    split = ("trainer.parallel.tp=4", "trainer.parallel.pp=3", "trainer.parallel.dp=2")
+    said = refused(tmp_path, "model.tiny=null", f"model.path={model}", *split)
+    assert "num_key_value_heads 2 must be a multiple of tp 4" in said
+    assert "num_hidden_layers 2 must be a multiple of pp 3" in said
+
+
+def test_a_network_that_is_not_known(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    said = refused(tmp_path, "model.tiny=null", f"model.path={model}")
+    assert "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'" in said
+
+
+def test_a_tiny_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
+    said = refused(tmp_path, "trainer.parallel.ep=2", "trainer.parallel.dp=2")
+    assert "at: trainer.parallel.ep" in said
+    assert "the number of experts of a dense network, 1 must be a multiple of ep 2" in said
 
 
 def test_batch_sizes_that_do_not_divide(tmp_path: Path) -> None:

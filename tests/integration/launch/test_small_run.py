@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.layout import step_name
 from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
 
@@ -84,6 +86,11 @@ def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(finished: SmallRun) -> 
     assert verify(finished).returncode == 0
 
 
+def test_every_ticket_is_trained_exactly_once(finished: SmallRun) -> None:
+    steps = read_json_lines(finished.layout.metrics)[-1]["step"]  # another test asks for more
+    assert finished.audited() == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
+
+
 def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
     before = finished.layout.metrics.read_bytes()
     finished.finish()
@@ -96,6 +103,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(finished: SmallRun
     longer.finish()
     assert "changed  trainer.total_steps: 3 -> 4" in longer.said()
     assert read_json_lines(finished.layout.metrics)[-1]["step"] == 4
+    assert longer.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
 
 
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
@@ -106,6 +114,20 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     tokenizer = AutoTokenizer.from_pretrained(path)
     assert model.config.model_type == "qwen3"
     assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
+
+
+def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_path: Path) -> None:
+    command = [interpreter_of("agents", "auto"), "-m", "areal_hpc", "export"]
+    arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
+    answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
+    assert answer.returncode == 0, answer.stderr
+    newest = step_name(read_json_lines(finished.layout.metrics)[-1]["step"])
+    by_trainer = finished.layout.export(newest)
+    assert contents(tmp_path / "model") == contents(by_trainer)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
 def test_a_relative_run_directory_is_found_from_the_command_line(finished: SmallRun) -> None:

@@ -12,14 +12,14 @@ from pathlib import Path
 from types import FrameType
 
 from areal_hpc.layout import RunLayout
-from areal_hpc.shards import index, writer
+from areal_hpc.shards import disk, index, writer
 from tests.unit.shards.sample_trajectories import ticket
 
 WATCHED = {
     function.__code__
     for function in (
         *(writer.seal, writer._claim, writer._lay_out, writer._fill),
-        *(index.append_to_index, index.sync_directory),
+        *(index.append_to_index, index.sync_directory, disk.write_whole),
     )
 }
 """Everything that touches the disk."""

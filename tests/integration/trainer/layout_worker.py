@@ -22,6 +22,7 @@ from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.huggingface import Checkpoint, export_hf, hf_specs, load_hf, save_hf
 from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.naming import HfTensor
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.parallel import close_world, open_world
@@ -32,7 +33,11 @@ from areal_hpc.trainer.step import (
     run_passes,
     train_once,
 )
-from tests.integration.trainer.reference_models import SIZES, hf_model
+from tests.integration.trainer.reference_models import (
+    SIZES,
+    by_checkpoint_name,
+    hf_model,
+)
 
 LR = 1e-3
 
@@ -71,19 +76,22 @@ def reference(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
         np.copyto(row.channels["expected"][1:], logprobs.detach().numpy())
         weight = torch.from_numpy(row.channels["advantage"][1:] * row.loss_mask_T[1:])
         (-(logprobs * weight).sum() / tokens).backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return by_checkpoint_name(
+        {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    )
 
 
 def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
     gaps = (logprobs_N.detach() - batch.channels_N["expected"]).abs()
     total = -(logprobs_N * batch.channels_N["advantage"]).sum()
     largest = gaps.max().item() if gaps.numel() else 0.0
-    return total, Tally({"tokens": len(logprobs_N)}, {"gap": largest})
+    sums = {"loss": total.item(), "tokens": len(logprobs_N)}
+    return total, Tally(sums, {"gap": largest})
 
 
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
-    for buffer in policy.replica.buffers:
+    for buffer in policy.replica.buffers + policy.replica.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -102,30 +110,35 @@ class Case:
 
     def __init__(self, family: str, parallel: ParallelConfig, folder: Path) -> None:
         self.family = family
-        self.parallel = parallel
+        # The experts' groups exist for every family of a launch; dense ones do not use them.
+        spread = {} if family.endswith("moe") else {"ep": 1}
+        self.parallel = parallel.model_copy(update=spread)
         self.folder = folder / family
         self.model = hf_model(family)
         self.arch = parse_architecture(self.model.config.to_dict(), family)
         self.policy, self.optimizer = self.build()
-        load_hf(self.policy, self.model.state_dict().__getitem__)
+        self.state = by_checkpoint_name(self.model.state_dict())
+        load_hf(self.policy, lambda tensor, part: self.state[tensor.name][part])
         self.optimizer.reload_model_params()
 
     def build(self) -> tuple[Policy, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
-        load_hf(policy, lambda name: torch.zeros_like(self.model.state_dict()[name]))
+        load_hf(policy, lambda tensor, part: torch.zeros(tensor.shape)[part])
         config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
         return policy, build_optimizer(policy, config)
 
     def batches(self, policy: Policy, rows: list[Row]) -> list[MicroBatch]:
         return make_micro_batches(policy, rows, CHANNELS, max_tokens=90)
 
-    def step(self, policy: Policy, optimizer: Any, seed: int) -> float:
+    def step(self, policy: Policy, optimizer: Any, seed: int) -> tuple[float, float]:
+        """One update: the loss before it, and the gradient norm."""
         batches = self.batches(policy, make_rows(seed))
-        return train_once(policy, optimizer, batches, weighted_loss, LR)[1]
+        tally, norm = train_once(policy, optimizer, batches, weighted_loss, LR)
+        total = tally.over_all_ranks(("loss", "tokens"), ()).sums
+        return total["loss"] / total["tokens"], norm
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
-        state = self.model.state_dict()
         exported = {name: tensor.clone() for name, tensor in export_hf(self.policy)}
         specs = [(name, shape) for name, shape, _ in hf_specs(self.policy)]
         rows = make_rows(seed=1)
@@ -136,7 +149,9 @@ class Case:
         gradients = exported_gradients(self.policy)
         self.policy.replica.zero_grad_buffer()
         return {
-            "export_is_exact": all(torch.equal(exported[name], state[name]) for name in exported),
+            "export_is_exact": all(
+                torch.equal(exported[name], self.state[name]) for name in exported
+            ),
             "specs_match": specs == [(name, tuple(t.shape)) for name, t in exported.items()],
             "missing": sorted(set(expected) - set(exported)),
             "micro_batches": len(batches),
@@ -152,39 +167,75 @@ class Case:
         """Two steps, a commit, a third step; then the third step again from the commit."""
         store = CommitStore(self.folder / "commits", keep=2)
         expected = reference(self.model, make_rows(2))
-        expected_norm = torch.cat([part.flatten() for part in expected.values()]).norm().item()
-        norm = self.step(self.policy, self.optimizer, 2)
+        whole = torch.cat([part.double().flatten() for part in expected.values()])
+        expected_norm = whole.norm().item()
+        _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
         state = TrainerState(step=2, epoch=1, seed=0)
         store.commit(self.policy, self.optimizer, state)
-        self.step(self.policy, self.optimizer, 4)
+        store.close()
+        logprobs = self.logprobs(make_rows(1))
+        loss, _ = self.step(self.policy, self.optimizer, 4)
         save_hf(self.policy, self.folder, self.folder / "after_step_3")
-        resumed = self.resume(store)
+        resumed, resumed_loss = self.resume(store)
         return {
             "norm_gap": abs(norm / expected_norm - 1),
-            "resume_is_bitwise": all(
+            "committed_logprobs": logprobs,
+            "loss_after_step_3": loss,
+            "resume_is_bitwise": loss == resumed_loss
+            and all(
                 torch.equal(one[1], other[1])
                 for one, other in zip(export_hf(resumed), export_hf(self.policy), strict=True)
             ),
         }
 
-    def resume(self, store: CommitStore) -> Policy:
+    def logprobs(self, rows: list[Row]) -> list[float]:
+        """The trainer's log-probability of every scored token, row after row, temperature 1."""
+        places = 0
+        for row in rows:
+            place = np.arange(places, places + len(row.input_ids_T), dtype=np.float32)
+            np.copyto(row.channels["expected"], place)
+            row.channels["temperature"].fill(1.0)
+            places += len(place)
+        found: dict[int, float] = {}
+
+        def remember(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+            keys = batch.channels_N["expected"].int().tolist()
+            found.update(zip(keys, logprobs_N.tolist(), strict=True))
+            return logprobs_N.sum(), Tally()
+
+        run_passes(self.policy, self.batches(self.policy, rows), remember, backward=False)
+        parts: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, found)
+        merged = {key: value for part in parts for key, value in part.items()}
+        return [merged[key] for key in sorted(merged)]
+
+    def resume(self, store: CommitStore) -> tuple[Policy, float]:
+        """Another trainer that takes the third step from the commit; its loss."""
         commit = store.latest()
         assert commit is not None
         policy, optimizer = self.build()
         load_commit(policy, optimizer, commit)
-        self.step(policy, optimizer, 4)
-        return policy
+        loss, _ = self.step(policy, optimizer, 4)
+        return policy, loss
 
-    def resume_from_other_layout(self, folder: Path) -> float:
-        """Take the third step from another layout's commit: the largest difference to its own."""
-        policy = self.resume(CommitStore(folder / self.family / "commits", keep=2))
-        read = Checkpoint(folder / self.family / "after_step_3").read
-        return max((tensor - read(name)).abs().max().item() for name, tensor in export_hf(policy))
+    def resume_from_other_layout(self, folder: Path) -> dict[str, float]:
+        """Take the third step from another layout's commit: the largest differences to its own."""
+        policy, loss = self.resume(CommitStore(folder / self.family / "commits", keep=2))
+        report = json.loads((folder / "report.json").read_text())
+        expected = Checkpoint(folder / self.family / "after_step_3")
+        return {
+            "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
+            "weight_gap": max(
+                (tensor - expected.read(HfTensor(name, tuple(tensor.shape)))).abs().max().item()
+                for name, tensor in export_hf(policy)
+            ),
+        }
 
     def save(self) -> None:
         """Leave a model directory in several files."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.model.config.architectures = [type(self.model).__name__]  # SGLang reads it
         self.model.config.save_pretrained(self.folder)
         save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
@@ -197,14 +248,16 @@ def main() -> None:
     folder = Path(case["folder"])
     open_world(current_task(), parallel, "cpu", folder / "rendezvous")
     findings: dict[str, Any] = {}
-    for family in ("qwen3", "qwen2", "llama"):
+    for family in case["families"]:
         one = Case(family, parallel, folder)
         found = one.compare()
         one.save()
         found |= one.commit_and_resume()
-        found["from_other_layouts"] = [
-            one.resume_from_other_layout(Path(other)) for other in case["others"]
-        ]
+        found["resumed_from"] = {
+            Path(other).name: one.resume_from_other_layout(Path(other))
+            for other in case["others"]
+            if (Path(other) / family).exists()
+        }
         findings[family] = found
     if dist.get_rank() == 0:
         (folder / "report.json").write_text(json.dumps(findings))

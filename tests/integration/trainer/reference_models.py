@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+FAMILIES = ("qwen3", "qwen2", "llama", "qwen3_moe")
+
 SIZES = {
     "hidden_size": 48,
     "num_hidden_layers": 2,
@@ -34,6 +36,15 @@ def hf_model(family: str) -> Any:
         "llama": lambda: transformers.LlamaConfig(
             **SIZES, tie_word_embeddings=True, rope_parameters=LLAMA3_ROPE
         ),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **SIZES,
+            head_dim=16,
+            tie_word_embeddings=False,
+            num_experts=8,
+            num_experts_per_tok=3,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
+        ),
     }[family]()
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config).float()
@@ -41,4 +52,24 @@ def hf_model(family: str) -> Any:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:  # norms and biases that are not 1 and 0
                 parameter.copy_(torch.rand_like(parameter) + (0.5 if "norm" in name else -0.5))
+            if name.endswith("mlp.gate.weight"):  # a router with clear preferences
+                parameter.mul_(20)
     return model
+
+
+def by_checkpoint_name(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors under the names of a checkpoint: transformers stacks experts in memory."""
+    named = {}
+    for name, tensor in tensors.items():
+        prefix, stacked, kind = name.partition(".experts.")
+        if not stacked:
+            named[name] = tensor
+            continue
+        for expert, own in enumerate(tensor):
+            if kind == "down_proj":
+                named[f"{prefix}.experts.{expert}.down_proj.weight"] = own
+            else:
+                gate, up = own.chunk(2)
+                named[f"{prefix}.experts.{expert}.gate_proj.weight"] = gate
+                named[f"{prefix}.experts.{expert}.up_proj.weight"] = up
+    return named

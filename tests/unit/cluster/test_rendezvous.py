@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,14 @@ def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
     assert found.url == "http://127.0.0.1:1"
     rendezvous.withdraw(tmp_path, "ledger")
     assert rendezvous.find(tmp_path, "ledger") is None
+
+
+def test_a_stopping_role_leaves_the_file_of_its_successor(tmp_path: Path) -> None:
+    rendezvous.publish(tmp_path, "ledger", "http://127.0.0.1:1")
+    file = tmp_path / "ledger.json"
+    file.write_text(file.read_text().replace(f'"pid":{os.getpid()}', '"pid":1'))
+    rendezvous.withdraw(tmp_path, "ledger")
+    assert rendezvous.find(tmp_path, "ledger") is not None
 
 
 def test_a_role_that_never_appears_is_named(tmp_path: Path) -> None:

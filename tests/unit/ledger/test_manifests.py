@@ -28,6 +28,15 @@ def test_a_manifest_reads_back_as_written(layout: RunLayout) -> None:
     assert manifests.read_manifest(layout, 1) == batch(1)
 
 
+def test_a_manifest_is_never_replaced(layout: RunLayout) -> None:
+    """Two ledgers may think they are the one; the first word counts for both."""
+    first = manifests.write_manifest(layout, batch(1))
+    other = BatchManifest(1, 3, batch(7).tickets)
+    assert manifests.write_manifest(layout, other) == first == batch(1)
+    assert manifests.read_manifest(layout, 1) == batch(1)
+    assert [path.name for path in layout.manifests_dir.iterdir()] == ["batch_00000001.json"]
+
+
 def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
     layout: RunLayout,
 ) -> None:

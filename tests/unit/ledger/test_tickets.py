@@ -7,7 +7,8 @@ import time
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.tickets import TicketPolicy, Tickets
+from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
@@ -106,13 +107,13 @@ def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> 
     assert again == [TicketRef(ref.ticket_id, 2) for ref in lost]
 
 
-def test_a_grant_whose_reply_was_lost_is_issued_again() -> None:
-    """The cell lives and reports, but never mentions the ticket."""
+def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
+    """The cell lives and reports, but does not mention the ticket."""
     tickets = Tickets(policy())
-    tickets.lease("a", 1, 0.0)
-    tickets.report("a", [], [], 31.0)
-    tickets.expire(31.0)
-    assert tickets.lease("a", 1, 31.0) == [TicketRef(0, 2)]
+    _, kept = tickets.lease("a", 2, 0.0)
+    tickets.report("a", [kept], [], 1.0)
+    assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
+    assert tickets.state_of(kept.ticket_id) == "leased"
 
 
 def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:

@@ -20,7 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from areal_hpc.ledger.tickets import State, TicketPolicy, Tickets
+from areal_hpc.audit.evidence import CommitRecord, Evidence
+from areal_hpc.audit.fates import Audit, Fate, judge
+from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.tickets import State, Tickets
+from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
 
 TIMEOUT_S = 30.0
@@ -47,6 +51,38 @@ class Disk:
     incarnation: int = 1
     version_step: int = 0
     committed_step: int = 0
+
+    def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> Audit:
+        """What `areal-hpc audit` would say: it sees the disk alone."""
+        files = sorted({ticket.shard for ticket in self.index})
+        rows = {file: [one for one in self.index if one.shard == file] for file in files}
+        shards = [
+            SealedShard(
+                file,
+                bytes=100,
+                digest="",
+                rows=len(rows[file]),
+                tokens=0,
+                tickets=[
+                    ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards)
+                    for one in rows[file]
+                ],
+            )
+            for file in files
+        ]
+        return judge(
+            Evidence(
+                commit=CommitRecord(self.committed_step, 1, [*range(1, self.committed_step + 1)]),
+                manifests={manifest.step: manifest for manifest in self.manifests},
+                drops={drop.ref.ticket_id: drop.reason for drop in self.drops},
+                shards=shards,
+                file_bytes=dict.fromkeys(files, 100),
+                is_finished=is_finished,
+                total_steps=policy.total_steps,
+                batch_size=policy.batch_size,
+                max_head_offpolicyness=policy.max_head_offpolicyness,
+            )
+        )
 
 
 class TicketHistories(RuleBasedStateMachine):
@@ -101,7 +137,10 @@ class TicketHistories(RuleBasedStateMachine):
         cell = self.cells[name]
         if reported:
             self.heartbeat(cell)
-        sealed = [SettledTicket(ref, f"{name}.h5", [0], [1.0]) for ref in cell.finished]
+        sealed = [
+            SettledTicket(ref, f"{name}.h5", [row], [1.0])
+            for row, ref in enumerate(cell.finished, len(self.disk.index))
+        ]
         cell.finished.clear()
         self.disk.index.extend(sealed)
         cell.undelivered.extend(sealed)
@@ -229,6 +268,11 @@ class TicketHistories(RuleBasedStateMachine):
         assert ledger.unconsumed == self.count("settled", "batched")
 
     @invariant()
+    def the_audit_finds_nothing_at_fault(self) -> None:
+        audit = self.disk.audited(self.policy)
+        assert audit.is_clean, [one for one in audit.tickets if one.fate is Fate.LOST]
+
+    @invariant()
     def no_ticket_is_issued_twice_as_the_same_attempt(self) -> None:
         assert all(times == 1 for times in self.granted.values())
 
@@ -245,6 +289,10 @@ class TicketHistories(RuleBasedStateMachine):
             assert budget > 0, "the run stopped making progress"
             self.work_one_round()
         assert self.ledger.capacity() <= 0
+        self.commit()
+        audit = self.disk.audited(self.policy, is_finished=True)
+        assert audit.is_clean, audit.verdict
+        assert len(audit.of(Fate.TRAINED)) == self.policy.total_steps * self.policy.batch_size
 
     def work_one_round(self) -> None:
         self.now_s += self.policy.report_within_s

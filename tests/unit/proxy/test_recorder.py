@@ -150,7 +150,9 @@ class RecorderMachine(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        self.recorder.rotate()
+        rotation = self.recorder.plan_rotation()
+        self.recorder.rotate(rotation)
+        self.recorder.forget(rotation)
 
     @rule()
     def crash(self) -> None:

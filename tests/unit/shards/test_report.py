@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,13 @@ from tokenizers.models import WordLevel
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
-from areal_hpc.shards.report import describe_verification, list_shards, show_trajectory
+from areal_hpc.shards.report import (
+    describe_verification,
+    list_shards,
+    rows_of_ticket,
+    shards_as_json,
+    show_trajectory,
+)
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
 from tests.unit.shards.sample_trajectories import ticket, trajectory
@@ -31,6 +38,21 @@ def test_the_list_has_a_line_per_shard_and_a_total(layout: RunLayout) -> None:
     assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
     assert second.split() == ["cell-0-000001.h5", "2", "12", "1", "0.01", "1.3", "0.500"]
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
+
+
+def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunLayout) -> None:
+    first, second = map(json.loads, shards_as_json(layout, step_of).splitlines())
+    assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
+    assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
+
+
+def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunLayout) -> None:
+    seal(ticket(1), layout.shards_dir, layout.index_dir, "cell-1")  # sealed twice, after a crash
+    assert rows_of_ticket(layout.root, 1) == [0, 1, 6, 7]
+    assert rows_of_ticket(layout.root, 3) == [4, 5]
+    assert rows_of_ticket(layout.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
+    with pytest.raises(RecipeError, match="no row of ticket 9"):
+        rows_of_ticket(layout.root, 9)
 
 
 def test_the_list_says_when_a_shard_cannot_be_read(layout: RunLayout) -> None:

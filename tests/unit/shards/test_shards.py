@@ -114,6 +114,18 @@ def test_a_number_is_never_used_twice(layout: RunLayout) -> None:
     assert seal_in(layout, [trajectory()]).file == "cell-0-000002.h5"
 
 
+def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunLayout) -> None:
+    many = [trajectory(number, tokens=1) for number in range(4000)]
+    names = [seal_in(layout, rows).file for rows in (ticket(0), many, ticket(1), many)]
+    path = layout.index_dir / "cell-0.jsonl"
+    assert path.stat().st_size > 400_000
+    with path.open("ab") as stream:
+        stream.write(b'{"file":"cell-0-000009.h5","byt')
+    for name in names:
+        (layout.shards_dir / name).unlink()
+    assert seal_in(layout, ticket(2)).file == "cell-0-000004.h5"
+
+
 def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunLayout) -> None:
     with ThreadPoolExecutor(4) as pool:
         shards = list(pool.map(lambda number: seal_in(layout, ticket(number)), range(12)))

@@ -36,6 +36,22 @@ def test_a_whole_run_has_no_problems(layout: RunLayout) -> None:
     assert (report.shards, report.rows, report.problems) == (3, 6, [])
 
 
+def test_a_verification_tells_how_far_it_is(layout: RunLayout) -> None:
+    seen: list[tuple[int, int]] = []
+    verify_run(layout, lambda done, total: seen.append((done, total)))
+    total_bytes = sum(shard.bytes for shard in read_index(layout.index_dir))
+    assert len(seen) == 3
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (total_bytes, total_bytes)
+
+
+def test_a_file_that_may_not_be_read_is_a_problem_of_its_own(layout: RunLayout) -> None:
+    path = layout.shards_dir / "cell-0-000001.h5"
+    path.unlink()
+    path.symlink_to("/proc/self/mem")  # a file whose reads fail
+    assert complaints(layout) == {"cell-0-000001.h5": "cannot be read: Input/output error"}
+
+
 def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
     assert verify_run(RunLayout(tmp_path)).problems == []
 

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import msgspec
+
 from areal_hpc.telemetry import read_json_lines
-from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.metrics import Line, MetricsLog, finite
 
 
 def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
@@ -24,3 +27,28 @@ def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
         {"step": 3, "loss": 3.0, "eval/reward": 0.5},
         {"step": 4, "loss": 40.0},
     ]
+
+
+def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, tmp_path / "board", 0)
+    line: Line = {"nan": math.nan, "inf": -math.inf, "loss": 1.5, "version": "1.2", "tokens": 3}
+    log.write(1, line)
+    log.close()
+    known = {"loss": 1.5, "version": "1.2", "tokens": 3}
+    assert read_json_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
+    # A commit carries a line in its own codec, and must be able to read it again.
+    assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == finite(line)
+
+
+def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None, 0)
+    log.write(1, {"loss": 1.0})
+    log.hold()
+    log.write(2, {"loss": 2.0})
+    log.write(3, {"loss": 3.0})
+    assert [line["step"] for line in read_json_lines(path)] == [1]
+    log.release()
+    log.write(4, {"loss": 4.0})
+    assert [line["step"] for line in read_json_lines(path)] == [1, 2, 3, 4]

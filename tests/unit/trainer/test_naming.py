@@ -6,8 +6,16 @@ import pytest
 import torch
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.architecture import Architecture, parse_architecture
-from areal_hpc.trainer.naming import name_table, shard_shape, to_hf, to_megatron
+from areal_hpc.trainer.architecture import Architecture, Experts, misfits, parse_architecture
+from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.naming import (
+    hf_slices,
+    name_table,
+    ranks_of,
+    shard_shape,
+    to_hf,
+    to_megatron,
+)
 
 QWEN3 = Architecture(
     family="qwen3",
@@ -23,7 +31,9 @@ QWEN3 = Architecture(
     rope_scaling=None,
     tied=True,
 )
+MIXTURE = replace(QWEN3, family="qwen3_moe", experts=Experts(4, 2, 6, norm_weights=True))
 FAMILIES = [
+    MIXTURE,
     QWEN3,
     replace(QWEN3, tied=False),
     replace(QWEN3, family="qwen2"),
@@ -36,10 +46,25 @@ FAMILIES = [
 def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int) -> None:
     for parameter in name_table(arch):
         tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
-        shards = [to_megatron(parameter, tensors, arch, tp, rank) for rank in range(tp)]
+        shards = []
+        for rank in range(ranks_of(parameter, tp)):
+            slices = hf_slices(parameter, arch, tp, rank)
+            parts = [tensor[part] for tensor, part in zip(tensors, slices, strict=True)]
+            shards.append(to_megatron(parameter, parts, arch, tp))
         assert {tuple(shard.shape) for shard in shards} == {shard_shape(parameter, arch, tp)}
         for back, tensor in zip(to_hf(parameter, shards, arch), tensors, strict=True):
             assert torch.equal(back, tensor)
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
+    for parameter in name_table(arch):
+        ranks = ranks_of(parameter, 4)
+        read = [torch.zeros(tensor.shape) for tensor in parameter.hf]
+        for rank in range(ranks):
+            for tensor, part in zip(read, hf_slices(parameter, arch, 4, rank), strict=True):
+                tensor[part] += 1
+        assert all(bool((tensor == 1).all()) for tensor in read), parameter
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
@@ -47,6 +72,34 @@ def test_no_tensor_is_named_twice(arch: Architecture) -> None:
     names = [tensor.name for parameter in name_table(arch) for tensor in parameter.hf]
     assert len(names) == len(set(names))
     assert ("lm_head.weight" in names) is not arch.tied
+
+
+def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None:
+    names = {tensor.name for parameter in name_table(MIXTURE) for tensor in parameter.hf}
+    assert {
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.3.gate_proj.weight",
+        "model.layers.1.mlp.experts.3.up_proj.weight",
+        "model.layers.1.mlp.experts.3.down_proj.weight",
+    } <= names
+    assert not any(".mlp.gate_proj." in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("arch", "parallel", "keys"),
+    [
+        (QWEN3, {"tp": 4, "pp": 2}, []),
+        (QWEN3, {"tp": 3, "pp": 4}, ["pp", "tp", "tp", "tp"]),
+        (QWEN3, {"dp": 2, "ep": 2}, ["ep"]),
+        (MIXTURE, {"dp": 2, "ep": 2}, []),
+        (MIXTURE, {"dp": 3, "ep": 3}, ["ep"]),
+    ],
+)
+def test_sizes_that_do_not_divide_are_all_named(
+    arch: Architecture, parallel: dict[str, int], keys: list[str]
+) -> None:
+    problems = misfits(arch, ParallelConfig(**parallel))
+    assert [problem.key for problem in problems] == [f"trainer.parallel.{key}" for key in keys]
 
 
 CONFIG = {
@@ -90,6 +143,7 @@ def test_rotary_settings_are_read_from_old_and_new_configs() -> None:
         {"attention_bias": True},
         {"use_sliding_window": True},
         {"rope_scaling": {"type": "yarn"}},
+        {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
     ],
 )
 def test_an_unsupported_network_is_named(change: dict[str, object]) -> None:

@@ -10,11 +10,12 @@ from areal_hpc.trainer.packing import zig_zag
 from areal_hpc.trainer.rectangles import (
     LENGTH_RATIO,
     collect,
-    plan_attention,
+    plan_rectangles,
     similar_lengths,
     spread,
 )
 
+CPU = torch.device("cpu")
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(np.array)
 
 
@@ -28,15 +29,17 @@ def test_sequences_of_one_rectangle_are_of_similar_length(lengths: np.ndarray) -
 
 @given(LENGTHS)
 def test_tokens_come_back_from_the_rectangles_unchanged(lengths: np.ndarray) -> None:
-    positions = np.concatenate([np.arange(length) for length in lengths])
-    plan = plan_attention(lengths, positions, torch.ones(2), cp=1, cp_rank=0, dtype=torch.float32)
-    assert plan.queries is not None
-    tokens = torch.randn(len(positions), 3, dtype=torch.float64, requires_grad=True)
-    back = collect(spread(tokens, plan.queries), plan.queries)
+    slots = plan_rectangles(lengths, cp=1, cp_rank=0, device=CPU).queries
+    tokens = torch.randn(lengths.sum(), 3, dtype=torch.float64, requires_grad=True)
+    back = collect(spread(tokens, slots), slots)
     assert torch.equal(back, tokens)
-    back.mul(torch.arange(len(positions))[:, None]).sum().backward()
+    back.mul(torch.arange(len(tokens))[:, None]).sum().backward()
     assert tokens.grad is not None
-    assert tokens.grad[:, 0].tolist() == list(range(len(positions)))
+    assert tokens.grad[:, 0].tolist() == list(range(len(tokens)))
+
+
+def test_equal_lengths_are_not_moved_at_all() -> None:
+    assert plan_rectangles(np.array([5, 5, 5]), cp=1, cp_rank=0, device=CPU).queries is None
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -44,9 +47,7 @@ def test_a_query_sees_its_own_past_under_context_parallelism(cp: int) -> None:
     lengths = np.array([4 * cp, 2 * cp])
     for rank in range(cp):
         held = [zig_zag(int(length), cp, rank) for length in lengths]
-        plan = plan_attention(
-            lengths, np.concatenate(held), torch.ones(2), cp=cp, cp_rank=rank, dtype=torch.float32
-        )
-        for box, positions in zip(plan.rectangles, held, strict=True):
+        plan = plan_rectangles(lengths, cp=cp, cp_rank=rank, device=CPU)
+        for box, positions in zip(plan.boxes, held, strict=True):
             assert box.mask is not None
             assert box.mask[0, 0].sum(-1).tolist() == [position + 1 for position in positions]

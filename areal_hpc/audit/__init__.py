@@ -1,0 +1,1 @@
+"""CHECK: what became of every ticket, judged from the run directory alone."""

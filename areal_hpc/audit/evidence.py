@@ -1,0 +1,128 @@
+"""What a run directory says about tickets. Reads files, asks no process, decides nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import yaml
+
+from areal_hpc.errors import Problem, ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.manifests import manifest_steps, read_drops, read_manifest
+from areal_hpc.shards.index import SealedShard, read_index
+from areal_hpc.wire.ledger import BatchManifest
+
+
+class CommitRecord(msgspec.Struct, frozen=True):
+    """What `trainer.json` of a commit says about batches (`trainer.checkpoint.TrainerState`)."""
+
+    step: int = 0
+    epoch: int = 0
+    consumed: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a run directory says about tickets."""
+
+    commit: CommitRecord = field(default_factory=CommitRecord)
+    """The newest; of step 0 when there is none."""
+    manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
+    """By step, those that can be read."""
+    drops: Mapping[int, str] = field(default_factory=dict)
+    """Ticket id -> reason."""
+    shards: Sequence[SealedShard] = ()
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the files in `shards/`."""
+    is_finished: bool = False
+    total_steps: int = 0
+    batch_size: int = 0
+    """0 when no recipe says it."""
+    max_head_offpolicyness: int = 0
+    problems: Sequence[Problem] = ()
+
+
+def read_evidence(layout: RunLayout) -> Evidence:
+    """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
+    problems: list[Problem] = []
+    is_finished = layout.finished.exists()
+    commit = _newest_commit(layout.checkpoints_dir, problems)
+    manifests = dict(_whole_manifests(layout, problems))
+    drops: dict[int, str] = {}
+    for drop in read_drops(layout):
+        drops.setdefault(drop.ref.ticket_id, drop.reason)
+    shards = read_index(layout.index_dir)
+    files = layout.shards_dir.iterdir() if layout.shards_dir.is_dir() else ()
+    batch_size, offpolicyness, total_steps = _limits(layout)
+    return Evidence(
+        commit,
+        manifests,
+        drops,
+        shards,
+        {path.name: path.stat().st_size for path in files},
+        is_finished,
+        total_steps,
+        batch_size,
+        offpolicyness,
+        problems,
+    )
+
+
+def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
+    """The highest step of the highest epoch among the complete commits."""
+    found = [CommitRecord()]
+    for marker in directory.glob("step_*/COMMITTED"):
+        state = marker.with_name("trainer.json")
+        try:
+            found.append(msgspec.json.decode(state.read_bytes(), type=CommitRecord))
+        except FileNotFoundError:
+            if marker.exists():  # else it was deleted just now: newer ones are there
+                problems.append(Problem("the commit does not say what it holds", str(state)))
+        except msgspec.DecodeError as error:
+            problems.append(Problem(f"the commit cannot be read: {error}", str(state)))
+    newest = max(found, key=lambda commit: (commit.epoch, commit.step))
+    if sorted(newest.consumed) != list(range(1, newest.step + 1)):
+        problems.append(
+            Problem(
+                f"the commit of step {newest.step} consumed the batches {newest.consumed}, "
+                f"expected each of 1 to {newest.step} once",
+                str(directory),
+            )
+        )
+    return newest
+
+
+def _whole_manifests(
+    layout: RunLayout, problems: list[Problem]
+) -> Iterator[tuple[int, BatchManifest]]:
+    for step in manifest_steps(layout):
+        try:
+            manifest = read_manifest(layout, step)
+        except ShardError as error:
+            problems += error.problems
+            continue
+        if manifest.step != step:
+            path = str(layout.manifest(step))
+            problems.append(
+                Problem(f"expected the batch of step {step}, got {manifest.step}", path)
+            )
+        yield step, manifest
+
+
+def _limits(layout: RunLayout) -> tuple[int, int, int]:
+    """Batch size, and the largest off-policyness and the steps that any launch asked for.
+
+    Recipes are read as plain YAML: an old run must be auditable by newer code.
+    """
+    batch_size = offpolicyness = total_steps = 0
+    for path in layout.root.glob("recipe*.yaml"):
+        recipe = yaml.safe_load(path.read_text()) or {}
+        trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
+        batch_size = max(batch_size, trainer.get("batch_size", 0))
+        offpolicyness = max(offpolicyness, rollout.get("max_head_offpolicyness", 0))
+        if path == layout.recipe:
+            total_steps = trainer.get("total_steps", 0)
+    return batch_size, offpolicyness, total_steps

@@ -1,0 +1,74 @@
+"""`areal-hpc export`: a commit of a run in Hugging Face's form."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands, existing_run
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    export = commands.add_parser(
+        "export",
+        help="write a commit as a model that transformers and SGLang load",
+        description="Write the weights of a commit, whatever the layout they were trained in, as "
+        "a Hugging Face model directory with the run's tokenizer.",
+    )
+    export.add_argument("run", type=Path, help="a run directory")
+    export.add_argument("--step", type=int, help="which commit; the newest when absent")
+    export.add_argument(
+        "--out", type=Path, help="directory to make; the run's export/step_... when absent"
+    )
+    export.set_defaults(command=_export)
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from areal_hpc.errors import RecipeError
+    from areal_hpc.plan import policy_model
+    from areal_hpc.recipe import load
+
+    layout = existing_run(arguments.run)
+    recipe = load(layout.recipe)
+    out: Path | None = arguments.out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(
+            f"something is already at {out}", key="--out", hint="name a directory that is not there"
+        )
+    if find_spec("torch") is None:
+        return _in_train_environment(recipe.cluster.train.python, arguments)
+    from areal_hpc.layout import step_name
+    from areal_hpc.trainer.export import choose_commit, export_commit
+
+    commit = choose_commit(layout.checkpoints_dir, arguments.step)
+    target = (out or layout.export(step_name(commit.state.step))).resolve()
+    print(f"exporting step {commit.state.step} of {layout.root}", flush=True)
+    export_commit(
+        commit, policy_model(recipe, layout), target, lambda line: print(line, flush=True)
+    )
+    print(target)
+    return 0
+
+
+def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
+    """The same command by the Python of the role `train`, which has torch."""
+    from areal_hpc.cluster.submit import interpreter_of
+    from areal_hpc.errors import RecipeError
+
+    python = interpreter_of("train", configured)
+    if Path(python).absolute() == Path(sys.executable).absolute():
+        raise RecipeError(
+            f"{python} has no torch, which reads commits",
+            key="cluster.train.python",
+            hint="make setup, or name the trainer's Python in the recipe",
+        )
+    command = [python, "-m", "areal_hpc", "export", str(arguments.run)]
+    if arguments.step is not None:
+        command += ["--step", str(arguments.step)]
+    if arguments.out is not None:
+        command += ["--out", str(arguments.out)]
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,52 @@
+"""Writes that are whole, or fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import deque
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy.typing as npt
+
+Buffer = bytes | memoryview | npt.NDArray[Any]
+
+_MOST_BUFFERS = 1024
+"""IOV_MAX of Linux: buffers one system call may take."""
+
+
+def write_whole(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
+    """Write all buffers one after another; return their bytes.
+
+    The kernel may take less than it is given (Linux takes at most 2 GiB at a time, a full disk
+    what still fits): the rest is then offered again.
+
+    Args:
+        descriptor: An open file.
+        buffers: Contiguous; empty ones are left out.
+        offset: Where in the file; None where the file stands, or at its end with O_APPEND.
+
+    Raises:
+        OSError: The storage refused; some bytes may have been written.
+    """
+    # Arrays are buffers, but typing has no word for that before Python 3.12.
+    views = (memoryview(buffer) for buffer in buffers)  # type: ignore[arg-type]
+    waiting = deque(view.cast("B") for view in views if view.nbytes)
+    total_bytes = 0
+    while waiting:
+        batch = list(islice(waiting, _MOST_BUFFERS))
+        if offset is None:
+            taken_bytes = os.writev(descriptor, batch)
+        else:
+            taken_bytes = os.pwritev(descriptor, batch, offset + total_bytes)
+        if taken_bytes == 0:
+            raise OSError(errno.ENOSPC, "the storage takes no more bytes")
+        total_bytes += taken_bytes
+        while taken_bytes:
+            first = waiting.popleft()
+            if len(first) > taken_bytes:
+                waiting.appendleft(first[taken_bytes:])
+            taken_bytes -= min(len(first), taken_bytes)
+    return total_bytes

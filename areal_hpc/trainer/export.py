@@ -1,0 +1,71 @@
+"""A commit of a run as a model directory that transformers and SGLang load. One process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.architecture import read_architecture
+from areal_hpc.trainer.checkpoint import Commit, CommitStore
+from areal_hpc.trainer.committed import CommittedWeights
+from areal_hpc.trainer.model_files import FILE_BYTES, write_model
+
+
+def choose_commit(directory: Path, step: int | None) -> Commit:
+    """The newest complete commit, or that of one step.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    commits = CommitStore(directory, keep=1).complete()
+    if not commits:
+        raise RecipeError(
+            "the run has no complete commit yet",
+            key=str(directory),
+            hint="wait for the first, or lower trainer.commit_every_steps",
+        )
+    if step is None:
+        return commits[-1]
+    for commit in commits:
+        if commit.state.step == step:
+            return commit
+    held = ", ".join(str(commit.state.step) for commit in commits)
+    raise RecipeError(
+        f"there is no commit of step {step}; the run holds {held}",
+        key=str(directory),
+        hint=f"choose one of {held}; trainer.keep_commits says how many are kept",
+    )
+
+
+def export_commit(
+    commit: Commit,
+    model_path: Path,
+    target_dir: Path,
+    say: Callable[[str], None],
+    *,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the weights of a commit, with `model_path`'s configuration and tokenizer.
+
+    Raises:
+        RecipeError: The commit is of another model.
+        ClusterError: The commit vanished while it was read.
+    """
+
+    def progress(done_bytes: int, total_bytes: int) -> None:
+        say(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
+
+    try:
+        weights = CommittedWeights(commit.path, read_architecture(model_path))
+        write_model(
+            weights.tensors(), weights.specs(), model_path, target_dir,
+            file_bytes=file_bytes, on_file=progress,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise ClusterError(
+            f"a file vanished while it was read: {error.filename}",
+            key=str(commit.path),
+            hint="a running trainer deletes old commits: export a newer one",
+        ) from error

@@ -1,0 +1,95 @@
+"""What every layer is told about one pack: where attention may look, and the rotary angles.
+
+On a CPU a pack is attended to in padded rectangles, on a GPU segment by segment in one kernel.
+Rotary angles come from one table per pack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.autograd.function import once_differentiable
+
+from areal_hpc.trainer.rectangles import Rectangles, plan_rectangles
+from areal_hpc.trainer.segments import Segments, plan_segments
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class PackedAttention:
+    """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
+
+    layout: Rectangles | Segments
+    cos_TD: torch.Tensor
+    sin_TD: torch.Tensor
+    scored_N: torch.Tensor
+    """Local places whose logits are wanted."""
+    qkv_format: str = "thd"
+
+
+def plan_attention(
+    lengths: Ints,
+    positions_T: Ints,
+    scored_N: Ints,
+    frequencies: torch.Tensor,
+    *,
+    cp: int,
+    cp_rank: int,
+    dtype: torch.dtype,
+) -> PackedAttention:
+    """Index tables and rotary angles of one pack, on the frequencies' device.
+
+    Args:
+        lengths: Padded length of each sequence over all context-parallel ranks.
+        positions_T: In-sequence position of each local token.
+        scored_N: Local places whose logits are wanted.
+        frequencies: Rotary angle per position [head_dim / 2], float32.
+        cp: Context-parallel size.
+        cp_rank: This rank's place in the context-parallel group.
+        dtype: Of the activations.
+    """
+    device = frequencies.device
+    angles = torch.from_numpy(positions_T).to(device)[:, None].float() * frequencies
+    plan = plan_segments if device.type == "cuda" else plan_rectangles
+    return PackedAttention(
+        layout=plan(lengths, cp=cp, cp_rank=cp_rank, device=device),
+        cos_TD=angles.cos().to(dtype)[:, None],
+        sin_TD=angles.sin().to(dtype)[:, None],
+        scored_N=torch.from_numpy(scored_N).to(device),
+    )
+
+
+def rotate(states_TND: torch.Tensor, plan: PackedAttention) -> torch.Tensor:
+    """Rotary position embedding, the two halves of a head forming the pairs."""
+    return _Rotate.apply(states_TND, plan.cos_TD, plan.sin_TD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Rotate(torch.autograd.Function):
+    """The gradient of a rotation is turned back by the same angle."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(cos_TD, sin_TD)
+        return _turned(states_TND, cos_TD, sin_TD)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TND: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos_TD, sin_TD = ctx.saved_tensors
+        return _turned(gradient_TND, cos_TD, -sin_TD), None, None
+
+
+def _turned(states_TND: torch.Tensor, cos_TD: torch.Tensor, sin_TD: torch.Tensor) -> torch.Tensor:
+    turned_TND = torch.empty_like(states_TND, memory_format=torch.contiguous_format)
+    first, second = states_TND.chunk(2, -1)
+    turned_first, turned_second = turned_TND.chunk(2, -1)
+    torch.mul(first, cos_TD, out=turned_first).addcmul_(second, sin_TD, value=-1)
+    torch.mul(second, cos_TD, out=turned_second).addcmul_(first, sin_TD)
+    return turned_TND

@@ -1,0 +1,106 @@
+"""Which replicas there are: every cell's relay is asked, and none is waited for twice."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from areal_hpc.cluster.rendezvous import find
+from areal_hpc.errors import ClusterError
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+log = logging.getLogger(__name__)
+
+Found = list[tuple[ReplicaKey, ReplicaView]]
+
+_PATIENCE_S = 1.0
+"""How long a cell that answered last time may take."""
+_TIMEOUT_S = 3.0
+"""How long a cell that has vanished is listened for, while nobody waits."""
+_QUESTIONS_AT_ONCE = 32
+
+
+class Census:
+    """Asks relays without letting one that has vanished delay its caller.
+
+    Args:
+        rendezvous_dir: Where the cells' relays are published.
+        cells: How many cells the run has.
+        admin_key: The run's secret for control routes.
+    """
+
+    def __init__(self, rendezvous_dir: Path, cells: int, admin_key: str) -> None:
+        self._rendezvous_dir = rendezvous_dir
+        self._cells = [f"cell-{index}" for index in range(cells)]
+        self._admin_key = admin_key
+        self._pool = ThreadPoolExecutor(
+            min(_QUESTIONS_AT_ONCE, max(1, cells)), thread_name_prefix="census"
+        )
+        self._clients: dict[str, WireClient] = {}
+        """By relay address; making one takes tens of milliseconds."""
+        self._questions: dict[str, Future[Found | None]] = {}
+        self._vanished: set[str] = set()
+
+    def take(self) -> Found:
+        """Every replica of the cells that answer; takes a second at most.
+
+        A cell that does not answer is left out, and not waited for again until it has.
+        """
+        for cell in self._cells:
+            if cell not in self._questions:
+                self._questions[cell] = self._pool.submit(self._ask, cell)
+        wait(
+            [asked for cell, asked in self._questions.items() if cell not in self._vanished],
+            timeout=_PATIENCE_S,
+        )
+        replicas: Found = []
+        for cell in self._cells:
+            asked = self._questions[cell]
+            found = self._questions.pop(cell).result() if asked.done() else None
+            if found is not None:
+                replicas += found
+                self._note(cell, is_there=True)
+            else:
+                self._note(cell, is_there=False)
+        return replicas
+
+    def _note(self, cell: str, *, is_there: bool) -> None:
+        if is_there and cell in self._vanished:
+            log.info("%s answers again", cell)
+            self._vanished.remove(cell)
+        elif not is_there and cell not in self._vanished:
+            log.warning("%s does not answer: it gets no weights until it does", cell)
+            self._vanished.add(cell)
+
+    def _ask(self, cell: str) -> Found | None:
+        """The cell's replicas; None when it does not answer."""
+        endpoint = find(self._rendezvous_dir, f"relay-{cell}")
+        if endpoint is None:
+            return []
+        client = self._clients.get(endpoint.url)
+        if client is None:
+            client = WireClient(endpoint.url, self._admin_key, timeout_s=_TIMEOUT_S)
+            self._clients[endpoint.url] = client
+        try:
+            replicas = client.get("/replicas", ReplicaList).replicas
+        except ClusterError as error:
+            log.info("%s is passed over: %s", cell, error)
+            return None
+        return [
+            (
+                ReplicaKey(
+                    cell, view.index, view.incarnation, view.tp, endpoint.url, endpoint.started_at
+                ),
+                view,
+            )
+            for view in replicas
+        ]
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for client in self._clients.values():
+            client.close()

@@ -1,0 +1,203 @@
+"""A random model twice, as Hugging Face has it and as the trainer does, and batches for both."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.trainer.architecture import parse_architecture
+from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
+from areal_hpc.trainer.experience import ADVANTAGE, BEHAVIOUR
+from areal_hpc.trainer.huggingface import load_hf
+from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.parallel import open_world
+from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, run_passes, train_once
+
+RATE = 1e-6
+NO_TARGET = -100
+"""The label that Hugging Face's loss passes over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A dense decoder with tied embeddings."""
+
+    family: str
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    @property
+    def layer_shapes(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of each matrix product of a layer, as the trainer fuses them."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "qkv": (self.hidden, query + 2 * key),
+            "proj": (query, self.hidden),
+            "fc1": (self.hidden, 2 * self.ffn),
+            "fc2": (self.ffn, self.hidden),
+        }
+
+    @property
+    def parameters(self) -> int:
+        """Weights of matrix products; norms and biases left out."""
+        layer = sum(inputs * outputs for inputs, outputs in self.layer_shapes.values())
+        return self.layers * layer + self.hidden * self.vocab
+
+    def step_flops(self, lengths: Sequence[int], scored: int) -> float:
+        """Of a forward and a backward pass: products of tokens with weights, causal attention."""
+        head = self.hidden * self.vocab
+        linear = 6.0 * ((self.parameters - head) * sum(lengths) + head * scored)
+        pairs = sum(length * (length + 1) / 2 for length in lengths)
+        return linear + 12.0 * self.layers * self.heads * self.head_dim * pairs
+
+
+QWEN_HALF_BILLION = Sizes(
+    "qwen2", hidden=896, layers=24, heads=14, kv_heads=2, ffn=4864, vocab=151936
+)
+"""Those of Qwen2.5-0.5B."""
+
+
+def make_hf_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any:
+    """The model as transformers builds it, in training mode."""
+    kinds = {"qwen2": transformers.Qwen2Config, "qwen3": transformers.Qwen3Config}
+    config = kinds[sizes.family](
+        hidden_size=sizes.hidden,
+        num_hidden_layers=sizes.layers,
+        num_attention_heads=sizes.heads,
+        num_key_value_heads=sizes.kv_heads,
+        intermediate_size=sizes.ffn,
+        vocab_size=sizes.vocab,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        **({"head_dim": sizes.head_dim} if sizes.family == "qwen3" else {}),
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.to(device=device, dtype=dtype).train()
+
+
+def make_row(generator: np.random.Generator, length: int, vocab: int, scored_share: float) -> Row:
+    """Random tokens, of which the last `scored_share` are learnt from."""
+    mask_T = np.zeros(length, dtype=np.uint8)
+    mask_T[length - round(length * scored_share) :] = 1
+    return Row(
+        generator.integers(0, vocab, length).astype(np.int32),
+        mask_T,
+        {
+            ADVANTAGE: np.full(length, generator.normal(), dtype=np.float32),
+            # About what a random model says, so that no weight is capped.
+            BEHAVIOUR: np.full(length, -np.log(vocab), dtype=np.float32),
+        },
+    )
+
+
+class Trainee:
+    """The trainer's side of a comparison: its policy, its optimizer, its step."""
+
+    def __init__(self, hf_model: Any, device: torch.device, dtype: torch.dtype, max_tokens: int):
+        arch = parse_architecture(hf_model.config.to_dict(), "benchmark")
+        self.policy: Policy = build_policy(arch, ParallelConfig(), dtype, device)
+        state = hf_model.state_dict()
+        load_hf(self.policy, lambda tensor, part: state[tensor.name][part])
+        self.optimizer = build_optimizer(self.policy, OptimizerConfig(lr=RATE))
+        self.optimizer.reload_model_params()
+        self.max_tokens = max_tokens
+
+    def pack(
+        self, rows: Sequence[Row], channels: Sequence[str] = (ADVANTAGE, BEHAVIOUR)
+    ) -> list[MicroBatch]:
+        """Micro-batches of the rows."""
+        return make_micro_batches(self.policy, rows, channels, self.max_tokens)
+
+    def step(self, rows: Sequence[Row], rate: float = RATE) -> Tally:
+        """What the product does with a batch: pack, forward, loss, backward, reduce, update."""
+        tally, _ = train_once(self.policy, self.optimizer, self.pack(rows), grpo_loss, rate)
+        if self.policy.device.type == "cuda":
+            torch.cuda.synchronize()  # the update is still running
+        return tally
+
+    def mean_logprob(self, rows: Sequence[Row]) -> float:
+        """Over the scored tokens, without a gradient."""
+        sums = run_passes(self.policy, self.pack(rows), grpo_loss, backward=False).sums
+        return sums["logprob"] / sums["tokens"]
+
+
+def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    """The learner's loss for a batch that is a single part: the proximal policy is the present."""
+    held_N = logprobs_N.detach()
+    loss = policy_loss(
+        logprobs_N,
+        held_N,
+        batch.channels_N[BEHAVIOUR],
+        batch.channels_N[ADVANTAGE],
+        ObjectiveConfig(),
+    )
+    sums = {
+        "loss": loss.total.item(),
+        "tokens": len(logprobs_N),
+        "places": batch.places,
+        "clipped": loss.clipped.item(),
+        "logprob": held_N.sum().item(),
+    }
+    return loss.total, Tally(sums, {"weight": loss.weight_max.item()})
+
+
+def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> float:
+    """Plain transformers: rows in their order, padded to the longest of a pass; the mean loss.
+
+    A pass without padding gets no mask, which lets PyTorch choose its causal kernel.
+    """
+    model.zero_grad(set_to_none=True)
+    device, total, tokens = model.device, 0.0, 0
+    for first in range(0, len(rows), rows_per_pass):
+        part = rows[first : first + rows_per_pass]
+        longest = max(len(row.input_ids_T) for row in part)
+        ids = torch.zeros(len(part), longest, dtype=torch.long)
+        mask, labels = torch.zeros_like(ids), torch.full_like(ids, NO_TARGET)
+        for place, row in enumerate(part):
+            size = len(row.input_ids_T)
+            ids[place, :size] = torch.from_numpy(row.input_ids_T).long()
+            mask[place, :size] = 1
+            labels[place, :size] = ids[place, :size].where(
+                torch.from_numpy(row.loss_mask_T) != 0, NO_TARGET
+            )
+        scored = int((labels[:, 1:] != NO_TARGET).sum())
+        loss = model(
+            ids.to(device),
+            attention_mask=None if mask.all() else mask.to(device),
+            labels=labels.to(device),
+            use_cache=False,
+        ).loss
+        loss.backward()
+        total, tokens = total + loss.item() * scored, tokens + scored
+    return total / tokens
+
+
+def open_lone_world(device: str) -> torch.device:
+    """The trainer's process groups for one rank; its device. `cpu.install` must come first."""
+    with tempfile.TemporaryDirectory() as folder:
+        return open_world(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
+
+
+def describe(sizes: Sizes) -> dict[str, Any]:
+    """Sizes for a results file."""
+    return {**asdict(sizes), "parameters": sizes.parameters}

@@ -1,0 +1,72 @@
+"""Trajectories to measure with: many turns each, lengths spread evenly over a logarithmic scale."""
+
+from __future__ import annotations
+
+import random
+import string
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.trajectory import Trajectory
+
+LONGEST_TOKENS = 32_000
+N_SAMPLES = 8
+"""Trajectories of one ticket."""
+CHARACTERS_PER_TOKEN = 4
+FIRST_VERSION = 1 << 32
+
+
+def make_trajectories(count: int, shortest_tokens: int, seed: int = 0) -> list[Trajectory]:
+    """Prompts and replies of random length in turn; versions grow along the way."""
+    generator = np.random.default_rng(seed)
+    # Quantiles rather than samples: any seed gives the same lengths, in another order.
+    quantiles = (np.arange(count) + 0.5) / count
+    lengths = shortest_tokens * (LONGEST_TOKENS / shortest_tokens) ** quantiles
+    prose = _prose(seed, CHARACTERS_PER_TOKEN * LONGEST_TOKENS)
+    return [
+        _trajectory(number, int(length), prose, generator)
+        for number, length in enumerate(generator.permutation(lengths))
+    ]
+
+
+def _trajectory(number: int, length: int, prose: str, generator: np.random.Generator) -> Trajectory:
+    mask_T = np.zeros(length, np.uint8)
+    versions_T = np.full(length, -1, np.int64)
+    version = FIRST_VERSION + int(generator.integers(0, 4))
+    messages, at = [], 0
+    while at < length:
+        begin = min(length - 1, at + int(generator.integers(50, 600)))
+        end = min(length, begin + int(generator.integers(50, 400)))
+        mask_T[begin:end] = 1
+        versions_T[begin:end] = version
+        version += int(generator.random() < 0.05)
+        messages.append({"role": "user", "content": _text(prose, at, begin)})
+        messages.append({"role": "assistant", "content": _text(prose, begin, end)})
+        at = end
+    logprobs_T = (-generator.exponential(0.4, length) * mask_T).astype(np.float32)
+    return Trajectory(
+        ticket_id=number // N_SAMPLES,
+        attempt=1,
+        episode=number % N_SAMPLES,
+        row=0,
+        input_ids_T=_ids(generator, length),
+        loss_mask_T=mask_T,
+        logprobs_T=logprobs_T,
+        versions_T=versions_T,
+        reward=float(generator.integers(0, 2)),
+        meta={"task_id": str(number // N_SAMPLES), "messages": messages},
+    )
+
+
+def _ids(generator: np.random.Generator, length: int) -> npt.NDArray[np.int32]:
+    return generator.integers(0, 150_000, length, dtype=np.int32)
+
+
+def _prose(seed: int, length: int) -> str:
+    letters = random.Random(seed).choices(string.ascii_lowercase + " " * 6, k=length)
+    return "".join(letters)
+
+
+def _text(prose: str, begin: int, end: int) -> str:
+    return prose[CHARACTERS_PER_TOKEN * begin : CHARACTERS_PER_TOKEN * end]

@@ -1,0 +1,187 @@
+"""How long a commit keeps the trainer from training: beside it, against in its own process.
+
+- beside: `CommitStore.begin` copies the state into memory shared with the writer process, the next
+  step is trained while that one writes and syncs, and a poll after the step makes the commit
+  visible. The stall is what `begin` and the poll take.
+- in process: the trainer itself writes and syncs the same files in the same format. The stall is
+  the whole of it.
+
+Every round takes a plain step, a step beside a commit in the writing, and a commit in process.
+Steps are made long enough by the number of rows. Figures are medians of the rounds; the state is
+that of float32 training: weights, master weights, two moments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+
+from areal_hpc.trainer import cpu, sharded
+from areal_hpc.trainer.checkpoint import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.durable import sync_path, sync_tree
+from areal_hpc.trainer.packing import Row
+from benchmarks import _learning as learning
+from benchmarks._pairs import add_out, report
+
+SEED = 7
+ROW_TOKENS = 512
+
+
+@dataclass
+class Rounds:
+    """Seconds, round by round."""
+
+    step: list[float] = field(default_factory=list)
+    step_beside: list[float] = field(default_factory=list)
+    copy: list[float] = field(default_factory=list)
+    poll: list[float] = field(default_factory=list)
+    in_process: list[float] = field(default_factory=list)
+
+    @property
+    def stall(self) -> list[float]:
+        return [copy + poll for copy, poll in zip(self.copy, self.poll, strict=True)]
+
+
+def seconds_of(act: Callable[[], object]) -> float:
+    began_s = time.perf_counter()
+    act()
+    return time.perf_counter() - began_s
+
+
+def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> None:
+    """The same commit, written and synced by this process."""
+    partial = folder / f".step_{number}"
+    partial.mkdir()
+
+    @contextmanager
+    def data_file() -> Iterator[BinaryIO]:
+        with (partial / "__0_0.distcp").open("wb") as stream:
+            yield stream
+
+    name = sharded.save(trainee.policy, trainee.optimizer, partial, data_file)
+    assert (partial / name).exists()
+    state = TrainerState(step=number, epoch=1, seed=SEED)
+    (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
+    (partial / MARKER).touch()
+    sync_tree(partial)
+    partial.rename(folder / partial.name.removeprefix("."))
+    sync_path(folder)
+
+
+def measure(
+    trainee: learning.Trainee, rows: Sequence[Row], folder: Path, rounds: int
+) -> tuple[Rounds, int]:
+    """All rounds, after one that does not count; the bytes of a commit."""
+    store = CommitStore(folder / "beside", keep=2)
+    alone = folder / "alone"
+    alone.mkdir()
+    found, state_bytes = Rounds(), 0
+    for number in range(rounds + 1):
+        state = TrainerState(step=number, epoch=1, seed=SEED)
+        step_s = seconds_of(lambda: trainee.step(rows))
+        copy_s = seconds_of(lambda s=state: store.begin(trainee.policy, trainee.optimizer, s))
+        beside_s = seconds_of(lambda: trainee.step(rows))
+        poll_s = seconds_of(store.finish)
+        in_process_s = seconds_of(lambda n=number: commit_in_process(trainee, alone, n))
+        commit = store.latest()
+        assert commit is not None
+        state_bytes = sum(path.stat().st_size for path in commit.path.iterdir())
+        shutil.rmtree(alone / f"step_{number}")
+        if number:
+            found.step.append(step_s)
+            found.step_beside.append(beside_s)
+            found.copy.append(copy_s)
+            found.poll.append(poll_s)
+            found.in_process.append(in_process_s)
+    store.close()
+    return found, state_bytes
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="areal-hpc bench commit", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
+    parser.add_argument("--step-s", type=float, default=10.0, help="shortest step")
+    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 128")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=8192)
+    parser.add_argument(
+        "--folder", type=Path, help="where commits are written; a new folder in the working one"
+    )
+    add_out(parser, "commit")
+    arguments = parser.parse_args(argv)
+    hidden = arguments.hidden
+    sizes = learning.Sizes(
+        "qwen3", hidden, arguments.layers, hidden // 64, hidden // 128, 3 * hidden, arguments.vocab
+    )
+    cpu.install()
+    device = learning.open_lone_world("cpu")
+    model = learning.make_hf_model(sizes, device, torch.float32)
+    trainee = learning.Trainee(model, device, torch.float32, 8 * ROW_TOKENS)
+    del model
+    generator = np.random.default_rng(SEED)
+
+    def batch(count: int) -> list[Row]:
+        return [learning.make_row(generator, ROW_TOKENS, sizes.vocab, 1.0) for _ in range(count)]
+
+    gc.freeze()  # as the trainer does: Megatron collects garbage at every commit
+    first = batch(8)
+    trainee.step(first)
+    row_s = min(seconds_of(lambda: trainee.step(first)) for _ in range(2)) / len(first)
+    rows = batch(math.ceil(1.25 * arguments.step_s / row_s))
+    with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd()) as folder:
+        found, state_bytes = measure(trainee, rows, Path(folder), arguments.rounds)
+
+    median = statistics.median
+    print(f"\nstate {state_bytes / 1e6:.0f} MB, {len(rows)} rows of {ROW_TOKENS} tokens a step")
+    print(f"{'seconds':<34}{'median':>8}{'min':>8}{'max':>8}")
+    for name, held in {
+        "a step": found.step,
+        "a step beside a commit": found.step_beside,
+        "stall beside": found.stall,
+        "  of it copying": found.copy,
+        "  of it making it visible": found.poll,
+        "stall in process": found.in_process,
+    }.items():
+        print(f"{name:<34}{median(held):>8.3f}{min(held):>8.3f}{max(held):>8.3f}")
+    if median(found.step) < arguments.step_s:
+        raise SystemExit(f"steps took {median(found.step):.1f} s: give a larger --step-s")
+    pairs = list(zip(found.step, found.step_beside, found.stall, found.in_process, strict=True))
+    figures = {
+        "stall_s": median(found.stall),
+        "step_s": median(found.step),
+        "stall_over_step": median(stall / step for step, _, stall, _ in pairs),
+        "state_bytes": float(state_bytes),
+        "copy_s": median(found.copy),
+        "in_process_s": median(found.in_process),
+        "in_process_over_step": median(alone / step for step, _, _, alone in pairs),
+        "step_beside_over_step": median(beside / step for step, beside, _, _ in pairs),
+    }
+    settings = {
+        "model": learning.describe(sizes),
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "rows": len(rows),
+        "row_tokens": ROW_TOKENS,
+        "rounds": arguments.rounds,
+        "torch": torch.__version__,
+    }
+    report(figures, settings, arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""kill -9 of every party at every point: the run completes, and every ticket is trained once.
+
+One run a party, killed at each of the five points in turn; the trainer's run may need the same
+command again. Writes `benchmarks/results/kill_matrix.json` and `docs/kill-matrix.md`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.kills import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
+from tests.integration.launch.small_run import REPOSITORY, await_none_left
+
+pytestmark = pytest.mark.timeout(3600)
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "kill_matrix.json"
+TABLE = REPOSITORY / "docs" / "kill-matrix.md"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return warmed_up_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def record() -> Iterator[dict[str, Any]]:
+    """Filled by the tests; written once every party has been killed everywhere."""
+    parties: dict[str, Any] = {}
+    yield parties
+    if parties.keys() == PARTIES.keys():
+        RESULTS.write_text(json.dumps({"parties": parties}, indent=2) + "\n")
+        TABLE.write_text(table(parties))
+
+
+@pytest.mark.parametrize("party", PARTIES)
+def test_a_run_whose_party_is_killed_at_every_point_completes(
+    party: str, model: Path, tmp_path: Path, record: dict[str, Any]
+) -> None:
+    kills = [Kill(party, point) for point in POINTS]
+    run = KilledRun(tmp_path, model, kills)
+    launches = run.run_to_the_end(most_launches=1 + len(kills) if party == "trainer" else 1)
+    struck = run.struck()
+    assert struck.keys() == {kill.name for kill in kills}, run.said()
+    verdict = run.assert_complete()
+    await_none_left(run, 20.0)
+    record[party] = {
+        "launches": launches,
+        "steps": run.steps,
+        "audit": verdict,
+        "seconds_to_next_version": {
+            kill.point: run.seconds_to_next_version(struck[kill.name]) for kill in kills
+        },
+    }
+
+
+def table(parties: dict[str, Any]) -> str:
+    """The results for people."""
+    points = list(POINTS)
+    lines = [
+        "# What kill -9 does",
+        "",
+        "Written by `tests/acceptance/test_kill_matrix.py`. Each party is killed once at each",
+        "point of one run of the cut-down quick start (8 steps of 4 tickets, a commit every 2",
+        "steps, one cell). Every run completed, and `areal-hpc audit` found every ticket trained",
+        "exactly once.",
+        "",
+        "| point | when exactly |",
+        "|---|---|",
+        *(f"| {name} | {point.means} (`{point.function}`) |" for name, point in POINTS.items()),
+        "",
+        "Seconds from the kill to the next weights that a replica was given, which includes the",
+        "start of new processes:",
+        "",
+        f"| killed | {' | '.join(points)} | went on | audit |",
+        f"|---|{'---|' * len(points)}---|---|",
+    ]
+    for party, facts in parties.items():
+        seconds = facts["seconds_to_next_version"]
+        again = facts["launches"] - 1
+        how = "by itself" if not again else f"by itself, {again} times by the same command"
+        cells = " | ".join(f"{seconds[point]:g}" for point in points)
+        lines.append(f"| {party} | {cells} | {how} | `{facts['audit']}` |")
+    lines += [
+        "",
+        "`server` is SGLang. The trainer's job is submitted again by the launcher while restarts",
+        "get the run further; otherwise the same command continues it.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,155 @@
+"""Kills named processes of a run at named points. Python imports this where PYTHONPATH names it.
+
+`AREAL_HPC_FAULTS` names a JSON file: `{"run_dir": ..., "rest_s": ..., "faults": [{"name": ...,
+"point": "package.module:function", "moment": ..., "victim": ...}, ...]}`. Faults strike in order,
+each once in the life of the run: a file beside the JSON file with the fault's name says when, and
+which process was killed. Moments: `before` the call; `torn`, after the call has written half of
+its buffers; `during`, a moment into it. A fault waits for its victim to live, and for `rest_s`
+after the one before it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+DURING_S = 0.03
+
+
+def victims(party: str, run_dir: str) -> list[int]:
+    """Live processes of a party: an entry point, or `server` for the keeper's children."""
+    entry = "areal_hpc.inference.job:run" if party == "server" else party
+    processes = {int(path.name): path for path in Path("/proc").glob("[0-9]*")}
+    found = []
+    for pid, path in processes.items():
+        try:
+            command = (path / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if entry in command and any(run_dir in word for word in command):
+            found.append(pid)
+    if party != "server":
+        return found
+    children = []
+    for pid, path in processes.items():
+        try:
+            status = (path / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if status[0] != "Z" and int(status[1]) in found:
+            children.append(pid)
+    return children
+
+
+class Fault:
+    """One kill to come."""
+
+    def __init__(self, plan: Path, settings: dict[str, Any], place: int) -> None:
+        fault = settings["faults"][place]
+        self.point: str = fault["point"]
+        self.moment: str = fault["moment"]
+        self._victim: str = fault["victim"]
+        self._run_dir: str = settings["run_dir"]
+        self._rest_s: float = settings["rest_s"]
+        self._mark = plan.with_name(fault["name"])
+        before = settings["faults"][place - 1]["name"] if place else None
+        self._before = plan.with_name(before) if before else None
+
+    def is_due(self) -> bool:
+        if self._mark.exists():
+            return False
+        if self._before is None:
+            return True
+        return self._before.exists() and time.time() - self._before.stat().st_mtime >= self._rest_s
+
+    def strike(self) -> None:
+        found = victims(self._victim, self._run_dir)
+        if not found:
+            return
+        try:
+            with self._mark.open("x") as stream:  # another rank or thread may be as far
+                json.dump({"time": time.time(), "at": self.point, "killed": found}, stream)
+        except FileExistsError:
+            return
+        for pid in found:
+            os.kill(pid, signal.SIGKILL)
+
+
+def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if fault.is_due():
+            if fault.moment == "during":
+                threading.Timer(DURING_S, fault.strike).start()
+            elif fault.moment == "torn":
+                descriptor, buffers = args[0], list(args[1])
+                whole = b"".join(bytes(buffer) for buffer in buffers)
+                os.write(descriptor, whole[: len(whole) // 2])
+                fault.strike()
+                os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(whole) // 2)
+                return function(descriptor, buffers, *args[2:], **kwargs)
+            else:
+                fault.strike()
+        return function(*args, **kwargs)
+
+    return call
+
+
+class Loader(importlib.abc.Loader):
+    """Runs a module, then puts its faults in place."""
+
+    def __init__(self, inner: importlib.abc.Loader, faults: Sequence[Fault]) -> None:
+        self._inner = inner
+        self._faults = faults
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._inner.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._inner.exec_module(module)
+        for fault in self._faults:
+            *path, name = fault.point.partition(":")[2].split(".")
+            holder: Any = module
+            for part in path:
+                holder = getattr(holder, part)
+            setattr(holder, name, wrapped(getattr(holder, name), fault))
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Finds modules that hold a point."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        faults = [fault for fault in self._faults if fault.point.partition(":")[0] == name]
+        if not faults:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = Loader(spec.loader, faults)
+        return spec
+
+
+def install(plan: Path) -> None:
+    settings = json.loads(plan.read_text())
+    faults = [Fault(plan, settings, place) for place in range(len(settings["faults"]))]
+    sys.meta_path.insert(0, Finder(faults))
+
+
+if named := os.environ.get("AREAL_HPC_FAULTS"):
+    install(Path(named))

@@ -1,0 +1,271 @@
+"""What the trainer computes on one device, compared with plain PyTorch and transformers there.
+
+`python -m tests.gpu.device_worker DEVICE REPORT.json`. On a GPU everything runs in bfloat16 at the
+sizes of Qwen2.5-0.5B; on a CPU the same lines run with small sizes. `bounds` says what must hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.experience import ADVANTAGE
+from areal_hpc.trainer.huggingface import export_hf, hf_specs
+from areal_hpc.trainer.logprobs import token_logprobs
+from areal_hpc.trainer.packing import Row, zig_zag
+from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.segments import plan_segments
+from areal_hpc.trainer.step import MicroBatch, Tally, run_passes
+from areal_hpc.weights.bucket import BucketBuffer, largest_bytes, unpack
+from areal_hpc.weights.checksum import word_hash
+from areal_hpc.weights.plan import TensorSpec, plan_buckets
+from benchmarks._learning import (
+    QWEN_HALF_BILLION,
+    Sizes,
+    Trainee,
+    make_hf_model,
+    make_row,
+    open_lone_world,
+)
+
+SMALL = Sizes("qwen2", hidden=256, layers=3, heads=4, kv_heads=2, ffn=512, vocab=1000)
+EXPECTED = "expected"
+HEADS, KV_HEADS, HEAD_DIM = 14, 2, 64
+
+
+def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[str, float]:
+    """Segments of all `cp` ranks against softmax written out in float32; gradients likewise."""
+    lengths = np.array([7, 1, 40, 25]) * 2 * cp
+    tokens = int(lengths.sum())
+    generator = torch.Generator().manual_seed(cp)
+    parts = [
+        torch.randn(tokens, heads, HEAD_DIM, generator=generator).to(device, dtype).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device)
+    place = torch.arange(tokens, device=device)
+    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    query, key, value = (part.float() for part in parts)
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * HEAD_DIM**-0.5
+    shares = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    expected = torch.einsum("hqk,khd->qhd", shares, value)
+
+    starts = np.cumsum(lengths) - lengths
+    held = [
+        np.concatenate(
+            [
+                start + (zig_zag(int(length), cp, rank) if cp > 1 else np.arange(length))
+                for start, length in zip(starts, lengths, strict=True)
+            ]
+        )
+        for rank in range(cp)
+    ]
+    gathered = torch.from_numpy(np.concatenate(held)).to(device)
+    attended = [
+        plan_segments(lengths, cp=cp, cp_rank=rank, device=device).attend(
+            parts[0][torch.from_numpy(held[rank]).to(device)],
+            parts[1][gathered],
+            parts[2][gathered],
+            HEAD_DIM**-0.5,
+        )
+        for rank in range(cp)
+    ]
+    found = torch.cat(attended)[gathered.argsort()]
+    weights = torch.randn(expected.shape, generator=generator).to(device)
+    got = torch.autograd.grad((found.float() * weights).sum(), parts)
+    want = torch.autograd.grad((expected * weights).sum(), parts)
+    return {
+        "value": (found.float() - expected).abs().max().item(),
+        "gradient": max(relative_gap(a, b) for a, b in zip(got, want, strict=True)),
+    }
+
+
+def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    expected = expected.float()
+    return ((found.float() - expected).norm() / expected.norm()).item()
+
+
+def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> dict[str, Any]:
+    """The kernel on one matrix of logits against a log-softmax of a few of its rows."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(rows, 32, generator=generator).to(device, dtype)
+    matrix = torch.randn(vocab, 32, generator=generator).to(device, dtype)
+    labels = torch.randint(0, vocab, (rows,), generator=generator).to(device)
+    temperature = torch.full((rows,), 0.7, device=device)
+    logits = (hidden @ matrix.t()).requires_grad_()
+    few = torch.arange(0, rows, max(1, rows // 8), device=device)
+    kept = logits.detach()[few].float() / 0.7
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    # An intermediate, as in the model: its storage becomes that of the gradient.
+    values = token_logprobs(logits.view_as(logits), labels, temperature, vocab, dist.group.WORLD)
+    (gradient,) = torch.autograd.grad(values.sum(), logits)
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    expected = kept.log_softmax(-1)
+    onehot = torch.nn.functional.one_hot(labels[few], vocab)
+    return {
+        "value": (values[few] - expected.gather(1, labels[few, None])[:, 0]).abs().max().item(),
+        "gradient": relative_gap(gradient[few], (onehot - expected.exp()) / 0.7),
+        "extra_bytes": peak - before,
+        "float32_copy_bytes": 4 * rows * vocab,
+    }
+
+
+def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    gap = (logprobs_N.detach() - batch.channels_N[EXPECTED]).abs().max().item()
+    total = -(logprobs_N * batch.channels_N[ADVANTAGE]).sum()
+    return total, Tally({"tokens": len(logprobs_N)}, {"gap": gap})
+
+
+def hf_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """Of every token but the first, float32."""
+    ids = torch.from_numpy(row.input_ids_T).long().to(model.device)
+    logits = model(ids[None]).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+
+
+def hf_gradients(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
+    """Of the token mean of -advantage x log-probability."""
+    tokens = sum(len(row.input_ids_T) - 1 for row in rows)
+    for row in rows:
+        advantages = torch.from_numpy(row.channels[ADVANTAGE][1:]).to(model.device)
+        (-(hf_logprobs(model, row) * advantages).sum() / tokens).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def trainee_gradients(trainee: Trainee) -> dict[str, torch.Tensor]:
+    """The accumulated gradients, carried out by the same way as weights."""
+    parameters = list(trainee.policy.gpt.parameters())
+    held = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.main_grad.to(parameter.dtype)
+    gradients = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
+    for parameter, data in zip(parameters, held, strict=True):
+        parameter.data = data
+    return gradients
+
+
+def flattened(gradients: dict[str, torch.Tensor], names: list[str]) -> torch.Tensor:
+    return torch.cat([gradients[name].float().flatten() for name in names])
+
+
+def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+    """Distances to transformers in float32, and how far transformers in `dtype` is from it."""
+    exact, same = make_hf_model(SMALL, device, torch.float32), make_hf_model(SMALL, device, dtype)
+    generator = np.random.default_rng(5)
+    rows, their_gap = [], 0.0
+    for length in generator.integers(5, 200, size=12):
+        row = make_row(generator, int(length), SMALL.vocab, 1.0)
+        expected_T = np.zeros(length, dtype=np.float32)
+        with torch.no_grad():
+            logprobs = hf_logprobs(exact, row)
+            their_gap = max(their_gap, (hf_logprobs(same, row) - logprobs).abs().max().item())
+        expected_T[1:] = logprobs.cpu().numpy()
+        rows.append(dataclasses.replace(row, channels={**row.channels, EXPECTED: expected_T}))
+    trainee = Trainee(same, device, dtype, max_tokens=512)
+    batches = trainee.pack(rows, (ADVANTAGE, EXPECTED))
+    tally = run_passes(trainee.policy, batches, weighted_loss, backward=True)
+    ours, theirs = trainee_gradients(trainee), hf_gradients(same, rows)
+    names = sorted(ours)
+    expected = flattened(hf_gradients(exact, rows), names)
+    return {
+        "micro_batches": len(batches),
+        "logprob": tally.maxima["gap"],
+        "logprob_of_transformers": their_gap,
+        "gradient": relative_gap(flattened(ours, names), expected),
+        "gradient_of_transformers": relative_gap(flattened(theirs, names), expected),
+    }
+
+
+def learning(device: torch.device, dtype: torch.dtype, sizes: Sizes) -> dict[str, Any]:
+    """Steps on one batch: what was rewarded must become likelier, what was punished rarer."""
+    trainee = Trainee(make_hf_model(sizes, device, dtype), device, dtype, max_tokens=2048)
+    generator = np.random.default_rng(9)
+    rows = []
+    for number, length in enumerate(generator.integers(50, 400, size=16)):
+        row = make_row(generator, int(length), sizes.vocab, 0.5)
+        sign = np.full(length, 1.0 if number % 2 else -1.0, dtype=np.float32)
+        rows.append(dataclasses.replace(row, channels={**row.channels, ADVANTAGE: sign}))
+    good, bad = rows[1::2], rows[::2]
+    before = trainee.mean_logprob(good) - trainee.mean_logprob(bad)
+    losses = []
+    for _ in range(5):
+        sums = trainee.step(rows, rate=1e-5).sums
+        losses.append(sums["loss"] / sums["tokens"])
+    (optimizer,) = trainee.optimizer.chained_optimizers
+    main = optimizer.optimizer.param_groups[0]["params"][0]
+    return {
+        "losses": losses,
+        "rise": trainee.mean_logprob(good) - trainee.mean_logprob(bad) - before,
+        "main_weight_dtype": str(main.dtype),
+        "gradient_dtype": str(next(trainee.policy.gpt.parameters()).main_grad.dtype),
+        "codec": codec(trainee),
+    }
+
+
+def codec(trainee: Trainee) -> dict[str, Any]:
+    """Every weight through buckets on the device; hashes there and on the host."""
+    specs = [
+        TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
+        for name, shape, dtype in hf_specs(trainee.policy)
+    ]
+    buckets = plan_buckets(specs, bucket_bytes=16 << 20)
+    buffer = BucketBuffer(largest_bytes(buckets), trainee.policy.device)
+    weights = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
+    different, hashes = 0, []
+    for bucket in buckets:
+        packed = buffer.open(bucket)
+        for slot in bucket.slots:
+            packed.place(slot.spec.name, weights[slot.spec.name])
+        found = unpack(bucket, packed.flat)
+        different += sum(not torch.equal(found[name], weights[name]) for name in found)
+        if len(hashes) < 3:
+            hashes.append(word_hash(packed.flat) == word_hash(packed.flat.cpu()))
+    return {
+        "buckets": len(buckets),
+        "bytes": sum(bucket.size_bytes for bucket in buckets),
+        "different": different,
+        "hashes_agree": all(hashes),
+    }
+
+
+def findings(device: torch.device) -> dict[str, Any]:
+    """Everything that the tests look at."""
+    on_gpu = device.type == "cuda"
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    return {
+        "attention": {
+            f"{name}, cp {cp}": attention_gaps(device, dtype, cp)
+            for name, dtype in dtypes.items()
+            for cp in (1, 2, 4)
+        },
+        "logprobs": {
+            name: logprob_gaps(device, dtype, *((8192, 151936) if on_gpu else (300, 4000)))
+            for name, dtype in dtypes.items()
+        },
+        "parity": {name: parity(device, dtype) for name, dtype in dtypes.items()},
+        "learning": learning(device, torch.bfloat16, QWEN_HALF_BILLION if on_gpu else SMALL),
+    }
+
+
+def main() -> None:
+    cpu.install()
+    device = open_lone_world(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(findings(device), indent=1))
+    close_world()
+
+
+if __name__ == "__main__":
+    main()

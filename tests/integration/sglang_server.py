@@ -1,0 +1,66 @@
+"""One real SGLang on CPU. One at a time fits the development machine."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.inference.command import replica_command
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.inference.server import free_ports
+
+START_TIMEOUT_S = 110.0
+
+
+@contextmanager
+def serving(model_dir: Path, log_path: Path, *extra_args: str) -> Iterator[str]:
+    """The address of a server of that model, in float32, ready for requests."""
+    ports = free_ports()
+    command = replica_command(
+        InferenceConfig(dtype="float32", context_tokens=1024, extra_args=extra_args),
+        python=interpreter_of("serve", "auto"),
+        model_path=str(model_dir),
+        device="cpu",
+        index=0,
+        ports=ports,
+        random_seed=3,
+    )
+    url = f"http://127.0.0.1:{ports.http}"
+    with Path("/tmp/sglang.lock").open("w") as lock, log_path.open("wb") as log_file:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        process = subprocess.Popen(
+            command.argv,
+            env={**os.environ, **command.environment},
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+        )
+        try:
+            _await_ready(url, process, log_path)
+            yield url
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def _await_ready(url: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    give_up_at = time.monotonic() + START_TIMEOUT_S
+    while True:
+        assert process.poll() is None, log_path.read_text()
+        assert time.monotonic() < give_up_at, log_path.read_text()
+        try:
+            if httpx.get(f"{url}/ready", trust_env=False).status_code == 200:
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)

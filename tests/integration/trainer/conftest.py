@@ -1,0 +1,36 @@
+"""What the tests here share because it takes long: launches of layouts, and imports of Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.parity_table import FAMILIES, LAYOUTS
+from tests.integration.trainer.layout_launch import Findings, launch
+from tests.integration.trainer.rank_server import RankServer, rank_server
+
+OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
+ALL = (*OTHERS, "1")
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder a layout."""
+    return tmp_path_factory.mktemp("layouts")
+
+
+@pytest.fixture(scope="session")
+def findings(root: Path) -> dict[str, Findings]:
+    """One launch a layout; the last one also resumes from the commits of all others."""
+    found = {name: launch(root / name, LAYOUTS[name], FAMILIES) for name in OTHERS}
+    found["1"] = launch(root / "1", LAYOUTS["1"], FAMILIES, [root / name for name in OTHERS])
+    return found
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankServer]:
+    """Starts ranks on request, without importing anything anew."""
+    with rank_server() as server:
+        yield server

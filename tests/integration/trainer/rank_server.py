@@ -1,0 +1,63 @@
+"""The tests' end of `replay_worker`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.layout import RunLayout
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of one scenario ended, and what they left."""
+
+    codes: list[int]
+    reports: list[dict[str, Any]]
+    log: str
+
+
+class RankServer:
+    """Starts ranks on request."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def run(self, layout: RunLayout, act: str, ranks: int = 1, **scenario: Any) -> Outcome:
+        request = {"run_dir": str(layout.root), "act": act, "ranks": ranks, "trainer": {}}
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request | scenario) + "\n")
+        self._process.stdin.flush()
+        codes = json.loads(self._process.stdout.readline())
+        files = [layout.root / f"report.{rank}.json" for rank in range(ranks)]
+        reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+        return Outcome(codes, reports, (layout.root / "ranks.log").read_text()[-6000:])
+
+
+@contextmanager
+def rank_server() -> Iterator[RankServer]:
+    """A server that ends with the block."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.trainer.replay_worker"],
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        try:
+            yield RankServer(process)
+        finally:
+            assert process.stdin is not None
+            process.stdin.close()
+            process.wait(timeout=30)

@@ -1,0 +1,72 @@
+"""A run directory as a run leaves it: a model, sealed shards, and the manifests of its batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.manifests import write_manifest
+from areal_hpc.shards.writer import seal
+from areal_hpc.tiny_model import make_tiny_model
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+
+TICKETS, SAMPLES = 3, 4
+VOCAB = 320
+
+
+def record_run(root: Path, steps: int, *, damaged_step: int = 0) -> RunLayout:
+    """Write it. In the batch of `damaged_step` one log-probability is not a number."""
+    layout = RunLayout(root)
+    make_tiny_model(
+        layout.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
+        ffn=64, vocab=VOCAB,
+    )  # fmt: skip
+    generator = np.random.default_rng(5)
+    for step in range(1, steps + 1):
+        rows = [
+            _trajectory(generator, step, ticket, episode)
+            for ticket in range(TICKETS)
+            for episode in range(SAMPLES)
+        ]
+        if step == damaged_step:
+            rows[0].logprobs_T[rows[0].loss_mask_T != 0] = np.nan
+        shard = seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+        tickets = [
+            SettledTicket(
+                TicketRef(step * TICKETS + ticket, 0),
+                shard.file,
+                list(range(ticket * SAMPLES, (ticket + 1) * SAMPLES)),
+                [row.reward for row in rows[ticket * SAMPLES : (ticket + 1) * SAMPLES]],
+            )
+            for ticket in range(TICKETS)
+        ]
+        write_manifest(layout, BatchManifest(step, 1, tickets))
+    return layout
+
+
+def _trajectory(generator: np.random.Generator, step: int, ticket: int, episode: int) -> Trajectory:
+    size = int(generator.integers(8, 30))
+    mask_T = (generator.random(size) < 0.6).astype(np.uint8)
+    mask_T[0], mask_T[-1] = 0, 1
+    return Trajectory(
+        ticket_id=step * TICKETS + ticket,
+        attempt=0,
+        episode=episode,
+        row=0,
+        input_ids_T=generator.integers(0, VOCAB, size).astype(np.int32),
+        loss_mask_T=mask_T,
+        logprobs_T=(generator.normal(-5.5, 0.5, size) * mask_T).astype(np.float32),
+        versions_T=np.where(mask_T, WeightVersion(1, step - 1).packed, -1),
+        reward=float(generator.integers(0, 2)) + episode / 8,
+    )
+
+
+def claim_dropout(layout: RunLayout) -> None:
+    """Let the model's configuration ask for dropout, which the trainer never applies."""
+    path = layout.tiny_model_dir / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))

@@ -1,0 +1,263 @@
+"""Ranks on demand: each line of standard input is a scenario, each line of output its outcome.
+
+The process imports Megatron once and forks the ranks of each scenario, so that a rank costs
+less than a second and can be killed at will. What they print goes to the scenario's log.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import importlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.errors import ArealError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.telemetry import set_up_logging
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.architecture import read_architecture
+from areal_hpc.trainer.commands import Command, Commit, Stop, Train
+from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.trainer.fence import epoch_fence
+from areal_hpc.trainer.huggingface import Checkpoint, load_hf
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.metrics import Line, MetricsLog
+from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.ranks import from_rank_zero, one_report
+from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
+
+Scenario = dict[str, Any]
+
+KILL_GRACE_S = 20.0
+"""What srun --kill-on-bad-exit would do at once: others get the time to fail by themselves."""
+
+
+class Replay:
+    """Rank 0's decisions, from the manifests of a recorded run."""
+
+    def __init__(self, learner: Learner, layout: RunLayout, schedule: Schedule) -> None:
+        self._layout = layout
+        self._schedule = schedule
+        self._step = self._committed = learner.state.step
+        self._metrics = MetricsLog(layout.metrics, None, self._step)
+        self._line: Line = {}
+        if self._step:
+            self._metrics.write(self._step, self._metrics.reopened or learner.reopened_line)
+
+    def next(self) -> Command:
+        if self._schedule.commits(self._step) and self._committed < self._step:
+            return Commit(self._line)
+        if self._line:
+            self._metrics.write(self._step, self._line)
+            self._line = {}
+        if self._step == self._schedule.total_steps:
+            return Stop(finished=True)
+        return Train(read_manifest(self._layout, self._step + 1))
+
+    def trained(self, version: Any, report: Line) -> None:
+        self._step, self._line = version.step, report
+
+    def commit_begun(self, seconds: float) -> None:
+        self._committed = self._step
+        self._metrics.hold()
+
+    def committed(self, seconds: float) -> None:
+        self._metrics.release()
+
+
+def digests(policy: Policy, optimizer: Any) -> dict[str, str]:
+    """The content of every parameter and moment that this rank holds."""
+    found = {name: tensor.detach() for name, tensor in policy.gpt.named_parameters()}
+    for part_number, part in enumerate(optimizer.chained_optimizers):
+        mains = [main for group in part.optimizer.param_groups for main in group["params"]]
+        for number, main in enumerate(mains):
+            tensors = {"main": main.detach(), **part.optimizer.state[main]}
+            found |= {f"{part_number}/{number}/{name}": t for name, t in tensors.items()}
+    return {
+        name: hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        for name, tensor in found.items()
+    }
+
+
+def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
+    config = TrainerConfig.model_validate(
+        {
+            "dtype": "float32",
+            "device": "cpu",
+            "max_tokens_per_microbatch": 64,
+            "commit_every_steps": 2,
+            "optimizer": {"lr": 1e-3, "decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+            **scenario["trainer"],
+        }
+    )
+    arch = read_architecture(layout.tiny_model_dir)
+    policy = build_policy(arch, config.parallel, torch.float32, torch.device("cpu"))
+    load_hf(policy, Checkpoint(layout.tiny_model_dir).read)
+    taken = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
+    epoch = int(from_rank_zero(taken))
+    fence = epoch_fence(layout.epochs_dir, epoch)
+    return Learner(policy, config, layout, layout.tiny_model_dir, epoch=epoch, seed=1, fence=fence)
+
+
+def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+    """Train on the recorded batches, from the latest commit to the last step."""
+    learner = make_learner(scenario, layout)
+    began_at = learner.state.step
+    conductor = None
+    if dist.get_rank() == 0:
+        learner.clean()
+        every = scenario["trainer"].get("commit_every_steps", 2)
+        schedule = Schedule(scenario["trainer"]["total_steps"], every, 0, 0, 0)
+        conductor = Replay(learner, layout, schedule)
+    run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+    learner.close()
+    return {
+        "began_at": began_at,
+        "consumed": learner.state.consumed,
+        "digests": digests(learner.policy, learner._optimizer),
+    }
+
+
+def warm_up(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+    """The supervised warm-up, from its latest commit to its last step."""
+    job = SftJobConfig.model_validate(scenario["warmup"])
+    policy = build_policy(
+        read_architecture(job.model_path), job.parallel, torch.float32, torch.device("cpu")
+    )
+    trainer = SftTrainer(job, layout, policy)
+    began_at = trainer._step
+    trainer.train(StopRequest())
+    trainer.close()
+    return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}
+
+
+def inspect(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+    """Whatever a function of a test module finds out: `module:function`."""
+    module, _, function = scenario["inspect"].partition(":")
+    found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, layout)
+    return found
+
+
+def resolve(call: str) -> tuple[Any, str]:
+    """Where `package.module:Class.method` is kept, and under which name."""
+    module, _, path = call.partition(":")
+    owner: Any = importlib.import_module(module)
+    *parents, name = path.split(".")
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
+
+
+def die_at(call: str, nth: int, when: str) -> None:
+    """Let this process be killed at the nth call of a function, before or after its work."""
+    owner, name = resolve(call)
+    original: Callable[..., Any] = getattr(owner, name)
+    calls = 0
+
+    def fatal(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == nth and when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = original(*args, **kwargs)
+        if calls == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+
+    setattr(owner, name, fatal)
+
+
+def be_rank(scenario: Scenario, rank: int) -> int:
+    """One rank of a scenario, in a process of its own; its exit code."""
+    os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
+    layout = RunLayout(Path(scenario["run_dir"]))
+    log = os.open(layout.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    set_up_logging()
+    # Nothing that is trained may depend on any of these.
+    torch.manual_seed(int.from_bytes(os.urandom(4)))
+    np.random.seed(int.from_bytes(os.urandom(4)))
+    random.seed(os.urandom(4))
+    kill = scenario.get("kill")
+    if kill and kill["rank"] == rank:
+        die_at(kill["call"], kill["nth"], kill["when"])
+    act = {"replay": replay, "warm_up": warm_up, "inspect": inspect}[scenario["act"]]
+    report = layout.root / f"report.{rank}.json"
+    report.unlink(missing_ok=True)
+    try:
+        parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
+        open_world(current_task(), parallel, "cpu", layout.rendezvous_dir)
+        with one_report():
+            found = act(scenario, layout)
+        report.write_text(json.dumps(found))
+        close_world()
+    except ArealError as error:
+        traceback.print_exc()
+        report.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
+        return error.exit_code
+    except SystemExit as leaving:
+        return int(str(leaving.code))
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def launch(scenario: Scenario) -> list[int]:
+    """All ranks of a scenario; their exit codes, -9 for a killed one."""
+    gc.freeze()  # the ranks share the memory of what was imported
+    pids = []
+    for rank in range(scenario["ranks"]):
+        pid = os.fork()
+        if pid == 0:
+            os._exit(be_rank(scenario, rank))
+        pids.append(pid)
+    codes: dict[int, int] = {}
+    give_up_at = float("inf")
+    while len(codes) < len(pids):
+        for pid in set(pids) - set(codes):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                codes[pid] = os.waitstatus_to_exitcode(status)
+        if any(codes.values()):
+            give_up_at = min(give_up_at, time.monotonic() + KILL_GRACE_S)
+        if time.monotonic() > give_up_at:
+            for pid in set(pids) - set(codes):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    cpu.install()
+    answer = partial(print, flush=True)
+    answer("ready")
+    for line in sys.stdin:
+        answer(json.dumps(launch(json.loads(line))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""`python -m tests.integration.trainer.scripted_relay CELL DIRECTORY [HANG_S]`: a relay by itself.
+
+It speaks the wire of `areal_hpc.wire.replicas` and takes its part in update groups, but has no
+model. With `HANG_S` it answers the joining of a group after so long, with an error.
+"""
+
+import http.server
+import json
+import math
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
+
+
+class Replica:
+    """The only one of the cell."""
+
+    version = served = ""
+    group: Any = None
+
+    def view(self) -> ReplicaView:
+        state = "serving" if self.served else "ready"
+        return ReplicaView(0, 1, state, "http://127.0.0.1:1", self.served)
+
+    def call(self, route: str, body: Any) -> tuple[int, object]:
+        """Status and answer of one control call."""
+        match route:
+            case "fence":
+                self.served = ""
+            case "serve":
+                self.served = body["version"]
+            case "init_weights_update_group" if HANG_S:
+                time.sleep(HANG_S)
+                return 500, {"error": "this one never joins"}
+            case "init_weights_update_group":
+                self.join(body)
+            case "update_weights_from_distributed":
+                self.receive(body)
+            case "model_info":
+                return 200, {"weight_version": self.version}
+        return 200, self.view() if route in ("fence", "serve") else {}
+
+    def join(self, body: Any) -> None:
+        store = dist.TCPStore(body["master_address"], body["master_port"], None, False)  # type: ignore[attr-defined]
+        self.group, _ = c10d._new_process_group_helper(
+            body["world_size"],
+            body["rank_offset"],
+            [],
+            c10d.Backend("gloo"),
+            c10d.PrefixStore(body["group_name"], store),
+            group_name=c10d.GroupName(body["group_name"]),
+            timeout=timedelta(seconds=20),
+        )
+        c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(body["world_size"])}
+
+    def receive(self, body: Any) -> None:
+        sizes = (
+            math.prod(shape) * getattr(torch, dtype).itemsize
+            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+        )
+        dist.broadcast(torch.empty(sum(sizes), dtype=torch.uint8), src=0, group=self.group)
+        self.version = body["weight_version"] or self.version
+
+
+REPLICA = Replica()
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """HTTP around it."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_GET(self) -> None:
+        self.answer(200, ReplicaList(CELL, [REPLICA.view()]))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.answer(*REPLICA.call(self.path.rpartition("/")[2], body))
+
+    def answer(self, status: int, body: object) -> None:
+        content = msgspec.json.encode(body)
+        self.send_response(status)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
+if __name__ == "__main__":
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    rendezvous.publish(DIRECTORY, f"relay-{CELL}", url)
+    server.serve_forever()

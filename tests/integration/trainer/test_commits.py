@@ -1,0 +1,213 @@
+"""Commits are written beside the training, appear whole, and fail loudly."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from tests.integration.trainer.rank_server import REPOSITORY, Outcome, RankServer
+from tests.integration.trainer.recorded_run import record_run
+
+INSPECTIONS = "tests.integration.trainer.commit_inspections"
+FIRST = ["step_00000001"]
+BOTH = ["step_00000001", "step_00000002"]
+STOPPED, STORAGE_FAILED, DATA_DAMAGED = 143, 75, 65
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("recorded"), 4).root
+
+
+@pytest.fixture
+def layout(recorded: Path, tmp_path: Path) -> RunLayout:
+    return RunLayout(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def inspect(
+    ranks: RankServer, layout: RunLayout, function: str, count: int = 1, **scenario: Any
+) -> Outcome:
+    trainer = {"total_steps": 4, "parallel": {"dp": count}}
+    name = f"{INSPECTIONS}:{function}"
+    return ranks.run(layout, "inspect", count, trainer=trainer, inspect=name, **scenario)
+
+
+def found_by(
+    ranks: RankServer, layout: RunLayout, function: str, count: int = 1, **scenario: Any
+) -> dict[str, Any]:
+    outcome = inspect(ranks, layout, function, count, **scenario)
+    assert outcome.codes == [0] * count, outcome.log
+    return outcome.reports[0]
+
+
+def test_training_goes_on_while_a_commit_of_the_earlier_step_is_written(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    assert found_by(ranks, layout, "training_goes_on") == {
+        "polled": [False] * 3,
+        "visible_before": FIRST,
+        "became_durable": True,
+        "visible_after": BOTH,
+        "holds_step_2": True,
+    }
+
+
+def test_a_second_commit_waits_for_the_first(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "second_commit_waits")
+    assert found["first_was_visible"]
+    assert found["waited_s"] >= 0.4
+    assert found["visible"] == ["step_00000002", "step_00000003"]
+
+
+def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "writer_dies_once")
+    assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
+
+
+def test_a_commit_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "writers_keep_dying")
+    assert found["kind"] == "ClusterError"
+    assert "died 2 times, at last with exit code -9" in found["error"]
+    assert found["visible"] == FIRST
+
+
+def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "storage_refuses")
+    assert found["kind"] == "ClusterError"
+    assert "No such file or directory" in found["error"]
+    assert "quota" in found["error"]
+    assert found["visible"] == FIRST
+
+
+def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_commit(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    found = found_by(ranks, layout, "replaced_while_writing")
+    assert found["kind"] == "SupersededError"
+    assert found["visible"] == FIRST
+
+
+def test_a_trainer_that_was_replaced_spares_the_commit_of_its_successor(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    found = found_by(ranks, layout, "successor_committed_first")
+    assert found["kind"] == "SupersededError"
+    assert found["epoch"] == 9
+    assert found["is_whole"]
+
+
+def test_the_commit_of_an_abandoned_epoch_is_replaced(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "abandoned_commit_is_replaced")
+    assert found == {"is_replaced": True, "visible": BOTH}
+
+
+def test_cleaning_spares_what_a_later_epoch_is_writing(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.epoch_5"]}
+
+
+def test_training_and_committing_draw_no_random_numbers(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    assert found_by(ranks, layout, "draws_no_random_numbers") == {"unchanged": True}
+
+
+def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    found = found_by(ranks, layout, "other_settings")
+    assert found["resumed"] == found["given"]
+    assert found["resumed"]["steps"] == found["forgotten"]["steps"] == [1.0]
+    for group in found["resumed"]["groups"]:
+        assert (group["betas"], group["eps"]) == ([0.8, 0.9], 1e-6)
+        assert group["weight_decay"] == pytest.approx(0.3 * group["wd_mult"])
+    # Left alone, the optimizer would go on with those of the commit.
+    assert {tuple(group["betas"]) for group in found["forgotten"]["groups"]} == {(0.9, 0.95)}
+
+
+def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, layout: RunLayout) -> None:
+    outcome = inspect(ranks, layout, "only_rank_0_chooses", 2)
+    assert outcome.codes == [0, 0], outcome.log
+    assert outcome.reports == [{"step": 1}] * 2
+
+
+def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: RunLayout) -> None:
+    outcome = inspect(ranks, layout, "chosen_commit_is_not_there", 2)
+    assert outcome.codes == [STOPPED, STORAGE_FAILED]
+    assert "this rank cannot see" in outcome.reports[1]["error"]
+
+
+def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunLayout) -> None:
+    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2)
+    assert outcome.codes == [STOPPED, DATA_DAMAGED]
+    assert outcome.reports == [{}, {"error": "the shard is damaged", "kind": "ShardError"}]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_only_the_rank_that_failed_reports(
+    ranks: RankServer, layout: RunLayout, failing: int
+) -> None:
+    outcome = inspect(ranks, layout, "one_rank_fails_alone", 2, failing=failing)
+    assert outcome.codes[failing] == 70
+    assert outcome.codes[1 - failing] == STOPPED, outcome.log
+    assert outcome.reports[1 - failing] == {}
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> RunLayout:
+    return record_run(tmp_path / "damaged", 3, damaged_step=2)
+
+
+def test_gradients_that_are_not_finite_leave_the_weights_alone_on_every_rank(
+    ranks: RankServer, damaged: RunLayout
+) -> None:
+    outcome = inspect(ranks, damaged, "odd_gradients", 2)
+    assert outcome.codes == [0, 0], outcome.log
+    for report in outcome.reports:
+        assert "step 2, trained on batch_00000002.json: the gradient norm is nan" in report["error"]
+        assert report["step"] == 1
+        assert report["weights_are_unchanged"]
+
+
+def test_gradients_that_are_not_finite_end_the_run_with_one_report(
+    ranks: RankServer, damaged: RunLayout
+) -> None:
+    trainer = {"total_steps": 3, "commit_every_steps": 1, "parallel": {"dp": 2}}
+    outcome = ranks.run(damaged, "replay", 2, trainer=trainer)
+    assert sorted(outcome.codes) == [70, STOPPED]
+    assert [path.name for path in damaged.checkpoints_dir.glob("step_*")] == FIRST
+    assert [report.get("kind") for report in outcome.reports].count("GradientError") == 1
+
+
+def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
+    ranks: RankServer, layout: RunLayout
+) -> None:
+    outcome = inspect(ranks, layout, "odd_maxima", 2)
+    assert outcome.reports == [{"odd": "nan", "huge": "inf", "plain": "2.0"}] * 2
+
+
+def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
+    small = ["--hidden", "128", "--layers", "1", "--vocab", "512", "--rounds", "1"]
+    out = tmp_path / "commit.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.commit", *small, "--step-s", "0.001",
+         "--folder", str(tmp_path), "--out", str(out)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    figures = json.loads(done.stdout.splitlines()[-1])
+    assert {"stall_s", "step_s", "stall_over_step", "state_bytes", "in_process_s"} <= set(figures)
+    assert figures["state_bytes"] > 1e6
+    assert json.loads(out.read_text()).items() >= figures.items()

@@ -1,0 +1,131 @@
+"""The first rank's loop beside cells that are well, that fail and that vanish."""
+
+import http.server
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.trainer.commands import Idle, Publish, Train
+from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.ledger_peer import LedgerPeer
+from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+
+REPOSITORY = Path(__file__).parents[3]
+SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
+HANG_S = 1.0
+"""What each try of the failing replica costs."""
+
+
+class Ledger(http.server.BaseHTTPRequestHandler):
+    """Has every batch at once."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        reply: object = Acknowledged()
+        if self.path == "/batch":
+            request = msgspec.json.decode(body, type=BatchRequest)
+            reply = BatchReply(BatchManifest(request.step, request.epoch, []))
+        content = msgspec.json.encode(reply)
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start_ledger(stack: ExitStack, directory: Path) -> None:
+    server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ledger))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(server.shutdown)
+    rendezvous.publish(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
+
+
+def start_relay(stack: ExitStack, directory: Path, cell: str, hang_s: float = 0.0) -> None:
+    module = "tests.integration.trainer.scripted_relay"
+    command = [sys.executable, "-m", module, cell, str(directory), str(hang_s)]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+
+
+def make_conductor(stack: ExitStack, directory: Path, cells: int) -> Conductor:
+    weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
+    publisher = Publisher(weights, directory, cells, "key", "gloo", torch.device("cpu"))
+    conductor = Conductor(
+        Schedule(1000, 1000, 0, 0, 0),
+        WeightVersion(1, 0),
+        {},
+        ledger=LedgerPeer(directory, "key", 1, lambda: False),
+        publisher=publisher,
+        specs=SPECS,
+        metrics=MetricsLog(directory / "metrics.jsonl", None, 0),
+        events=EventLog(directory / "events.jsonl", "trainer"),
+        stop=StopRequest(),
+        fence=lambda: None,
+    )
+    stack.callback(conductor.close)
+    return conductor
+
+
+def train(conductor: Conductor, steps: int) -> float:
+    """Follow the conductor until so many steps are trained; the seconds it took."""
+    began = time.monotonic()
+    step = 0
+    while step < steps:
+        assert time.monotonic() - began < 60
+        command = conductor.next()
+        if isinstance(command, Publish):
+            conductor.publish(iter([(SPECS[0].name, torch.ones(16))]))
+        elif isinstance(command, Train):
+            step = command.manifest.step
+            conductor.trained(WeightVersion(1, step), {})
+        else:
+            assert isinstance(command, Idle)
+    return time.monotonic() - began
+
+
+def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_training(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    start_ledger(stack, tmp_path)
+    start_relay(stack, tmp_path, "cell-0")
+    start_relay(stack, tmp_path, "cell-1", HANG_S)
+    rendezvous.publish(tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    for cell in ("cell-0", "cell-1"):
+        rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
+    conductor = make_conductor(stack, tmp_path, cells=3)
+    took_s = train(conductor, steps=40)
+    updates = [event for event in read_json_lines(tmp_path / "events.jsonl") if event["replicas"]]
+    tries = [event for event in read_json_lines(tmp_path / "events.jsonl") if event["failed"]]
+    assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
+    assert 1 <= len(tries) <= 4, "tried again after ever longer pauses"
+    assert took_s < 4 * HANG_S + 10

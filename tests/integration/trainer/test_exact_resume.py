@@ -1,0 +1,190 @@
+"""A run killed anywhere and resumed ends with the same bits as the one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.trainer.rank_server import Outcome, RankServer
+from tests.integration.trainer.recorded_run import claim_dropout, record_run
+
+STEPS = 6
+COMMITS = ["step_00000004", "step_00000006"]
+
+LEARN = "areal_hpc.trainer.learner:Learner.train"
+FORWARD = "areal_hpc.trainer.step:run_passes"
+APPLY = "areal_hpc.trainer.step:optimizer_step"
+COPY = "areal_hpc.trainer.sharded:save"
+WRITE = "areal_hpc.trainer.writer_peer:WriterPeer.write"
+FINISH = "areal_hpc.trainer.checkpoint:CommitStore._make_visible"
+RENAME = "areal_hpc.trainer.checkpoint:CommitStore._put_in_place"
+
+KILLS: dict[str, tuple[str, int, str, set[int]]] = {
+    # what, which call, before or after it, the steps that a resume may go on from
+    "before any step": (LEARN, 1, "before", {0}),
+    "before a step": (LEARN, 5, "before", {2, 4}),
+    "between gradients and update": (APPLY, 7, "before", {0, 2}),
+    "between two updates of a step": (APPLY, 7, "after", {0, 2}),
+    "in a forward pass": (FORWARD, 6, "after", {0, 2}),
+    "after a step": (LEARN, 4, "after", {0, 2}),
+    "before the state is copied": (COPY, 2, "before", {2}),
+    "when the state is copied": (COPY, 2, "after", {2}),
+    "while the writer writes": (WRITE, 2, "after", {2}),
+    "between data and marker": (FINISH, 2, "before", {2}),
+    "between marker and rename": (RENAME, 2, "before", {2}),
+    "between rename and deletion of the oldest": (RENAME, 3, "after", {6}),
+    "after the commit": (FINISH, 2, "after", {4}),
+}
+
+KILLS_OF_TWO: dict[str, tuple[int, str, int, str, set[int]]] = {
+    "rank 1 in a step": (1, APPLY, 7, "before", {0, 2}),
+    "rank 1 while it writes": (1, WRITE, 2, "after", {2}),
+    "rank 0 between marker and rename": (0, RENAME, 2, "before", {2}),
+}
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("recorded"), STEPS).root
+
+
+@pytest.fixture
+def layout(recorded: Path, tmp_path: Path) -> RunLayout:
+    return RunLayout(shutil.copytree(recorded, tmp_path / "run"))
+
+
+def train(ranks: RankServer, layout: RunLayout, dp: int = 1, **scenario: Any) -> Outcome:
+    settings = {"total_steps": STEPS, "minibatches": 2, "parallel": {"dp": dp}}
+    return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
+
+
+def uninterrupted(ranks: RankServer, recorded: Path, folder: Path, dp: int) -> list[Any]:
+    layout = RunLayout(shutil.copytree(recorded, folder / "run"))
+    outcome = train(ranks, layout, dp)
+    assert outcome.codes == [0] * dp, outcome.log
+    return [report["digests"] for report in outcome.reports]
+
+
+@pytest.fixture(scope="module")
+def expected(
+    ranks: RankServer, recorded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("single"), 1)
+
+
+@pytest.fixture(scope="module")
+def expected_of_two(
+    ranks: RankServer, recorded: Path, tmp_path_factory: pytest.TempPathFactory
+) -> list[Any]:
+    return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("two"), 2)
+
+
+def check_complete(layout: RunLayout, outcome: Outcome, began_at: set[int]) -> None:
+    assert set(outcome.codes) == {0}, outcome.log
+    for report in outcome.reports:
+        assert report["began_at"] in began_at
+        assert report["consumed"] == list(range(1, STEPS + 1))
+    names = sorted(path.name for path in layout.checkpoints_dir.iterdir())
+    # A kill can leave a third one for the next commit to delete; nothing half-written stays.
+    assert names[-2:] == COMMITS
+    assert names[:-2] in ([], ["step_00000002"])
+    assert [line["step"] for line in read_json_lines(layout.metrics)] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("point", KILLS)
+def test_a_killed_run_ends_with_the_same_bits(
+    ranks: RankServer, layout: RunLayout, expected: list[Any], point: str
+) -> None:
+    call, nth, when, began_at = KILLS[point]
+    kill = {"rank": 0, "call": call, "nth": nth, "when": when}
+    assert train(ranks, layout, kill=kill).codes == [-9]
+    resumed = train(ranks, layout)
+    check_complete(layout, resumed, began_at)
+    assert resumed.reports[0]["digests"] == expected[0]
+
+
+@pytest.mark.parametrize("point", KILLS_OF_TWO)
+def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
+    ranks: RankServer, layout: RunLayout, expected_of_two: list[Any], point: str
+) -> None:
+    rank, call, nth, when, began_at = KILLS_OF_TWO[point]
+    kill = {"rank": rank, "call": call, "nth": nth, "when": when}
+    codes = train(ranks, layout, 2, kill=kill).codes
+    assert codes[rank] == -9
+    # Rank 0 says that it lost a peer (75); without rank 0 there is nobody to say so to (143).
+    assert codes[1 - rank] == (75 if rank else 143)
+    resumed = train(ranks, layout, 2)
+    check_complete(layout, resumed, began_at)
+    assert [report["digests"] for report in resumed.reports] == expected_of_two
+
+
+def test_a_run_killed_again_and_again_ends_with_the_same_bits(
+    ranks: RankServer, layout: RunLayout, expected: list[Any]
+) -> None:
+    # The fifth step begins after the second commit, which has waited for the first.
+    kill = {"rank": 0, "call": LEARN, "nth": 5, "when": "before"}
+    deaths = 0
+    while (outcome := train(ranks, layout, kill=kill)).codes == [-9]:
+        deaths += 1
+        assert deaths < STEPS
+    assert deaths >= 1
+    check_complete(layout, outcome, {2, 4})
+    assert outcome.reports[0]["digests"] == expected[0]
+
+
+def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
+    ranks: RankServer, layout: RunLayout, expected: list[Any]
+) -> None:
+    claim_dropout(layout)
+    outcome = train(ranks, layout)
+    check_complete(layout, outcome, {0})
+    assert outcome.reports[0]["digests"] == expected[0]
+
+
+def test_a_killed_warm_up_ends_with_the_same_bits(
+    ranks: RankServer, layout: RunLayout, tmp_path: Path
+) -> None:
+    demonstrations = tmp_path / "demonstrations.jsonl"
+    with demonstrations.open("w") as stream:
+        for word in ("one", "two", "three", "one two", "three two one"):
+            messages = [
+                {"role": "user", "content": word},
+                {"role": "assistant", "content": f"{word} three"},
+            ]
+            stream.write(json.dumps({"messages": messages}) + "\n")
+
+    def warm_up(root: Path, **scenario: Any) -> Outcome:
+        shutil.copytree(layout.root, root, dirs_exist_ok=True)
+        config = {
+            "run_dir": str(root),
+            "model_path": str(layout.tiny_model_dir),
+            "dataset_path": str(demonstrations),
+            "seed": 3,
+            "warmup": {"total_steps": 8, "batch_size": 3, "commit_every_steps": 3},
+            "device": "cpu",
+            "dtype": "float32",
+        }
+        return ranks.run(RunLayout(root), "warm_up", warmup=config, **scenario)
+
+    expected = warm_up(tmp_path / "left-alone")
+    assert expected.codes == [0], expected.log
+    calls = {
+        "areal_hpc.trainer.sft_job:train_once": (7, {3, 6}),
+        "areal_hpc.trainer.checkpoint:CommitStore._put_in_place": (2, {3}),
+    }
+    for number, (call, (nth, began_at)) in enumerate(calls.items()):
+        root = tmp_path / f"killed-{number}"
+        kill = {"rank": 0, "call": call, "nth": nth, "when": "before"}
+        assert warm_up(root, kill=kill).codes == [-9]
+        resumed = warm_up(root)
+        assert resumed.codes == [0], resumed.log
+        assert resumed.reports[0]["began_at"] in began_at
+        assert resumed.reports[0]["digests"] == expected.reports[0]["digests"]

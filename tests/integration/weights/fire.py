@@ -1,0 +1,277 @@
+"""Means to kill a party of an update at a chosen moment, and to see what agents get meanwhile.
+
+A gate stands between the sender and each cell's relay, as a network would. It forwards every
+call, and at a chosen route of a chosen replica it does something first.
+"""
+
+from __future__ import annotations
+
+import http.client
+import http.server
+import itertools
+import json
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import torch
+from transformers import Qwen3ForCausalLM
+
+from areal_hpc.cluster import rendezvous
+from tests.integration.inference.cell import Cell
+
+PROMPT = [10, 20, 30, 40, 50]
+REPLY_TOKENS = 12
+POLL_S = 0.1
+CALL_TIMEOUT_S = 120.0
+
+
+@dataclass
+class Trap:
+    """What happens when the `nth` call of `route` for a replica arrives at a gate."""
+
+    route: str
+    nth: int
+    index: int
+    spring: Callable[[Callable[[], None]], None]
+    """Gets the forwarding of the call, which it may start before, after or never."""
+    seen: int = 0
+
+
+class Gate:
+    """Forwards to one cell's relay, and springs the trap that is set."""
+
+    def __init__(self, cell: Cell, directory: Path) -> None:
+        self._cell = cell
+        self._lock = threading.Lock()
+        self.trap: Trap | None = None
+        gate = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                gate.forward(self, b"")
+
+            def do_POST(self) -> None:
+                gate.pass_on(self, self.rfile.read(int(self.headers["content-length"])))
+
+            def log_message(self, *args: object) -> None:
+                """Nothing on standard error."""
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        rendezvous.publish(directory, f"relay-{cell.name}", url)
+
+    def pass_on(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
+        """Forward a call, unless the trap is for it."""
+        _, _, index, route = call.path.split("/")
+        with self._lock:
+            trap = self.trap
+            is_meant = trap is not None and (trap.route, trap.index) == (route, int(index))
+            if trap is not None and is_meant:
+                trap.seen += 1
+                is_meant = trap.seen == trap.nth
+        if trap is not None and is_meant:
+            trap.spring(lambda: self.forward(call, body))
+        else:
+            self.forward(call, body)
+
+    def forward(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
+        """One call to the relay and back."""
+        relay = self._cell.relay.base_url
+        upstream = http.client.HTTPConnection(str(relay.host), relay.port, CALL_TIMEOUT_S)
+        headers = {name: value for name, value in call.headers.items() if name != "Host"}
+        try:
+            upstream.request(call.command, call.path, body or None, headers)
+            if _has_left(call.connection, upstream.sock):
+                return
+            answer = upstream.getresponse()
+            content = answer.read()
+        except (OSError, http.client.HTTPException):
+            call.close_connection = True  # as if the relay's own connection had broken
+            with suppress(OSError):
+                call.connection.shutdown(2)
+            return
+        finally:
+            upstream.close()
+        with suppress(OSError):
+            call.send_response(answer.status)
+            call.send_header("content-length", str(len(content)))
+            call.end_headers()
+            call.wfile.write(content)
+
+    def close(self) -> None:
+        """Forward no more."""
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
+    """Wait for the answer; true when the caller's connection breaks before it is there."""
+    while True:
+        ready, _, _ = select.select([caller, upstream], [], [])
+        if upstream in ready:
+            return False
+        if not caller.recv(1, socket.MSG_PEEK):
+            return True
+
+
+class Sender:
+    """A process that publishes through the gates, one epoch of a trainer."""
+
+    def __init__(
+        self, directory: Path, cells: int, admin_key: str, epoch: int, **weights: Any
+    ) -> None:
+        self.epoch = epoch
+        config = {
+            "rendezvous_dir": str(directory),
+            "cells": cells,
+            "admin_key": admin_key,
+            "epoch": epoch,
+            "weights": {"bucket_bytes": 100_000, **weights},
+        }
+        with (directory / f"sender.{epoch}.log").open("wb") as log_file:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "tests.integration.weights.sender"),
+                    json.dumps(config),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log_file,
+                cwd=Path(__file__).parents[3],
+                env=os.environ,
+            )
+
+    def await_ready(self) -> None:
+        """Wait until it takes orders."""
+        assert self.read() == {"ready": True}
+
+    def order(self, step: int, weights: Path, at_least: int) -> None:
+        """Tell it to publish to so many replicas, or more; `read` gives its report."""
+        assert self.process.stdin is not None
+        order = {"step": step, "weights": str(weights), "at_least": at_least}
+        self.process.stdin.write(json.dumps(order).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def read(self) -> dict[str, Any] | None:
+        """Its next report; None when it was killed."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        report: dict[str, Any] | None = json.loads(line) if line else None
+        return report
+
+    def publish(self, step: int, weights: Path, at_least: int) -> dict[str, Any] | None:
+        """One update."""
+        self.order(step, weights, at_least)
+        return self.read()
+
+    def stop(self) -> None:
+        """End it in order, if it still runs."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@dataclass
+class Reader:
+    """Asks one replica for tokens over and over, whenever its relay says that it serves."""
+
+    cell: Cell
+    index: int
+    models: dict[str, Qwen3ForCausalLM]
+    """What each version's weights are."""
+    wrong: list[str] = field(default_factory=list)
+    """Tokens whose log-probability is not that of the version they are stamped with."""
+    answered: list[tuple[float, str]] = field(default_factory=list)
+    """(time, version of the last token) of each complete reply."""
+    _stop: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End."""
+        self._stop.set()
+        assert self._thread is not None
+        self._thread.join(30)
+
+    def longest_silence_s(self, since: float, until: float) -> float:
+        """The longest time without a reply in an interval."""
+        inside = [at for at, _ in self.answered if since < at < until]
+        marks = [since, *inside, until]
+        return max(late - early for early, late in itertools.pairwise(marks))
+
+    def _run(self) -> None:
+        with httpx.Client(timeout=CALL_TIMEOUT_S, trust_env=False) as client:
+            while not self._stop.wait(POLL_S):
+                with suppress(httpx.HTTPError):  # the relay, or the server, is gone
+                    view = self.cell.replica(self.index)
+                    if view.state == "serving":
+                        self._ask(client, view.url)
+
+    def _ask(self, client: httpx.Client, url: str) -> None:
+        sampling = {"max_new_tokens": REPLY_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        answer = client.post(
+            f"{url}/generate",
+            json={"input_ids": PROMPT, "sampling_params": sampling, "return_logprob": True},
+        )
+        answer.raise_for_status()
+        reply = answer.json()
+        meta, output = reply["meta_info"], reply["output_ids"]
+        if meta["finish_reason"]["type"] == "abort":
+            return  # the proxy makes such a call again
+        sampled = torch.tensor([entry[0] for entry in meta["output_token_logprobs"]])
+        for span in meta["weight_versions"]:
+            self._check(span["version"], slice(span["start"], span["end"]), output, sampled)
+        self.answered.append((time.monotonic(), meta["weight_version"]))
+
+    def _check(self, version: str, span: slice, output: list[int], sampled: torch.Tensor) -> None:
+        model = self.models.get(version)
+        if model is None:
+            self.wrong.append(f"{version!r} was never verified anywhere")
+            return
+        with torch.no_grad():
+            logits = model(torch.tensor([PROMPT + output])).logits[0].log_softmax(-1)
+        expected = logits[len(PROMPT) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
+        off = (sampled[span] - expected[span]).abs().max().item()
+        if off > 1e-4:
+            self.wrong.append(f"{version}: log-probabilities are off by {off:.3g}")
+
+
+@contextmanager
+def gates(cells: list[Cell], directory: Path) -> Iterator[list[Gate]]:
+    """One gate per cell; senders find them in `directory`."""
+    directory.mkdir(exist_ok=True)
+    made = [Gate(cell, directory) for cell in cells]
+    try:
+        yield made
+    finally:
+        for gate in made:
+            gate.close()

@@ -1,0 +1,79 @@
+"""A small run directory as a run leaves it, for tests that tamper with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.ledger.manifests import append_drop, write_manifest
+from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
+from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+
+SHARD_BYTES = 64
+BATCH = 2
+N_SAMPLES = 2
+
+
+class RunDirectory:
+    """Three steps of two tickets; ticket 2 was dropped, so step 2 trained tickets 3 and 4."""
+
+    def __init__(self, root: Path, *, off_policyness: int = 0) -> None:
+        self.layout = RunLayout(root)
+        root.mkdir(parents=True, exist_ok=True)
+        self.layout.recipe.write_text(
+            f"trainer: {{batch_size: {BATCH}, total_steps: 3}}\n"
+            f"rollout: {{max_head_offpolicyness: {off_policyness}}}\n"
+        )
+        self._shards = 0
+        self.batches = [self.seal(0, 1), self.seal(3, 4), self.seal(5, 6)]
+        append_drop(self.layout, DropRequest("cell-0", TicketRef(2, 1), "ValueError"))
+        for step, tickets in enumerate(self.batches, 1):
+            self.hand_out(step, tickets)
+        self.commit(3, epoch=1)
+
+    def seal(self, *ticket_ids: int, attempt: int = 1) -> list[SettledTicket]:
+        """A shard with these tickets, as a proxy leaves it."""
+        name = f"cell-0-{self._shards:06d}.h5"
+        self._shards += 1
+        self.layout.shards_dir.mkdir(exist_ok=True)
+        (self.layout.shards_dir / name).write_bytes(bytes(SHARD_BYTES))
+        placed = [
+            ShardTicket(ticket_id, attempt, [N_SAMPLES * place, N_SAMPLES * place + 1], [0.0, 1.0])
+            for place, ticket_id in enumerate(ticket_ids)
+        ]
+        rows = N_SAMPLES * len(ticket_ids)
+        append_to_index(self.layout.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
+        return [
+            SettledTicket(TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards)
+            for one in placed
+        ]
+
+    def hand_out(self, step: int, tickets: list[SettledTicket]) -> None:
+        """The manifest of a step; what was there before is replaced, which no ledger does."""
+        self.layout.manifest(step).unlink(missing_ok=True)
+        write_manifest(self.layout, BatchManifest(step, 1, tickets))
+
+    def commit(self, step: int, epoch: int, consumed: list[int] | None = None) -> Path:
+        """A complete commit with what the trainer's state says of batches, among other things."""
+        path = self.layout.checkpoints_dir / step_name(step)
+        path.mkdir(parents=True, exist_ok=True)
+        state = {
+            "step": step,
+            "epoch": epoch,
+            "seed": 1,
+            "parent": None,
+            "consumed": consumed if consumed is not None else [*range(1, step + 1)],
+        }
+        (path / "trainer.json").write_bytes(msgspec.json.encode(state))
+        (path / "COMMITTED").touch()
+        return path
+
+    def finish(self) -> None:
+        """The trainer's last word."""
+        self.layout.finished.touch()
+
+    def shard_of(self, step: int) -> Path:
+        """The file that holds a step's rows."""
+        return self.layout.shards_dir / self.batches[step - 1][0].shard

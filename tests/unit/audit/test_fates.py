@@ -1,0 +1,262 @@
+"""Tampering with a run directory is found, and nothing else is called a fault."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_hpc.audit.fates import Audit, Fate, audit_run
+from areal_hpc.ledger.manifests import append_drop
+from areal_hpc.wire.ledger import DropRequest, TicketRef
+from tests.unit.audit.run_directory import RunDirectory
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "run")
+
+
+def fates(run: RunDirectory) -> dict[int, Fate]:
+    return {one.ticket_id: one.fate for one in audit_run(run.layout).tickets}
+
+
+def of(audit: Audit, fate: Fate) -> list[int]:
+    return [one.ticket_id for one in audit.of(fate)]
+
+
+def test_a_run_without_faults(run: RunDirectory) -> None:
+    run.finish()
+    audit = audit_run(run.layout)
+    assert audit.is_clean
+    assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=0"
+    assert of(audit, Fate.DROPPED) == [2]
+    assert audit.of(Fate.DROPPED)[0].why == "ValueError"
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    run = RunDirectory.__new__(RunDirectory)
+    run.layout = type(RunDirectory(tmp_path / "other").layout)(tmp_path / "new")
+    assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=0"
+
+
+def test_what_is_under_way_is_open(run: RunDirectory) -> None:
+    """Batched and not committed, sealed and not batched, and in a cell without any trace."""
+    run.hand_out(4, run.seal(7, 8))
+    run.seal(10)
+    audit = audit_run(run.layout)
+    assert audit.is_clean
+    assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=4"
+    assert of(audit, Fate.OPEN) == [7, 8, 9, 10]
+
+
+def test_a_ticket_sealed_twice_counts_once(run: RunDirectory) -> None:
+    run.seal(0, attempt=1001)
+    assert audit_run(run.layout).verdict == "trained_once=6 duplicates=0 lost=0 open=0"
+
+
+def test_the_newest_epoch_owns_the_chain(run: RunDirectory) -> None:
+    """A zombie's higher commit does not count; what it trained is handed out again."""
+    run.commit(2, epoch=2)
+    audit = audit_run(run.layout)
+    assert audit.verdict == "trained_once=4 duplicates=0 lost=0 open=2"
+
+
+def test_a_commit_without_its_marker_does_not_count(run: RunDirectory) -> None:
+    (run.commit(3, epoch=1) / "COMMITTED").unlink()
+    assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=6"
+
+
+# Trained twice --------------------------------------------------------------------------------
+
+
+def test_a_ticket_in_two_batches(run: RunDirectory) -> None:
+    run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.DUPLICATE) == [0]
+    assert "steps 1 and 3" in audit.of(Fate.DUPLICATE)[0].why
+
+
+def test_a_ticket_twice_in_one_batch(run: RunDirectory) -> None:
+    run.hand_out(2, [*run.batches[1], run.batches[1][0]])
+    assert of(audit_run(run.layout), Fate.DUPLICATE) == [3]
+
+
+def test_a_trained_ticket_in_a_batch_that_still_waits(run: RunDirectory) -> None:
+    run.hand_out(4, [run.batches[0][0], *run.seal(7)])
+    assert fates(run)[0] is Fate.DUPLICATE
+
+
+def test_the_same_row_under_two_tickets(run: RunDirectory) -> None:
+    first, second = run.batches[2]
+    run.hand_out(3, [first, msgspec.structs.replace(second, rows=first.rows)])
+    assert of(audit_run(run.layout), Fate.DUPLICATE) == [6]
+
+
+def test_the_same_row_twice_in_one_ticket(run: RunDirectory) -> None:
+    first, second = run.batches[2]
+    run.hand_out(3, [first, msgspec.structs.replace(second, rows=[2, 2])])
+    assert of(audit_run(run.layout), Fate.DUPLICATE) == [6]
+
+
+def test_a_batch_consumed_twice(run: RunDirectory) -> None:
+    run.commit(3, epoch=1, consumed=[1, 2, 2])
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.DUPLICATE) == [3, 4]
+    assert of(audit, Fate.LOST) == [5, 6], "the batch of step 3 was passed over"
+    assert audit.problems
+
+
+# Lost -----------------------------------------------------------------------------------------
+
+
+def delete_shard(run: RunDirectory) -> None:
+    run.shard_of(2).unlink()
+
+
+def cut_shard(run: RunDirectory) -> None:
+    with run.shard_of(2).open("ab") as stream:
+        stream.truncate(10)
+
+
+def delete_index(run: RunDirectory) -> None:
+    path = run.layout.index_dir / "cell-0.jsonl"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::2]))
+
+
+def name_rows_of_nobody(run: RunDirectory) -> None:
+    tickets = [msgspec.structs.replace(one, rows=[90, 91]) for one in run.batches[1]]
+    run.hand_out(2, [tickets[0], msgspec.structs.replace(tickets[1], rows=[92, 93])])
+
+
+def delete_manifest(run: RunDirectory) -> None:
+    run.layout.manifest(2).unlink()
+
+
+def damage_manifest(run: RunDirectory) -> None:
+    run.layout.manifest(2).write_bytes(b"{")
+
+
+def pass_over_a_batch(run: RunDirectory) -> None:
+    run.commit(3, epoch=1, consumed=[1, 3])
+
+
+@pytest.mark.parametrize(
+    "tamper",
+    [
+        delete_shard,
+        cut_shard,
+        delete_index,
+        name_rows_of_nobody,
+        delete_manifest,
+        damage_manifest,
+        pass_over_a_batch,
+    ],
+)
+def test_tickets_whose_rows_or_batch_are_gone_are_lost(
+    run: RunDirectory, tamper: Callable[[RunDirectory], None]
+) -> None:
+    tamper(run)
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.LOST) == [3, 4]
+    assert of(audit, Fate.TRAINED) == [0, 1, 5, 6]
+    assert not audit.is_clean
+
+
+def test_a_sealed_ticket_whose_shard_is_gone_can_never_be_trained(run: RunDirectory) -> None:
+    sealed = run.seal(7)
+    (run.layout.shards_dir / sealed[0].shard).unlink()
+    assert fates(run)[7] is Fate.LOST
+
+
+def test_a_ticket_taken_out_of_a_manifest_is_missed(run: RunDirectory) -> None:
+    """It would be served again, though it may have been trained."""
+    run.hand_out(1, run.batches[0][:1])
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.LOST) == [1]
+    assert "names 1 tickets, expected 2" in str(audit.problems[0])
+
+
+def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
+    """Nothing but the gap in the ids is left of it."""
+    run.layout.drops.unlink()
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.LOST) == [2]
+    assert "no trace of it" in audit.of(Fate.LOST)[0].why
+
+
+def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
+    tmp_path: Path,
+) -> None:
+    """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
+    run = RunDirectory(tmp_path / "run", off_policyness=1)
+    run.layout.drops.unlink()
+    assert fates(run)[2] is Fate.OPEN
+    run.hand_out(4, run.seal(9, 10))
+    audit = audit_run(run.layout)
+    assert of(audit, Fate.LOST) == [2]
+    assert of(audit, Fate.OPEN) == [7, 8, 9, 10]
+    append_drop(run.layout, DropRequest("cell-0", TicketRef(2, 1), "KeyError"))
+    assert audit_run(run.layout).is_clean
+    run.finish()
+    assert of(audit_run(run.layout), Fate.LOST) == [7, 8]
+
+
+def test_a_finished_run_has_committed_all_its_batches(run: RunDirectory) -> None:
+    (run.commit(3, epoch=1) / "COMMITTED").unlink()
+    run.commit(2, epoch=1)
+    run.finish()
+    assert of(audit_run(run.layout), Fate.LOST) == [5, 6]
+
+
+def test_a_commit_that_cannot_be_read_is_a_problem(run: RunDirectory) -> None:
+    (run.commit(3, epoch=1) / "trainer.json").write_bytes(b"{")
+    audit = audit_run(run.layout)
+    assert not audit.is_clean
+    assert "cannot be read" in str(audit.problems[0])
+
+
+def test_a_manifest_under_another_name_is_a_problem(run: RunDirectory) -> None:
+    run.layout.manifest(3).rename(run.layout.manifest(4))
+    audit = audit_run(run.layout)
+    assert any("expected the batch of step 4" in str(one) for one in audit.problems)
+    assert not audit.is_clean
+
+
+# The command ----------------------------------------------------------------------------------
+
+
+def areal_hpc_audit(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_hpc", "audit", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) -> None:
+    answer = areal_hpc_audit(run.layout.root)
+    assert answer.returncode == 0
+    last = answer.stdout.splitlines()[-1]
+    assert last == "trained_once=6 duplicates=0 lost=0 open=0"
+    assert not answer.stdout.startswith("ticket")
+    delete_shard(run)
+    answer = areal_hpc_audit(run.layout.root)
+    assert answer.returncode == 65
+    assert answer.stdout.splitlines()[-1] == "trained_once=4 duplicates=0 lost=2 open=0"
+    assert "that shard is gone" in answer.stdout
+
+
+def test_the_command_lists_every_ticket_on_request(run: RunDirectory) -> None:
+    answer = areal_hpc_audit(run.layout.root, "--tickets")
+    lines = [line.split() for line in answer.stdout.splitlines() if line.startswith("ticket ")]
+    assert [(int(line[1]), line[2]) for line in lines] == [
+        (0, "trained"),
+        (1, "trained"),
+        (2, "dropped"),
+        (3, "trained"),
+        (4, "trained"),
+        (5, "trained"),
+        (6, "trained"),
+    ]

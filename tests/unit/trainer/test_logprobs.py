@@ -1,0 +1,77 @@
+"""One rank's log-probabilities; several ranks are compared with transformers elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from areal_hpc.trainer import logprobs
+from areal_hpc.trainer.logprobs import token_logprobs
+
+ROWS, VOCAB, COLUMNS = 7, 11, 16
+"""Five columns are padding."""
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[1, 40, 1 << 18])
+def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """One row, a few rows, or all rows at a time."""
+    monkeypatch.setitem(logprobs.CHUNK_VALUES, "cpu", request.param)
+    return int(request.param)
+
+
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("chunk_values")
+def test_values_and_gradients_are_those_of_a_log_softmax(
+    group: dist.ProcessGroup, dtype: torch.dtype, tempered: bool
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    temperature = torch.rand(ROWS, generator=generator) + 0.5 if tempered else None
+    weights = torch.randn(ROWS, generator=generator)
+
+    ours = hidden.clone().requires_grad_()
+    values = token_logprobs(ours * 1, labels, temperature, VOCAB, group)
+    (values * weights).sum().backward()
+
+    plain = hidden.clone().requires_grad_()
+    logits = plain[:, :VOCAB].float()
+    if temperature is not None:
+        logits = logits / temperature[:, None]
+    expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(values, expected)
+    assert ours.grad is not None
+    assert plain.grad is not None
+    assert ours.grad.dtype == dtype
+    torch.testing.assert_close(ours.grad, plain.grad)
+    assert not ours.grad[:, VOCAB:].any()
+
+
+def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:
+    leaf = torch.randn(ROWS, COLUMNS, requires_grad=True)
+    logits = leaf * 1
+    values = token_logprobs(logits, torch.zeros(ROWS, dtype=torch.long), None, VOCAB, group)
+    values.sum().backward()
+    assert leaf.grad is not None
+    assert torch.equal(logits.detach(), leaf.grad)
+
+
+def test_no_rows_give_no_values_and_no_gradient(group: dist.ProcessGroup) -> None:
+    empty = torch.zeros(0, COLUMNS, requires_grad=True)
+    values = token_logprobs(empty * 1, torch.zeros(0, dtype=torch.long), None, VOCAB, group)
+    values.sum().backward()
+    assert values.shape == (0,)

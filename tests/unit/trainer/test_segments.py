@@ -1,0 +1,106 @@
+"""Segments (what a GPU attends by) and rectangles (what a CPU does) against plain attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.trainer.packing import zig_zag
+from areal_hpc.trainer.rectangles import Rectangles, plan_rectangles
+from areal_hpc.trainer.segments import Segments, fits_flash_kernel, plan_segments
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
+Planner = Callable[..., Segments | Rectangles]
+
+
+def plain_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: np.ndarray
+) -> torch.Tensor:
+    """Softmax over every earlier token of the same sequence, written out."""
+    sequence = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
+    place = torch.arange(len(sequence))
+    sees = (sequence[:, None] == sequence) & (place[:, None] >= place)
+    key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * SCALE
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), value)
+
+
+def states(tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(
+            tokens, heads, HEAD_DIM, dtype=torch.float64, generator=generator
+        ).requires_grad_()
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def over_ranks(
+    plan: Planner, parts: list[torch.Tensor], lengths: np.ndarray, cp: int
+) -> torch.Tensor:
+    """What all context-parallel ranks give, back in the order of the pack."""
+    query, key, value = parts
+    starts = np.cumsum(lengths) - lengths
+    held = [
+        torch.from_numpy(
+            np.concatenate(
+                [
+                    start + (zig_zag(int(length), cp, rank) if cp > 1 else np.arange(length))
+                    for start, length in zip(starts, lengths, strict=True)
+                ]
+            )
+        )
+        for rank in range(cp)
+    ]
+    gathered = torch.cat(held)
+    attended = [
+        plan(lengths, cp=cp, cp_rank=rank, device=CPU).attend(
+            query[held[rank]], key[gathered], value[gathered], SCALE
+        )
+        for rank in range(cp)
+    ]
+    return torch.cat(attended)[gathered.argsort()]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
+@pytest.mark.parametrize("plan", [plan_segments, plan_rectangles])
+def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
+    plan: Planner, units: list[int], cp: int
+) -> None:
+    lengths = np.array(units) * (2 * cp if cp > 1 else 1)
+    parts = states(int(lengths.sum()))
+    expected, found = plain_attention(*parts, lengths), over_ranks(plan, parts, lengths, cp)
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(expected)
+    for got, want in zip(
+        torch.autograd.grad((found * weights).sum(), parts),
+        torch.autograd.grad((expected * weights).sum(), parts),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
+    lengths, cp = np.array([64, 32]), 4
+    plans = [plan_segments(lengths, cp=cp, cp_rank=rank, device=CPU) for rank in range(cp)]
+    pairs = {
+        sum(q * k for q, k in zip(plan.query_lengths, plan.key_lengths, strict=True))
+        for plan in plans
+    }
+    assert len(pairs) == 1, "the zig-zag gives every rank the same work"
+    for plan in plans:
+        assert plan.key_places is not None
+        # Each rank copies its sequences once, and one chunk of each a second time.
+        assert len(plan.key_places) == lengths.sum() + lengths.sum() // (2 * cp)
+        assert plan.query_starts.dtype == plan.key_starts.dtype == torch.int32
+
+
+def test_the_flash_kernel_is_for_gpus() -> None:
+    assert not fits_flash_kernel(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
