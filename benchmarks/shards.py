@@ -4,13 +4,13 @@ What is compared:
 
 - seal: finished trajectories in memory -> a durable shard with digest and index line. Its peer
   is one `write` and one `fsync` of as many bytes.
-- read: a shard's name -> one flat array per token column, holding the rows in the order asked
-  for, in fresh memory. Its peer is one warm `pread` of the bytes of those columns into fresh
+- read: a shard's name -> what the trainer gets of all its rows: trajectories whose token arrays
+  lie in fresh memory. Its peer is one warm `pread` of the bytes of the token columns into fresh
   memory.
 - verify: the digest of the whole file, as `areal-hpc shards verify` takes it. Its peer is one
   warm `pread` of the whole file into fresh memory.
 - group layout: the same trajectories with one HDF5 group each, synced and renamed, without
-  digest and index; read back as an array per trajectory and column, not even concatenated.
+  digest and index; read back as an array per trajectory and column.
 
 Every round runs all sides in alternating order; ratios are medians of the rounds' ratios. CPU
 time is that of the whole process, threads and kernel included.
@@ -61,7 +61,7 @@ class Bench:
         self.group_path = folder / "group.h5"
         self.raw_path = folder / "raw.bin"
         self.shard_bytes = self.shard.stat().st_size
-        self.token_bytes = sum(ShardReader(self.shard).columns[name].nbytes for name in COLUMNS)
+        self.token_bytes = sum(ShardReader(self.shard).column(name).nbytes for name in COLUMNS)
         self.content = np.random.default_rng(0).bytes(self.shard_bytes)
 
     def seal(self) -> str:
@@ -79,12 +79,7 @@ class Bench:
         os.fsync(descriptor)
         os.close(descriptor)
 
-    def read_columns(self) -> list[npt.NDArray[Any]]:
-        reader = ShardReader(self.shard)
-        rows = reader.read_rows(range(reader.num_rows), with_meta=False)
-        return [np.concatenate([getattr(row, f"{name}_T") for row in rows]) for name in COLUMNS]
-
-    def read_views(self) -> list[Trajectory]:
+    def read(self) -> list[Trajectory]:
         reader = ShardReader(self.shard)
         return reader.read_rows(range(reader.num_rows), with_meta=False)
 
@@ -137,9 +132,8 @@ def measure_writes(bench: Bench, pairs: int) -> Samples:
 def measure_reads(bench: Bench, pairs: int) -> Samples:
     bench.write_groups()
     sides = (
-        Side("columns in fresh memory", bench.read_columns),
+        Side("read", bench.read),
         Side("raw read", lambda: bench.read_raw(bench.token_bytes)),
-        Side("views only", bench.read_views),
         Side("group per trajectory", bench.read_groups),
     )
     samples = measure_pairs(sides, pairs)
@@ -175,12 +169,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         reads = measure_reads(bench, arguments.pairs)
         verifies = measure_verify(bench, arguments.pairs)
         megabytes = bench.shard_bytes / 1e6
-    ours = "columns in fresh memory"
     figures = {
         "seal_over_raw": wall_ratio(writes, "raw write + fsync", "seal"),
-        "read_over_raw": wall_ratio(reads, "raw read", ours),
+        "read_over_raw": wall_ratio(reads, "raw read", "read"),
         "group_layout_cpu_over_ours_write": cpu_ratio(writes, "group per trajectory", "seal"),
-        "group_layout_cpu_over_ours_read": cpu_ratio(reads, "group per trajectory", ours),
+        "group_layout_cpu_over_ours_read": cpu_ratio(reads, "group per trajectory", "read"),
         "verify_over_raw": wall_ratio(verifies, "raw read", "digest"),
     }
     settings = {

@@ -1,4 +1,4 @@
-"""Writes that are whole, or fail."""
+"""Reads and writes that are whole, or fail."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 Buffer = bytes | memoryview | npt.NDArray[Any]
@@ -50,3 +51,17 @@ def write_whole(descriptor: int, buffers: Iterable[Buffer], offset: int | None =
                 waiting.appendleft(first[taken_bytes:])
             taken_bytes -= min(len(first), taken_bytes)
     return total_bytes
+
+
+def read_whole(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
+    """Fill a contiguous array with the bytes at `offset`.
+
+    Raises:
+        OSError: The storage failed, or the file ends before.
+    """
+    waiting = array.view(np.uint8).data
+    while waiting:
+        taken_bytes = os.preadv(descriptor, [waiting], offset)
+        if taken_bytes == 0:
+            raise OSError(f"the file ends {len(waiting)} bytes too early")
+        waiting, offset = waiting[taken_bytes:], offset + taken_bytes

@@ -1,29 +1,52 @@
-"""Sealed shards are read in place: the file is mapped, rows are views into it."""
+"""Sealed shards are read with plain reads, into memory of the caller's own.
+
+They are not mapped: a mapped file that is cut short, or whose server goes away, kills the process
+that touches it, while a failed read is an error that can be tried again. Nor would mapping be
+faster, since a batch is read once: setting up and taking down its pages costs what a copy costs.
+"""
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import h5py
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from h5py import h5d
+from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
-from areal_hpc.shards.schema import DATASETS, FORMAT, VERSION, Axis
+from areal_hpc.shards.disk import read_whole
+from areal_hpc.shards.schema import DATASETS, FORMAT, VERSION, Axis, Dataset
 from areal_hpc.trajectory import Trajectory
 
 Array = npt.NDArray[Any]
+Spans = Sequence[tuple[int, int]]
+"""First element and the one behind the last, of pieces of a column."""
+
+_HINT = "run areal-hpc shards verify"
+_TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
+_ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a dataset lies in the file."""
+
+    dtype: np.dtype[Any]
+    offset: int
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length * self.dtype.itemsize
 
 
 class ShardReader:
-    """One sealed shard, mapped. Arrays stay valid after the reader is gone; there is no close.
-
-    Arrays are read-only views into the file: copy before changing them.
+    """One sealed shard. The file is open only while something is read.
 
     Raises:
         ShardError: The file is missing, cut short, or not a shard of a format this code reads.
@@ -31,56 +54,59 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.writer = ""
-        self.created = ""
         try:
-            places = self._read_headers()
-            with path.open("rb") as stream:
-                self._mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            self._places = _read_headers(path)
+            size_bytes = path.stat().st_size
         except FileNotFoundError as error:
-            raise ShardError(
-                "there is no such shard", key=str(path), hint="run areal-hpc shards verify"
-            ) from error
+            raise ShardError("there is no such shard", key=str(path), hint=_HINT) from error
         except (OSError, ValueError, KeyError, RuntimeError) as error:
+            raise ShardError(f"not a whole shard: {error}", key=str(path), hint=_HINT) from error
+        end = max(place.end for place in self._places.values())
+        if end > size_bytes:
             raise ShardError(
-                f"not a whole shard: {error}", key=str(path), hint="run areal-hpc shards verify"
-            ) from error
-        self.columns: Mapping[str, Array] = {
-            dataset.name: self._view(dataset.dtype, *places[dataset.name]) for dataset in DATASETS
-        }
-        """Every dataset by its name (`schema.DATASETS`)."""
+                f"cut short: expected at least {end} bytes, got {size_bytes}", key=str(path)
+            )
+        self._rows = dict(zip(_ROW_COLUMNS, self._read(_ROW_COLUMNS), strict=True))
         self._check_lengths()
 
     @property
     def num_rows(self) -> int:
         """Trajectories in this shard."""
-        return len(self.columns["ticket_id"])
+        return self._places["ticket_id"].length
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
-        return len(self.columns["input_ids"])
+        return self._places["input_ids"].length
+
+    def column(self, name: str) -> Array:
+        """A whole dataset by its name (`schema.DATASETS`).
+
+        Raises:
+            ShardError: The storage failed.
+        """
+        return self._rows[name] if name in self._rows else self._read([name])[0]
 
     def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[Trajectory]:
-        """The trajectories at `rows`, in that order; token arrays are views, not copies.
+        """The trajectories at `rows`, in that order.
 
         Without metadata (`meta` stays empty) no JSON is parsed: the trainer needs none.
 
         Raises:
             IndexError: A row is not in the shard.
+            ShardError: The storage failed.
         """
         chosen = np.asarray(rows, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= self.num_rows)]
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
-        column = self.columns
+        bounds = self._rows["offsets"]
+        ids, masks, logprobs, versions = self._read(_TOKEN_COLUMNS, _spans(bounds, chosen))
 
         def values(name: str) -> list[Any]:
             # One conversion a column, not one a row: a batch has many short rows.
-            return column[name][chosen].tolist()  # type: ignore[no-any-return]
+            return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
 
-        ids, masks = column["input_ids"], column["loss_mask"]
-        logprobs, versions = column["logprobs"], column["versions"]
         return [
             Trajectory(
                 ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *score
@@ -90,7 +116,7 @@ class ShardReader:
                 values("attempt"),
                 values("episode"),
                 values("row"),
-                self._slices("offsets", chosen),
+                _pieces(bounds, chosen),
                 values("reward"),
                 values("temperature"),
                 self._metas(chosen) if with_meta else ({} for _ in rows),
@@ -98,69 +124,112 @@ class ShardReader:
             )
         ]
 
-    def _slices(self, bounds: str, rows: Array) -> list[slice]:
-        column = self.columns[bounds]
-        return list(map(slice, column[rows].tolist(), column[rows + 1].tolist()))
-
     def _metas(self, rows: Array) -> Iterator[dict[str, Any]]:
-        column = self.columns["meta"]
-        for place in self._slices("meta_offsets", rows):
-            yield msgspec.json.decode(column[place].data)
+        bounds = self._rows["meta_offsets"]
+        (content,) = self._read(["meta"], _spans(bounds, rows))
+        for piece in _pieces(bounds, rows):
+            yield msgspec.json.decode(content[piece].data)
 
-    def _read_headers(self) -> dict[str, tuple[int, int]]:
-        """Byte offset and length of every dataset."""
-        # No lock: sealed files never change, and NFS and Lustre often have no flock.
-        with h5py.File(self.path, "r", locking=False) as file:
-            found, version = file.attrs.get("format"), file.attrs.get("version")
-            if found != FORMAT:
-                raise ValueError(f"expected format {FORMAT!r}, got {found!r}")
-            if version is None or not 1 <= int(version) <= VERSION:
-                raise ValueError(f"expected version 1 to {VERSION}, got {version!r}")
-            self.writer, self.created = str(file.attrs["writer"]), str(file.attrs["created"])
-            places = {}
-            for expected in DATASETS:
-                # h5py's own Dataset objects would take twice as long.
-                dataset = h5d.open(file.id, expected.name.encode())
-                contiguous = dataset.get_create_plist().get_layout() == h5d.CONTIGUOUS
-                if dataset.dtype != expected.dtype or dataset.rank != 1 or not contiguous:
-                    raise ValueError(
-                        f"{expected.name}: expected 1-D contiguous {expected.dtype.str}, got "
-                        f"{dataset.rank}-D {dataset.dtype.str}, contiguous: {contiguous}"
-                    )
-                # HDF5 knows no place for an empty dataset.
-                places[expected.name] = (dataset.get_offset() or 0, dataset.shape[0])
-        return places
-
-    def _view(self, dtype: np.dtype[Any], offset: int, length: int) -> Array:
-        end = offset + length * dtype.itemsize
-        if end > len(self._mapped):
-            raise ShardError(
-                f"cut short: expected at least {end} bytes, got {len(self._mapped)}",
-                key=str(self.path),
-            )
-        return np.frombuffer(self._mapped, dtype, length, offset)
+    def _read(self, names: Iterable[str], spans: Spans | None = None) -> list[Array]:
+        """Of each column the elements within the spans, one after another; all without spans."""
+        try:
+            with self.path.open("rb", buffering=0) as stream:
+                return [_read_spans(stream.fileno(), self._places[name], spans) for name in names]
+        except OSError as error:
+            raise ShardError(f"cannot be read: {error}", key=str(self.path), hint=_HINT) from error
 
     def _check_lengths(self) -> None:
         sizes = {
             Axis.TOKEN: self.num_tokens,
             Axis.ROW: self.num_rows,
             Axis.ROW_BOUND: self.num_rows + 1,
-            Axis.META_BYTE: len(self.columns["meta"]),
+            Axis.META_BYTE: self._places["meta"].length,
         }
+        lengths = {name: place.length for name, place in self._places.items()}
         wrong = [
-            f"{dataset.name} has {len(self.columns[dataset.name])} elements, "
-            f"expected {sizes[dataset.axis]}"
+            f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
             for dataset in DATASETS
-            if len(self.columns[dataset.name]) != sizes[dataset.axis]
+            if lengths[dataset.name] != sizes[dataset.axis]
         ]
-        for name, total in (
-            ("offsets", sizes[Axis.TOKEN]),
-            ("meta_offsets", sizes[Axis.META_BYTE]),
-        ):
-            bounds = self.columns[name]
+        for name, axis in (("offsets", Axis.TOKEN), ("meta_offsets", Axis.META_BYTE)):
+            bounds = self._rows[name]
             if len(bounds) and (
-                bounds[0] != 0 or bounds[-1] != total or (np.diff(bounds) < 0).any()
+                bounds[0] != 0 or bounds[-1] != sizes[axis] or (np.diff(bounds) < 0).any()
             ):
-                wrong.append(f"{name} does not rise from 0 to {total}")
+                wrong.append(f"{name} does not rise from 0 to {sizes[axis]}")
         if wrong:
             raise ShardError("; ".join(wrong), key=str(self.path))
+
+
+def _spans(bounds: Array, rows: Array) -> Spans:
+    """Where the rows lie. Neighbours are one span: a ticket's rows, often the whole shard."""
+    if not len(rows):
+        return []
+    first = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    last = np.append(first[1:], len(rows)) - 1
+    return list(zip(bounds[rows[first]].tolist(), bounds[rows[last] + 1].tolist(), strict=True))
+
+
+def _pieces(bounds: Array, rows: Array) -> list[slice]:
+    """Where the rows lie once their spans stand one after another."""
+    lengths = bounds[rows + 1] - bounds[rows]
+    ends = np.cumsum(lengths)
+    return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
+
+
+def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> Array:
+    spans = [(0, place.length)] if spans is None else spans
+    array = np.empty(sum(end - begin for begin, end in spans), place.dtype)
+    at = 0
+    for begin, end in spans:
+        piece = array[at : at + end - begin]
+        read_whole(descriptor, piece, place.offset + begin * place.dtype.itemsize)
+        at += len(piece)
+    return array
+
+
+def _read_headers(path: Path) -> dict[str, _Place]:
+    """What HDF5 knows. By low-level calls: its File and Dataset objects take three times as long.
+
+    Raises:
+        OSError: There is no such file, or it is not HDF5.
+        KeyError: A dataset is missing.
+        ValueError: Not the format of the schema.
+    """
+    access = h5p.create(h5p.FILE_ACCESS)
+    # No lock: sealed files never change, and NFS and Lustre often have no flock.
+    access.set_file_locking(False, True)
+    file = h5f.open(os.fsencode(path), h5f.ACC_RDONLY, fapl=access)
+    try:
+        found, version = _attribute(file, b"format"), _attribute(file, b"version")
+        if found != FORMAT.encode():
+            raise ValueError(f"expected format {FORMAT!r}, got {found!r}")
+        if version is None or not 1 <= version <= VERSION:
+            raise ValueError(f"expected version 1 to {VERSION}, got {version!r}")
+        return {expected.name: _place(file, expected) for expected in DATASETS}
+    finally:
+        file.close()
+
+
+def _attribute(file: h5f.FileID, name: bytes) -> Any:
+    """An attribute of the root group, text as bytes; None if there is none."""
+    if not h5a.exists(file, name):
+        return None
+    attribute = h5a.open(file, name)
+    value = np.empty((), attribute.dtype)
+    attribute.read(value)
+    return value.item()
+
+
+def _place(file: h5f.FileID, expected: Dataset) -> _Place:
+    """The place of a dataset, which must be as the schema says."""
+    dataset = h5d.open(file, expected.name.encode())
+    shape = dataset.shape
+    contiguous = dataset.get_create_plist().get_layout() == h5d.CONTIGUOUS
+    if dataset.get_type() != h5t.py_create(expected.dtype) or len(shape) != 1 or not contiguous:
+        raise ValueError(
+            f"{expected.name}: expected 1-D contiguous {expected.dtype.str}, got "
+            f"{len(shape)}-D {dataset.dtype.str}, contiguous: {contiguous}"
+        )
+    # HDF5 knows no place for an empty dataset.
+    return _Place(expected.dtype, dataset.get_offset() or 0, shape[0])

@@ -61,7 +61,7 @@ def rows_of_ticket(path: Path, ticket_id: int) -> list[int]:
     """
     rows: list[int] = []
     if path.is_file():
-        rows = np.flatnonzero(ShardReader(path).columns["ticket_id"] == ticket_id).tolist()
+        rows = np.flatnonzero(ShardReader(path).column("ticket_id") == ticket_id).tolist()
     else:
         before = 0
         for shard in read_index(RunLayout(path).index_dir):
@@ -143,7 +143,7 @@ def _shard_line(path: Path, shard: SealedShard, version_text: VersionText) -> tu
 
 def _version_range(path: Path, version_text: VersionText) -> str:
     try:
-        versions = ShardReader(path).columns["versions"]
+        versions = ShardReader(path).column("versions")
     except ShardError:
         return "unreadable"
     sampled = versions[versions >= 0]

@@ -19,7 +19,7 @@ PARTIAL_SUFFIX = ".tmp"
 """Behind the name of a shard under construction. Readers never look at these."""
 
 ALIGNMENT_BYTES = 64
-"""Every dataset starts at a multiple of this, so that mapped arrays are aligned for any dtype."""
+"""Every dataset starts at a multiple of this: aligned for any dtype, should a program map it."""
 
 
 class Axis(StrEnum):

@@ -132,14 +132,13 @@ def describe_shard(path: Path) -> SealedShard:
 
 
 def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
-    columns = reader.columns
     return SealedShard(
         file=reader.path.name,
         bytes=size_bytes,
         digest=digest,
         rows=reader.num_rows,
         tokens=reader.num_tokens,
-        tickets=group_tickets(columns["ticket_id"], columns["attempt"], columns["reward"]),
+        tickets=group_tickets(*map(reader.column, ("ticket_id", "attempt", "reward"))),
     )
 
 

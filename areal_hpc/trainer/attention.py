@@ -1,4 +1,4 @@
-"""Attention over packed sequences, and the layer norms, for Megatron-core's local layer spec.
+"""Attention over packed sequences, for Megatron-core's local layer spec.
 
 Megatron-core leaves packed attention to Transformer Engine. Here the plan of the pack says how it
 is attended to (`packed_attention`). Rotary embeddings are applied here too: Megatron's packed path
@@ -56,14 +56,3 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
                 for part in (key, value)
             )
         return plan.layout.attend(query, key, value, self.scale).flatten(1)
-
-
-class RMSNorm(torch.nn.RMSNorm):
-    """Root-mean-square norm that sequence parallelism accepts (Megatron's own wrapper refuses).
-
-    The tag on the weight makes `finalize_model_grads` sum its gradient over tensor-parallel ranks.
-    """
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -75,13 +75,14 @@ def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
 
 
 def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
-    names = {ticket.shard for ticket in manifest.tickets}
-    readers = {name: ShardReader(shards_dir / name) for name in names}
-    return [
-        trajectory
-        for ticket in manifest.tickets
-        for trajectory in readers[ticket.shard].read_rows(ticket.rows, with_meta=False)
-    ]
+    rows_of: dict[str, list[int]] = {}
+    for ticket in manifest.tickets:
+        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
+    found = {
+        name: iter(ShardReader(shards_dir / name).read_rows(rows, with_meta=False))
+        for name, rows in rows_of.items()
+    }
+    return [next(found[ticket.shard]) for ticket in manifest.tickets for _ in ticket.rows]
 
 
 def make_rows(batch: Batch, current: WeightVersion, min_reward_std: float) -> list[Row]:

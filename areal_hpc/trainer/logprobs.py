@@ -7,15 +7,13 @@ their own dtype, and the backward pass turns them into their gradient in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 26}
-"""Logits turned to float32 at a time: 1 MiB stays in a core's cache, 256 MiB fills a GPU."""
+from areal_hpc.trainer.chunks import row_chunks
 
 
 def token_logprobs(
@@ -60,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             chosen_N = chosen_N / temperature_N
         lse_N = torch.empty_like(chosen_N)
-        for rows in _chunks(real_NV):
+        for rows in row_chunks(real_NV):
             values = real_NV[rows].float()
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
@@ -82,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             gradient_N = gradient_N / temperature_N
         chosen_N = torch.where(is_own_N, gradient_N, 0.0)
-        for rows in _chunks(real_NV):
+        for rows in row_chunks(real_NV):
             held = real_NV[rows]
             values = held.float()  # the logits themselves when they are float32
             if temperature_N is not None:
@@ -102,12 +100,6 @@ def _own_columns(
     local_N = labels_N - first
     is_own_N = (local_N >= 0) & (local_N < columns)
     return is_own_N, torch.where(is_own_N, local_N, 0)
-
-
-def _chunks(logits_NV: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, CHUNK_VALUES[logits_NV.device.type] // max(1, logits_NV.shape[1]))
-    for start in range(0, logits_NV.shape[0], rows):
-        yield slice(start, start + rows)
 
 
 def _lse_over_ranks(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

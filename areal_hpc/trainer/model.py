@@ -22,10 +22,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.architecture import Architecture, misfits
-from areal_hpc.trainer.attention import PackedCausalAttention, RMSNorm
+from areal_hpc.trainer.attention import PackedCausalAttention
 from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.gated import gated
 from areal_hpc.trainer.head import ScoredGPT
 from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.norm import RMSNorm
 from areal_hpc.trainer.packed_attention import PackedAttention, plan_attention
 from areal_hpc.trainer.packing import Pack, Split
 
@@ -190,6 +192,8 @@ def transformer_config(
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
+        # Takes the activation from the layer spec, Transformer Engine or not.
+        use_te_activation_func=True,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
@@ -212,6 +216,9 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
     attention.core_attention = PackedCausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
+    mlp = spec.submodules.mlp.submodules
+    gated_mlp = mlp if config.num_moe_experts is None else mlp.experts.submodules
+    gated_mlp.activation_func = gated
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

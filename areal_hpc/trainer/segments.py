@@ -43,16 +43,23 @@ class Segments:
                 key.index_select(0, self.key_places),
                 value.index_select(0, self.key_places),
             )
-        if fits_flash_kernel(query):
-            # PyTorch's own build of FlashAttention-2; its causal mask is aligned at the end.
-            attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
-                query, key, value, self.query_starts, self.key_starts,
-                max(self.query_lengths), max(self.key_lengths), 0.0, True, False, scale=scale,
-            )[0]  # fmt: skip
-            return attended
-        return self._one_by_one(query, key, value, scale)
+        run = self.fused if fits_flash_kernel(query) else self.one_by_one
+        return run(query, key, value, scale)
 
-    def _one_by_one(
+    def fused(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """All segments in one call of PyTorch's own build of FlashAttention-2.
+
+        Its causal mask is aligned at the end, as segments need it.
+        """
+        attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+            query, key, value, self.query_starts, self.key_starts,
+            max(self.query_lengths), max(self.key_lengths), 0.0, True, False, scale=scale,
+        )[0]  # fmt: skip
+        return attended
+
+    def one_by_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """One call per segment, for float32 (which FlashAttention lacks). Linear memory too."""

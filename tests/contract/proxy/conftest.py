@@ -9,7 +9,7 @@ from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(
         tmp_path_factory.mktemp("stage"),

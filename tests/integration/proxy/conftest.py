@@ -15,21 +15,21 @@ from tests.unit.session.chatml import TRAINING_TEXT
 VERSION = "1.0"
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("tiny") / "model"
     make_tiny_model(path, TRAINING_TEXT * 20, seed=5)
     return path
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log_path = tmp_path_factory.mktemp("sglang") / "log"
     with serving(model_dir, log_path, "--weight-version", VERSION) as url:
         yield url
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="module")
 def stage(
     model_dir: Path, sglang_url: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Stage]:

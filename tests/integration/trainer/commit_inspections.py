@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
@@ -25,11 +26,13 @@ from areal_hpc.trainer import checkpoint, experience, sharded
 from areal_hpc.trainer.checkpoint import MARKER, STATE_FILE, CommitStore, TrainerState
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.optimizer import GradientError, apply_settings
 from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.step import Tally
 from areal_hpc.trainer.writer_peer import WriterPeer
-from tests.integration.trainer.replay_worker import Scenario, digests, make_learner
+from tests.integration.trainer.replay_worker import Replay, Scenario, digests, make_learner
 
 Found = dict[str, Any]
 
@@ -104,6 +107,18 @@ def second_commit_waits(scenario: Scenario, layout: RunLayout) -> Found:
     visible = "step_00000002" in names(layout)
     learner.finish_commit()
     return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
+
+
+def stop_waits(scenario: Scenario, layout: RunLayout) -> Found:
+    """The loop is told to stop while a commit is in the writing."""
+    learner = begin(scenario, layout)
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    learner.begin_commit({})
+    conductor = Replay(learner, layout, Schedule(2, 2, 0, 0, 0))
+    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
+    finished = run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+    return {"finished": finished, "visible": names(layout)}
 
 
 def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:

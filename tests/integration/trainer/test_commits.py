@@ -68,6 +68,10 @@ def test_a_second_commit_waits_for_the_first(ranks: RankServer, layout: RunLayou
     assert found["visible"] == ["step_00000002", "step_00000003"]
 
 
+def test_the_end_of_the_loop_waits_for_the_commit(ranks: RankServer, layout: RunLayout) -> None:
+    assert found_by(ranks, layout, "stop_waits") == {"finished": True, "visible": BOTH}
+
+
 def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunLayout) -> None:
     found = found_by(ranks, layout, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}

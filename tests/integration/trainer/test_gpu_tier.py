@@ -19,7 +19,7 @@ from tests.gpu.bounds import (
     run_worker,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")

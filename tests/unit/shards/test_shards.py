@@ -6,7 +6,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError, ShardError
@@ -22,6 +22,13 @@ from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, 
 @pytest.fixture
 def layout(tmp_path: Path) -> RunLayout:
     return RunLayout(tmp_path)
+
+
+@pytest.fixture
+def ten_rows(layout: RunLayout) -> ShardReader:
+    """Row n has n tokens."""
+    shard = seal_in(layout, [trajectory(number, tokens=number) for number in range(10)])
+    return ShardReader(layout.shards_dir / shard.file)
 
 
 def seal_in(layout: RunLayout, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
@@ -54,16 +61,35 @@ def test_rows_come_in_the_order_asked_for(layout: RunLayout) -> None:
     assert [row.ticket_id for row in read] == [3, 0, 3]
 
 
-def test_rows_are_aligned_read_only_views_that_outlive_the_reader(layout: RunLayout) -> None:
+def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunLayout) -> None:
     shard = seal_in(layout, [trajectory(number, tokens=7) for number in range(3)])
     path = layout.shards_dir / shard.file
     (row,) = ShardReader(path).read_rows([1])
+    os.truncate(path, 0)
     path.unlink()
     for array in (row.input_ids_T, row.logprobs_T, row.versions_T):
         assert array.flags.aligned
-        assert not array.flags.owndata
-        assert not array.flags.writeable
     assert fields(row) == fields(trajectory(1, tokens=7))
+
+
+def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunLayout) -> None:
+    shard = seal_in(layout, [trajectory(number, tokens=5000) for number in range(4)])
+    path = layout.shards_dir / shard.file
+    reader = ShardReader(path)
+    os.truncate(path, shard.bytes // 2)
+    with pytest.raises(ShardError, match="cannot be read: the file ends"):
+        reader.read_rows([0, 1, 2, 3], with_meta=False)
+
+
+@given(st.lists(st.integers(0, 9), max_size=12))
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_choice_of_rows_is_read_as_it_was_sealed(
+    ten_rows: ShardReader, rows: list[int]
+) -> None:
+    read = ten_rows.read_rows(rows)
+    assert [fields(row) for row in read] == [
+        fields(trajectory(number, tokens=number)) for number in rows
+    ]
 
 
 def test_metadata_is_left_out_on_request(layout: RunLayout) -> None:
@@ -96,7 +122,7 @@ def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunLayout) -> No
 
 def test_rewards_of_the_index_are_the_stored_ones(layout: RunLayout) -> None:
     shard = seal_in(layout, [trajectory(reward=0.1)])
-    stored = ShardReader(layout.shards_dir / shard.file).columns["reward"]
+    stored = ShardReader(layout.shards_dir / shard.file).column("reward")
     assert shard.tickets[0].rewards == stored.tolist()
 
 

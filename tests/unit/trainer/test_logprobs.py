@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer import logprobs
+from areal_hpc.trainer import chunks
 from areal_hpc.trainer.logprobs import token_logprobs
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
@@ -25,7 +25,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One row, a few rows, or all rows at a time."""
-    monkeypatch.setitem(logprobs.CHUNK_VALUES, "cpu", request.param)
+    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", request.param)
     return int(request.param)
 
 

@@ -104,3 +104,21 @@ def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
 
 def test_the_flash_kernel_is_for_gpus() -> None:
     assert not fits_flash_kernel(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+
+
+def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
+    """On tensors without data: signature, shapes, grouped heads and the gradient's formula."""
+    meta = torch.device("meta")
+    plan = plan_segments(np.array([8, 16]), cp=2, cp_rank=0, device=meta)
+    parts = [
+        torch.empty(tokens, heads, 64, dtype=torch.bfloat16, device=meta, requires_grad=True)
+        for tokens, heads in (
+            (sum(plan.query_lengths), HEADS),
+            (sum(plan.key_lengths), KV_HEADS),
+            (sum(plan.key_lengths), KV_HEADS),
+        )
+    ]
+    attended = plan.fused(*parts, SCALE)
+    assert attended.shape == parts[0].shape
+    gradients = torch.autograd.grad(attended.sum(), parts)
+    assert [gradient.shape for gradient in gradients] == [part.shape for part in parts]

@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from areal_hpc.trainer import chunks
+from areal_hpc.trainer.norm import RMSNorm
+
+
+@pytest.mark.parametrize("chunk_values", [1, 1 << 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_norm_is_that_of_pytorch(
+    dtype: torch.dtype, chunk_values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", chunk_values)
+    norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 8, eps=1e-6)
+    with torch.no_grad():
+        norm.weight.copy_(torch.rand(8) + 0.5)
+    states = torch.randn(5, 1, 3, 8).to(dtype).transpose(0, 2).requires_grad_()
+    parts = (states, norm.weight)
+    expected = torch.nn.functional.rms_norm(states, (8,), norm.weight, 1e-6)
+    weights = torch.randn_like(expected)
+    want = torch.autograd.grad((expected * weights).sum(), parts)
+    found = norm(states)
+    torch.testing.assert_close(found, expected)
+    for one, other in zip(torch.autograd.grad((found * weights).sum(), parts), want, strict=True):
+        torch.testing.assert_close(one, other)
