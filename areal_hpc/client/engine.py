@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.events import Event
-from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.recorder import Recorder, Rotation
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import SessionBook
 from areal_hpc.proxy.upstream import Upstream
@@ -79,7 +79,7 @@ class VolatileRecorder(Recorder):
         """There is nothing on disk."""
         return False
 
-    def rotate(self) -> None:
+    def rotate(self, rotation: Rotation) -> None:
         """There is nothing on disk."""
 
     def close(self) -> None:
