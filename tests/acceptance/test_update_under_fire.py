@@ -1,0 +1,314 @@
+"""Every party of an update is killed in every phase of it; who survives, who waits, how long."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from safetensors.torch import save_file
+
+from areal_hpc.wire.replicas import ReplicaView
+from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
+from tests.integration.weights.fire import Gate, Reader, Sender, Trap, gates
+
+pytestmark = pytest.mark.timeout(900)
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = REPOSITORY / "benchmarks" / "results" / "update_under_fire.json"
+NOTE = REPOSITORY / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
+TABLE_BEGINS, TABLE_ENDS = "<!-- table begins -->\n", "<!-- table ends -->\n"
+
+CELLS = 3
+VICTIM = 1
+START_TIMEOUT_S = 300.0
+"""Three servers may start at once."""
+UPDATE_TIMEOUT_S = 15.0
+IN_FLIGHT_S = 0.3
+"""How long a call has been under way when its party is killed."""
+PHASES = {
+    "before join": ("init_weights_update_group", 1, False),
+    "join": ("init_weights_update_group", 1, True),
+    "paused": ("begin_weight_update", 1, False),
+    "begin": ("begin_weight_update", 1, True),
+    "broadcast": ("update_weights_from_distributed", 1, True),
+    "half loaded": ("update_weights_from_distributed", 2, False),
+    "end": ("end_weight_update", 1, True),
+    "verify": ("weights_checker", 1, True),
+}
+"""(route, which call of it, killed while the call is under way; else before it)."""
+UNTOUCHED = ("join", "paused")
+"""Phases in which the replicas still hold the old weights, and answer when the sender dies.
+
+A replica that begins to join when the sender is dead already calls it for minutes, deaf to all
+else: its cell restarts it."""
+PARTIES = ("sender", "sender, next one at once", "server", "scheduler", "cell")
+
+Row = dict[str, Any]
+
+
+class Field:
+    """Three cells under load, and senders that follow one another."""
+
+    def __init__(self, cells: list[Cell], gates: list[Gate], directory: Path) -> None:
+        self.cells = cells
+        self._gates = gates
+        self._directory = directory
+        self._epochs = itertools.count(1)
+        self._steps = itertools.count()
+        self._models: dict[str, Any] = {}
+        self.readers = [Reader(cell, 0, self._models) for cell in cells]
+        self.sender = self._new_sender()
+        self._spare = self._new_sender()
+        self.sender.await_ready()
+
+    def _new_sender(self) -> Sender:
+        return Sender(
+            self._directory,
+            CELLS,
+            self.cells[0].admin_key,
+            next(self._epochs),
+            update_timeout_s=UPDATE_TIMEOUT_S,
+        )
+
+    def next_sender(self) -> None:
+        """The trainer's next start; the one before it is gone or goes now."""
+        self.sender.stop()
+        self.sender, self._spare = self._spare, self._new_sender()
+        self.sender.await_ready()
+
+    def stop(self) -> None:
+        """End senders and readers."""
+        for reader in self.readers:
+            reader.stop()
+        self.sender.stop()
+        self._spare.stop()
+
+    def new_weights(self) -> tuple[int, Path]:
+        """Weights nobody has yet."""
+        step = next(self._steps)
+        path = self._directory / f"{step}.safetensors"
+        model = tiny_qwen3(step)
+        save_file(model.state_dict(), path)
+        # Whichever sender is the one to send them.
+        for epoch in range(self.sender.epoch, self.sender.epoch + 3):
+            self._models[f"{epoch}.{step}"] = model
+        return step, path
+
+    def views(self) -> list[ReplicaView]:
+        """All replicas."""
+        return [cell.replica() for cell in self.cells]
+
+    def heal(self, step: int, path: Path) -> int:
+        """Send like a trainer does, every second, until all replicas have it; how often."""
+        version, sends = f"{self.sender.epoch}.{step}", 0
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while any(view.version != version for view in self.views()):
+            assert time.monotonic() < give_up_at, [self.views(), *map(Cell.logs, self.cells)]
+            if any(view.state == "ready" or view.version for view in self.views()):
+                self.sender.publish(step, path, at_least=0)
+                sends += 1
+            time.sleep(1.0)
+        return sends
+
+    def set_traps(self, phase: str, party: str) -> Callable[[], float]:
+        """Arrange the kill; the result waits for it and tells when it was."""
+        route, nth, is_in_flight = PHASES[phase]
+        of_sender = party.startswith("sender")
+        struck = threading.Event()
+        struck_at = [0.0]
+        # Who is held, so that the call does not end before the kill. A replica that joins waits
+        # for the sender; all other calls end by themselves.
+        held = [cell.scheduler() for cell in self.cells] if of_sender else [self._scheduler()]
+        if of_sender and phase == "join":
+            held = [psutil.Process(self.sender.process.pid)]
+
+        def hold() -> None:
+            for process in held if is_in_flight else []:
+                process.suspend()
+
+        def strike() -> None:
+            struck_at[0] = time.monotonic()
+            self._process(party).send_signal(signal.SIGKILL)
+            for process in held:
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+            struck.set()
+
+        calls = CELLS if of_sender else 1
+        arrived = threading.Barrier(calls, hold, timeout=30)
+        under_way = threading.Barrier(calls, strike, timeout=30)
+
+        def spring(forward: Callable[[], None]) -> None:
+            arrived.wait()
+            call = threading.Thread(target=forward)
+            if is_in_flight:
+                call.start()
+                time.sleep(IN_FLIGHT_S)
+            under_way.wait()
+            if not is_in_flight and (phase == "before join" or not of_sender):
+                call.start()
+            if call.ident is not None:
+                call.join()
+
+        for gate, cell in zip(self._gates, self.cells, strict=True):
+            if of_sender or cell is self.cells[VICTIM]:
+                gate.trap = Trap(route, nth, 0, spring)
+
+        def wait() -> float:
+            assert struck.wait(60), "the phase was never reached"
+            return struck_at[0]
+
+        return wait
+
+    def _scheduler(self) -> psutil.Process:
+        return self.cells[VICTIM].scheduler()
+
+    def _process(self, party: str) -> psutil.Process:
+        victim = self.cells[VICTIM]
+        match party:
+            case "server":
+                return victim.engine()
+            case "scheduler":
+                return self._scheduler()
+            case "cell":
+                return psutil.Process(victim.job.pid)
+        return psutil.Process(self.sender.process.pid)
+
+    def clear_traps(self) -> None:
+        """Forward everything again."""
+        for gate in self._gates:
+            gate.trap = None
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    run_dir = tmp_path_factory.mktemp("run")
+    with ExitStack() as stack:
+        cells = [
+            stack.enter_context(running_cell(run_dir, tiny_qwen3(0), name=f"cell-{index}"))
+            for index in range(CELLS)
+        ]
+        for cell in cells:
+            cell.await_replica(lambda view: view.state == "ready", timeout_s=START_TIMEOUT_S)
+        directory = run_dir / "gates"
+        gated = stack.enter_context(gates(cells, directory))
+        field = Field(cells, gated, directory)
+        stack.callback(field.stop)
+        field.heal(*field.new_weights())
+        for reader in field.readers:
+            reader.start()
+        yield field
+
+
+@pytest.fixture(scope="module")
+def rows() -> Iterator[list[Row]]:
+    """What was seen, written out at the end if every case was run."""
+    seen: list[Row] = []
+    yield seen
+    if len(seen) == len(PARTIES) * len(PHASES):
+        order = [(party, phase) for party in PARTIES for phase in PHASES]
+        seen.sort(key=lambda row: order.index((row["killed"], row["phase"])))
+        RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
+        write_table(seen)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("party", PARTIES)
+def test_whoever_is_killed_agents_get_only_verified_weights(
+    field: Field, rows: list[Row], party: str, phase: str
+) -> None:
+    field.next_sender()  # all phases, the joining of groups too, come in each update
+    old, before = field.views()[0].version, field.views()
+    step, path = field.new_weights()
+    wait = field.set_traps(phase, party)
+    field.sender.order(step, path, CELLS)
+    struck_at = wait()
+    report = field.sender.read()
+    field.clear_traps()
+    row: Row = {"killed": party, "phase": phase}
+    if party.startswith("sender"):
+        assert report is None
+        if party == "sender":
+            row["alone_s"] = round(await_own_end(field, old, before, phase) - struck_at, 1)
+        field.next_sender()
+    else:
+        assert report is not None
+        row["sender_waits_s"] = round(report["ended_at"] - struck_at, 2)
+        assert sorted(report["ok"]) == [["cell-0", 0], ["cell-2", 0]]
+        assert row["sender_waits_s"] < UPDATE_TIMEOUT_S + 5
+        if party == "cell":
+            field.cells[VICTIM].job.wait()
+            field.cells[VICTIM].start()  # as its supervisor would
+    row["sends"] = field.heal(step, path)
+    time.sleep(0.5)  # a reply under the new weights from everyone
+    row |= outcome(field, before, struck_at)
+    assert [reader.wrong for reader in field.readers] == [[], [], []]
+    if party.startswith("sender") and phase in UNTOUCHED:
+        assert row["restarted"] == []
+    rows.append(row)
+
+
+def await_own_end(field: Field, old: str, before: list[ReplicaView], phase: str) -> float:
+    """Wait until the cells have ended, without a sender, what the dead one left."""
+    for cell, past in zip(field.cells, before, strict=True):
+        assert cell.replica().version in ("", old)
+        if phase in UNTOUCHED:
+            cell.await_replica(lambda view: view.version == old, timeout_s=START_TIMEOUT_S)
+        else:
+            after = cell.await_replica(
+                lambda view, past=past: (
+                    view.incarnation > past.incarnation and view.state == "ready"
+                ),
+                timeout_s=START_TIMEOUT_S,
+            )
+            assert after.version == ""
+    return time.monotonic()
+
+
+def outcome(field: Field, before: list[ReplicaView], struck_at: float) -> Row:
+    now = time.monotonic()
+    silences_s = [reader.longest_silence_s(struck_at - 0.5, now) for reader in field.readers]
+    victim_silence_s = silences_s.pop(VICTIM)
+    restarted = [
+        cell.name
+        for cell, past, view in zip(field.cells, before, field.views(), strict=True)
+        if view.incarnation > past.incarnation
+    ]
+    return {
+        "others_silent_s": round(max(silences_s), 1),
+        "victim_silent_s": round(victim_silence_s, 1),
+        "restarted": restarted,
+        "replies_checked": sum(len(reader.answered) for reader in field.readers),
+    }
+
+
+def write_table(rows: list[Row]) -> None:
+    """Put the table into the decision note, between its marks."""
+    lines = [
+        "| killed | phase | sender waits | cells wait | others silent | victim silent "
+        "| restarted | sends |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        sender = f"{row['sender_waits_s']:.2f} s" if "sender_waits_s" in row else "dead"
+        alone = f"{row['alone_s']} s" if "alone_s" in row else ""
+        cells = (
+            *(row["killed"], row["phase"], sender, alone),
+            *(f"{row['others_silent_s']} s", f"{row['victim_silent_s']} s"),
+            *(f"{len(row['restarted'])} of {CELLS}", str(row["sends"])),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    text = NOTE.read_text()
+    head, _, rest = text.partition(TABLE_BEGINS)
+    _, _, tail = rest.partition(TABLE_ENDS)
+    table = "\n".join(lines)
+    NOTE.write_text(f"{head}{TABLE_BEGINS}{table}\n{TABLE_ENDS}{tail}")
