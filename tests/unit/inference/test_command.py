@@ -19,7 +19,7 @@ def command(config: InferenceConfig, device: Device, index: int = 0) -> Command:
 COMMON = (
     "--model-path /models/m --host 127.0.0.1 --port 31001 --nccl-port 31002 --device {device}"
     " --dtype {dtype} --tp {tp} --max-running-requests 64 --random-seed 7"
-    " --weight-version unset --log-level-http warning "
+    " --weight-version unset --log-level-http warning --incremental-streaming-output "
 )
 
 
