@@ -8,7 +8,7 @@ AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format unit contract integration acceptance parity gpu clean
+.PHONY: help setup frameworks demo test check lint format unit contract integration acceptance parity gpu clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,11 +16,14 @@ help: ## this list
 setup: ## make or mend the environments in .venvs/
 	@scripts/setup.sh all
 
+frameworks: ## all environments, those of the agent frameworks included, which only tests need
+	@scripts/setup.sh tests
+
 demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
 	@$(AGENTS)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
 	@echo "make demo FRESH=1 keeps this run and starts another"
 
-test: check ## everything that needs no GPU and no Slurm: the checks, then all tests
+test: frameworks check ## everything that needs no GPU and no Slurm: the checks, then all tests
 	$(PYTEST) tests/unit tests/contract tests/integration
 
 check: setup ## style, types and import contracts
@@ -42,7 +45,7 @@ unit: setup ## pure logic
 contract: setup ## formats and edges that must not move
 	$(PYTEST) tests/contract
 
-integration: setup ## real servers, real processes
+integration: frameworks ## real servers, real processes
 	$(PYTEST) tests/integration
 
 acceptance: setup ## train the recipes with several seeds (half an hour)

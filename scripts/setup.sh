@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Makes the environments .venvs/<role> from requirements/<role>.txt: scripts/setup.sh [serve|train|agents|all]
+# Makes the environments .venvs/<role> from requirements/<role>.txt:
+#   scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests]
+# `all` is what runs need: serve, train, agents. `tests` adds the agent frameworks, which live in
+# two environments because CAMEL wants older packages than the others do.
 #
 # Idempotent: an environment whose stamp names the present lock is left alone. Anything else - a changed
 # lock, a moved checkout, a set-up that was interrupted - is built again from nothing.
@@ -8,7 +11,7 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venvs=$root/.venvs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
-needed_mib=5000 # the three environments together
+needed_mib=5000 # all environments together
 on_terminal=false
 [ ! -t 1 ] || on_terminal=true
 
@@ -93,6 +96,8 @@ prove() { # the imports each role starts with
 assert importlib.util.find_spec("sglang"), "sglang is missing"' ;;
     train) "$1" -W ignore -c 'import h5py, megatron.core, pytest, torch, transformers, areal_hpc' ;;
     agents) "$1" -W ignore -c 'import aiohttp, h5py, openai, tokenizers, transformers, uvicorn, areal_hpc' ;;
+    frameworks) "$1" -W ignore -c 'import agents, anthropic, langchain_openai, langgraph, areal_hpc' ;;
+    camel) "$1" -W ignore -c 'import areal_hpc.client.camel' ;;
   esac
 }
 
@@ -111,7 +116,7 @@ build() { # role: runs with its output in the log
 
 build_with_progress() {
   local role=$1 log=$venvs/$1.log began=$SECONDS
-  printf 'set-up: %-6s %s packages, log in .venvs/%s.log\n' \
+  printf 'set-up: %-10s %s packages, log in .venvs/%s.log\n' \
     "$role" "$(grep -c == "$root/requirements/$role.txt")" "$role"
   # In a process group of its own (set -m), so that an interrupted set-up stops pip and its children too;
   # in a subshell of its own, because bash ignores `set -e` in whatever is part of a condition.
@@ -121,7 +126,7 @@ build_with_progress() {
   set +m
   trap 'kill -- -"$builder" 2>/dev/null; echo; exit 130' INT TERM
   while $on_terminal && kill -0 "$builder" 2>/dev/null; do
-    printf '\rset-up: %-6s %4d s  %-60.60s' "$role" "$((SECONDS - began))" "$(tail -n 1 "$log")"
+    printf '\rset-up: %-10s %4d s  %-60.60s' "$role" "$((SECONDS - began))" "$(tail -n 1 "$log")"
     sleep 1
   done
   if ! wait "$builder"; then
@@ -132,13 +137,14 @@ build_with_progress() {
   fi
   trap - INT TERM
   ! $on_terminal || printf '\r%80s\r' ''
-  printf 'set-up: %-6s ready in %d s\n' "$role" "$((SECONDS - began))"
+  printf 'set-up: %-10s ready in %d s\n' "$role" "$((SECONDS - began))"
 }
 
 case ${1:-all} in
   all) roles=(serve train agents) ;;
-  serve | train | agents) roles=("$1") ;;
-  *) fail "unknown environment $1" "scripts/setup.sh [serve|train|agents|all]" ;;
+  tests) roles=(serve train agents frameworks camel) ;;
+  serve | train | agents | frameworks | camel) roles=("$1") ;;
+  *) fail "unknown environment $1" "scripts/setup.sh [serve|train|agents|frameworks|camel|all|tests]" ;;
 esac
 
 missing=()

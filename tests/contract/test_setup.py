@@ -19,6 +19,8 @@ import pytest
 
 CHECKOUT = Path(__file__).parents[2]
 ROLES = ("serve", "train", "agents")
+ENVIRONMENTS = (*ROLES, "frameworks", "camel")
+FRAMEWORKS = ["openai-agents", "langchain", "anthropic"]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
 STAND_IN = r"""#!/bin/bash
@@ -34,7 +36,7 @@ esac
 
 
 class Tree:
-    """A checkout with one small lock a role, and the stand-in as its base Python."""
+    """A checkout with small locks, and the stand-in as its base Python."""
 
     def __init__(self, root: Path) -> None:
         self.root = root / "checkout"
@@ -43,7 +45,7 @@ class Tree:
         self.python = root / "python"
         (self.root / "requirements").mkdir(parents=True)
         shutil.copytree(CHECKOUT / "scripts", self.root / "scripts")
-        for role in ROLES:
+        for role in ENVIRONMENTS:
             self.lock(role).write_text("numpy==2.0.0\n")
         (self.root / "pyproject.toml").touch()
         self.python.write_text(STAND_IN)
@@ -92,6 +94,12 @@ def test_a_second_set_up_does_nothing(tree: Tree) -> None:
     asked = tree.asked.read_text()
     assert tree.set_up("all") == (0, "")
     assert tree.asked.read_text() == asked
+
+
+def test_the_frameworks_are_set_up_for_tests_only(tree: Tree) -> None:
+    tree.set_up()
+    assert tree.set_up("tests")[0] == 0
+    assert tree.builds() == list(ENVIRONMENTS)
 
 
 def test_one_role_can_be_set_up_alone(tree: Tree) -> None:
@@ -192,7 +200,7 @@ def test_another_architecture_is_refused(tree: Tree, tmp_path: Path) -> None:
 def test_an_unknown_role_is_refused(tree: Tree) -> None:
     code, output = tree.set_up("serving")
     assert code == 78
-    assert "serve|train|agents|all" in output
+    assert "serve|train|agents|frameworks|camel|all|tests" in output
 
 
 def locked(role: str) -> dict[str, str]:
@@ -202,7 +210,7 @@ def locked(role: str) -> dict[str, str]:
     return {normal(name): version for name, version in pins}
 
 
-@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("role", ENVIRONMENTS)
 def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
 
@@ -220,7 +228,15 @@ def declared(*extras: str) -> set[str]:
     return {normal(re.split(r"[<>=\[]", line)[0]) for line in requirements}
 
 
-@pytest.mark.parametrize(("role", "extras"), [("train", ["train", "dev"]), ("agents", ["agents"])])
+@pytest.mark.parametrize(
+    ("role", "extras"),
+    [
+        ("train", ["train", "dev"]),
+        ("agents", ["agents"]),
+        ("frameworks", FRAMEWORKS),
+        ("camel", ["camel"]),
+    ],
+)
 def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) -> None:
     assert declared(*extras) <= locked(role).keys()
 
@@ -236,10 +252,11 @@ def test_everything_imported_is_declared() -> None:
     origins = {
         **importlib.metadata.packages_distributions(),
         "sglang": ["sglang"],  # not in the environment of the tests
+        "camel": ["camel-ai"],  # nor is this
         "pydantic_core": ["pydantic"],  # a part of pydantic, which pins it exactly
     }
     foreign = imported - sys.stdlib_module_names - {"areal_hpc"}
-    allowed = declared("serve", "train", "agents")
+    allowed = declared("serve", "train", "agents", "camel")
     assert [
         name for name in sorted(foreign) if not allowed & {normal(d) for d in origins.get(name, [])}
     ] == []
