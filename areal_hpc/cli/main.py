@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import audit, bench, export, model, run, shards
+from areal_hpc.cli import audit, bench, export, model, proxy, run, shards
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, audit, export, shards, model, bench)
+FAMILIES = (run, audit, export, shards, proxy, model, bench)
 """In the order of `--help`."""
 
 

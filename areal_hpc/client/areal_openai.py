@@ -16,22 +16,20 @@ from openai import __version__ as sdk_version
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from areal_hpc.client.engine import Engine, EngineRouter, VolatileRecorder
+from areal_hpc.client.engine import Engine, EngineRouter
 from areal_hpc.client.recorded import RecordedInteraction
 from areal_hpc.client.tokenizer import session_tokenizer
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionOpened
 from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.sealing import Sealer
+from areal_hpc.proxy.recorder import VolatileRecorder
 from areal_hpc.proxy.sessions import key_digest, new_key
 from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_everything
 from areal_hpc.session.rewards import check_reward, rewarded_interaction
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.shards.config import ShardConfig
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 
 BASE_URL = "http://in-process.invalid/v1"
@@ -239,8 +237,6 @@ class _InProcessApp:
 
     def _build(self) -> ProxyApp:
         recorder, router = self._recorder, EngineRouter(self._engine.url)
-        # Without tickets there is nothing to seal; nobody holds the admin key of those routes.
-        sealer = Sealer(recorder, RunLayout(router.nowhere), "", ShardConfig(), "")
         upstream = self._engine.upstream()
         return ProxyApp(
             admin_key=new_key(),
@@ -248,7 +244,7 @@ class _InProcessApp:
             model=self._model,
             book=recorder.book,
             caller=ModelCaller(self._model, router, upstream, recorder, self._request_timeout_s),
-            control=Control(recorder, router, sealer, max_sessions=1),
+            control=Control(recorder, router, None, max_sessions=1),
         )
 
 

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
-from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.events import Event
-from areal_hpc.proxy.recorder import Recorder, Rotation
+from areal_hpc.proxy.replicas import ListedReplicas
 from areal_hpc.proxy.routing import Router
-from areal_hpc.proxy.sessions import SessionBook
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.wire.proxy import EngineAddress
 from areal_hpc.wire.replicas import ReplicaView
@@ -51,36 +47,11 @@ class Engine:
 
 
 class EngineRouter(Router):
-    """Always the same server: there is no relay to ask and no other to go to."""
-
-    nowhere = Path("/nonexistent")
+    """Always the same server: there is no other to go to."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(self.nowhere, "", "")
+        super().__init__(ListedReplicas([url]))
         self._serving = {0: ReplicaView(0, 1, "serving", url)}
 
     def lost(self, replica: ReplicaView) -> None:
         """Stay: the call is repeated until its time is up."""
-
-
-class VolatileRecorder(Recorder):
-    """Sessions in memory alone."""
-
-    def __init__(self) -> None:
-        self.book = SessionBook()
-        self.failure: ClusterError | None = None
-
-    def record(self, event: Event) -> None:
-        """Let `event` happen."""
-        self.book.apply(event)
-
-    @property
-    def should_rotate(self) -> bool:
-        """There is nothing on disk."""
-        return False
-
-    def rotate(self, rotation: Rotation) -> None:
-        """There is nothing on disk."""
-
-    def close(self) -> None:
-        """There is nothing on disk."""

@@ -53,8 +53,16 @@ class Control:
     """Answers drivers. Every method takes a request's body and returns the reply's."""
 
     def __init__(
-        self, recorder: Recorder, router: Router, sealer: Sealer, max_sessions: int
+        self, recorder: Recorder, router: Router, sealer: Sealer | None, max_sessions: int
     ) -> None:
+        """Prepare.
+
+        Args:
+            recorder: Of the sessions.
+            router: Its replicas count for `health`.
+            sealer: None when the proxy serves no run: then there are no tickets.
+            max_sessions: Open at once.
+        """
         self._book = recorder.book
         self._recorder = recorder
         self._router = router
@@ -64,6 +72,8 @@ class Control:
     def start_session(self, body: bytes) -> bytes:
         """Open a session and hand out its key."""
         request = _decode(body, StartSessionRequest)
+        if request.ref is not None:
+            self._of_run()
         key = self._free_key(request.api_key) if request.api_key else new_key()
         sessions, most = self._book.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
@@ -136,10 +146,12 @@ class Control:
 
     def finish_ticket(self, body: bytes) -> bytes:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
+        sealer = self._of_run()
         request = _decode(body, FinishTicketRequest)
         rows = self._book.rows_of(request.ref)
         if rows is None:
             rows = self._finish(request)
+            sealer.wake()
         return msgspec.json.encode(FinishTicketReply(rows))
 
     def _finish(self, request: FinishTicketRequest) -> int:
@@ -165,12 +177,16 @@ class Control:
         self._recorder.record(
             TicketFinished(request.ref, list(dict.fromkeys(request.session_ids)), time.time())
         )
-        self._sealer.wake()
         return self._book.finished[request.ref].row_count
 
     async def seal(self, body: bytes) -> bytes:
         """Seal and settle what is finished."""
-        return msgspec.json.encode(SealReply(await self._sealer.seal_now()))
+        return msgspec.json.encode(SealReply(await self._of_run().seal_now()))
+
+    def _of_run(self) -> Sealer:
+        if self._sealer is None:
+            raise RequestRefused(404, "this proxy serves no run: it has no tickets")
+        return self._sealer
 
     def health(self) -> bytes:
         """Liveness and load."""

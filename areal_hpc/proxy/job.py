@@ -10,15 +10,11 @@ import os
 import shutil
 import socket
 import tempfile
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
-import uvicorn
-import uvloop
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
@@ -26,26 +22,21 @@ from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.layout import RunLayout
-from areal_hpc.proxy.app import ProxyApp
-from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.config import ProxyConfig
-from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.events import SessionDropped
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
-from areal_hpc.proxy.routing import Router
+from areal_hpc.proxy.replicas import CellReplicas
 from areal_hpc.proxy.sealing import Sealer
-from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.shards.config import ShardConfig
 
 log = logging.getLogger(__name__)
 
-STOP_POLL_S = 0.05
-LISTEN_BACKLOG = 2048
 LAST_SEAL_TIMEOUT_S = 2.0
-IDLE_CHECK_S = 5.0
+DRAIN_S = 1
+"""A preempted job has little time, and most of it belongs to the last seal."""
 
 
 class ProxyJobConfig(StageConfig):
@@ -77,9 +68,7 @@ def run(config: dict[str, Any]) -> None:
     """
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    # uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.
-    with ThreadPoolExecutor(1, thread_name_prefix="proxy-loop") as loop_thread:
-        loop_thread.submit(uvloop.run, _serve(job, stop)).result()
+    run_loop(_serve(job, stop))
 
 
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
@@ -99,50 +88,19 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     recorder = Recorder(journal_path(job, admin_key), job.shards.sync_interval_s)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
-    router = Router(layout.rendezvous_dir, job.cell, admin_key)
-    upstream = Upstream()
-    app = ProxyApp(
-        admin_key=admin_key,
-        max_request_bytes=job.proxy.max_request_bytes,
-        model=model,
-        book=recorder.book,
-        caller=ModelCaller(model, router, upstream, recorder, job.proxy.request_timeout_s, parsers),
-        control=Control(recorder, router, sealer, job.proxy.max_sessions),
-    )
+    source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)
+    service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers)
     name = f"proxy-{job.cell}"
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            loop="none",
-            http="httptools",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_graceful_shutdown=1,
-        )
-    )
     try:
         rendezvous.publish(layout.rendezvous_dir, name, f"http://{host}:{port}")
         log.info("%s listens on %s:%d", name, host, port)
-        await _until_first_ends(
-            server.serve(sockets=[listener]),
-            router.follow(),
-            sealer.run(),
-            _drop_idle_sessions(recorder, job.proxy.session_timeout_s),
-            _stop_requested(stop, recorder),
-            *([parsers.run()] if parsers is not None else []),
-        )
+        await service.run(listener, stop, DRAIN_S)
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
     finally:
-        for closing in (router.close(), upstream.close(), sealer.close()):
-            await closing
-        recorder.close()
+        await service.close()
     rendezvous.withdraw(layout.rendezvous_dir, name)
     if layout.finished.exists() and not recorder.book.finished and not recorder.book.sealed:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
@@ -164,33 +122,6 @@ def _listen(directory: Path, name: str) -> socket.socket:
         except OSError as error:
             log.warning("cannot listen on %s:%d: %s", host, port, error)
     raise ClusterError(f"no port of {host} is free", hint="set AREAL_HPC_HOST to an own address")
-
-
-async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:
-    """Run all until one returns or raises; then cancel the others."""
-    tasks = [asyncio.ensure_future(service) for service in services]
-    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in done:
-        task.result()
-
-
-async def _stop_requested(stop: StopRequest, recorder: Recorder) -> None:
-    """Returns on a stop signal; raises when the journal refused."""
-    while not stop.requested:
-        if recorder.failure is not None:
-            raise recorder.failure
-        await asyncio.sleep(STOP_POLL_S)
-
-
-async def _drop_idle_sessions(recorder: Recorder, timeout_s: float) -> None:
-    while True:
-        await asyncio.sleep(IDLE_CHECK_S)
-        for session in recorder.book.idle_sessions(timeout_s):
-            log.info("dropped idle session %s", session.session_id)
-            recorder.record(SessionDropped(session.session_id))
 
 
 def read_context_tokens(model_path: Path) -> int:

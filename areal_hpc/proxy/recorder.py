@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import dataclass
@@ -148,6 +149,17 @@ class Recorder:
         """
         self._journal.rotate(rotation.needs)
 
+    async def tidy(self) -> None:
+        """Rotate the journal if that is due.
+
+        Raises:
+            ClusterError: The disk refuses; the journal stays as it is.
+        """
+        if self.should_rotate:
+            rotation = self.plan_rotation()
+            await asyncio.to_thread(self.rotate, rotation)
+            self.forget(rotation)
+
     def forget(self, rotation: Rotation) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.bytes_written
@@ -159,6 +171,26 @@ class Recorder:
     def close(self) -> None:
         """Sync and close the journal."""
         self._journal.close()
+
+
+class VolatileRecorder(Recorder):
+    """Sessions in memory alone: they end with the process."""
+
+    def __init__(self) -> None:
+        self.book = SessionBook()
+        self.failure: ClusterError | None = None
+
+    def record(self, event: Event) -> None:
+        """Let `event` happen."""
+        self.book.apply(event)
+
+    @property
+    def should_rotate(self) -> bool:
+        """There is nothing on disk."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing on disk."""
 
 
 def _removes_sessions(event: Event) -> bool:

@@ -7,30 +7,23 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from pathlib import Path
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.wire.http import AsyncWireClient
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.proxy.replicas import ReplicaSource
+from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 POLL_WHILE_NONE_SERVES_S = 0.2
-RELAY_TIMEOUT_S = 5.0
 
 
 class Router:
-    """Follows the cell's control relay and picks replicas for sessions."""
+    """Follows the replicas and picks one for each session."""
 
-    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
-        self._directory = rendezvous_dir
-        self._relay_name = f"relay-{cell}"
-        self._admin_key = admin_key
-        self._client: AsyncWireClient | None = None
-        self._client_url = ""
+    def __init__(self, source: ReplicaSource) -> None:
+        self._source = source
         self._serving: dict[int, ReplicaView] = {}
         self._home: dict[str, int] = {}
         self._load: Counter[int] = Counter()
@@ -43,7 +36,7 @@ class Router:
         return len(self._serving)
 
     async def follow(self) -> None:
-        """Poll the relay until cancelled."""
+        """Look again and again until cancelled."""
         while True:
             self._look_now.clear()
             await self._refresh()
@@ -55,7 +48,7 @@ class Router:
 
     async def _refresh(self) -> None:
         try:
-            replicas = await self._ask_relay()
+            replicas = await self._source.look()
         except ClusterError as error:
             log.debug("the relay does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
@@ -63,16 +56,6 @@ class Router:
         if serving.keys() != self._serving.keys():
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
-
-    async def _ask_relay(self) -> list[ReplicaView]:
-        endpoint = rendezvous.find(self._directory, self._relay_name)
-        if endpoint is None:
-            return []
-        if self._client is None or endpoint.url != self._client_url:
-            await self.close()
-            self._client_url = endpoint.url
-            self._client = AsyncWireClient(endpoint.url, self._admin_key, timeout_s=RELAY_TIMEOUT_S)
-        return (await self._client.get("/replicas", ReplicaList)).replicas
 
     async def pick(self, session_id: str, give_up_at: float) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
@@ -87,7 +70,7 @@ class Router:
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()
             if remaining_s <= 0:
-                raise RequestRefused(503, "no replica of this cell serves the model now")
+                raise RequestRefused(503, "no server of the model answers now")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
         home = self._home.get(session_id)
@@ -105,7 +88,7 @@ class Router:
         self._load[replica.index] -= 1
 
     def lost(self, replica: ReplicaView) -> None:
-        """Route nothing to the replica until the relay says again that it serves."""
+        """Route nothing to the replica until it is said again that it serves."""
         current = self._serving.get(replica.index)
         if current is not None and current.incarnation == replica.incarnation:
             del self._serving[replica.index]
@@ -117,6 +100,4 @@ class Router:
 
     async def close(self) -> None:
         """Close pooled connections."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self._source.close()

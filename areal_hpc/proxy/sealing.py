@@ -154,10 +154,7 @@ class Sealer:
             client = await self._client()
             await client.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
             self._recorder.record(TicketsSettled([ticket.ref for ticket in tickets]))
-            if self._recorder.should_rotate:
-                rotation = self._recorder.plan_rotation()
-                await asyncio.to_thread(self._recorder.rotate, rotation)
-                self._recorder.forget(rotation)
+            await self._recorder.tidy()
 
     async def _client(self) -> AsyncWireClient:
         endpoint = rendezvous.find(self._layout.rendezvous_dir, "ledger")

@@ -59,11 +59,11 @@ class ScriptedSGLang:
     url: str = ""
     _runner: web.AppRunner | None = None
 
-    async def start(self) -> None:
+    async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
-        self._runner, self.url = await _listen(app)
+        self._runner, self.url = await _listen(app, port)
 
     async def stop(self) -> None:
         assert self._runner is not None
@@ -259,8 +259,8 @@ class LoopThread:
         self.loop.close()
 
 
-async def _listen(app: web.Application) -> tuple[web.AppRunner, str]:
+async def _listen(app: web.Application, port: int = 0) -> tuple[web.AppRunner, str]:
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.0)
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    await web.TCPSite(runner, "127.0.0.1", port).start()
     return runner, f"http://127.0.0.1:{runner.addresses[0][1]}"

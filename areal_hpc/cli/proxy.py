@@ -1,0 +1,77 @@
+"""`areal-hpc proxy`: the recording proxy alone, in front of any SGLang server."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    proxy = commands.add_parser(
+        "proxy",
+        help="record agents in front of SGLang servers, without a run",
+        description="Serve the OpenAI-compatible endpoint that records every token, in front of "
+        "SGLang servers that run already. SIGTERM or Ctrl-C answers what is under way and stops.",
+    )
+    add = proxy.add_argument
+    add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help="the model's directory")
+    add("--host", default="127.0.0.1", help="address to listen on (this machine only)")
+    add("--port", type=int, required=True, help="0 takes a free one")
+    add(
+        "--admin-key-file",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the key that opens sessions; made, readable by you alone, if it is missing",
+    )
+    add("--tool-call-parser", metavar="NAME", help="SGLang's name, such as qwen25")
+    add("--reasoning-parser", metavar="NAME", help="SGLang's name, such as qwen3")
+    add(
+        "--journal",
+        type=Path,
+        metavar="DIR",
+        help="keep sessions here, so that a restarted proxy goes on with them",
+    )
+    add("--context-tokens", type=int, metavar="N", help="longest prompt plus reply")
+    add("--serve-python", default="auto", metavar="PATH", help="Python that has SGLang's parsers")
+    add("--drain-s", type=int, default=30, help="longest wait for open calls at the end")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="a key of a recipe's `proxy` section, such as max_sessions=100; may be repeated",
+    )
+    proxy.set_defaults(command=_proxy)
+
+
+def _proxy(arguments: argparse.Namespace) -> int:
+    from pydantic import ValidationError
+
+    from areal_hpc.cluster.submit import interpreter_of
+    from areal_hpc.errors import RecipeError
+    from areal_hpc.proxy.alone import AloneConfig, run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    names = ("tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s")
+    given = {name: getattr(arguments, name) for name in names}
+    try:
+        config = AloneConfig(
+            **given,
+            upstreams=arguments.upstream,
+            tool_call_parser=arguments.tool_call_parser,
+            reasoning_parser=arguments.reasoning_parser,
+            serve_python=interpreter_of("serve", arguments.serve_python),
+            proxy=dict(pair.partition("=")[::2] for pair in arguments.set),
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, first["loc"]))
+        raise RecipeError(first["msg"], key=key, hint="areal-hpc proxy --help") from error
+    run(config)
+    return 0

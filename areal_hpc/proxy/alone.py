@@ -1,0 +1,116 @@
+"""A proxy without a run: in front of any SGLang servers, for those who want only the recorder."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import field_validator
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.config import StageConfig
+from areal_hpc.errors import ClusterError
+from areal_hpc.proxy.config import ProxyConfig
+from areal_hpc.proxy.job import read_context_tokens
+from areal_hpc.proxy.model_call import ServedModel
+from areal_hpc.proxy.parsing import SGLangParsers
+from areal_hpc.proxy.recorder import Recorder, VolatileRecorder
+from areal_hpc.proxy.replicas import ListedReplicas
+from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.shards.config import ShardConfig
+
+
+class AloneConfig(StageConfig):
+    """What a proxy without a run must know."""
+
+    upstreams: list[str]
+    """Addresses of SGLang servers that serve the same model."""
+    tokenizer: Path
+    """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
+    host: str
+    port: int
+    admin_key_file: Path
+    """Holds the key that opens sessions; made if it is missing."""
+    journal: Path | None
+    """Folder for what must outlive the proxy; sessions end with it when null."""
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    serve_python: str
+    """Interpreter of SGLang's environment; its parsers run there."""
+    context_tokens: int | None
+    """Longest prompt plus reply; the model's own limit when null."""
+    drain_s: int
+    """Longest time for answering what is under way when a stop signal comes."""
+    proxy: ProxyConfig
+
+    @field_validator("upstreams")
+    @classmethod
+    def _are_urls(cls, upstreams: list[str]) -> list[str]:
+        for url in upstreams:
+            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+                raise ValueError(f"an upstream is an address such as http://host:30000, got {url}")
+        return upstreams
+
+
+def run(config: AloneConfig) -> None:
+    """Serve until a stop signal.
+
+    Raises:
+        RecipeError: The model directory lacks a tokenizer or a chat template.
+        ClusterError: The address is taken, or the journal failed.
+    """
+    stop = StopRequest.install()
+    run_loop(_serve(config, stop))
+
+
+async def _serve(config: AloneConfig, stop: StopRequest) -> None:
+    model = ServedModel(
+        config.tokenizer.resolve().name,
+        ChatTemplate.from_model_dir(config.tokenizer),
+        TokenEncoder.from_model_dir(config.tokenizer),
+        config.context_tokens or read_context_tokens(config.tokenizer),
+        config.tool_call_parser,
+        config.reasoning_parser,
+    )
+    parsers = None
+    if config.tool_call_parser or config.reasoning_parser:
+        parsers = SGLangParsers(
+            config.serve_python, config.tool_call_parser, config.reasoning_parser
+        )
+    admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
+    recorder: Recorder = VolatileRecorder()
+    if config.journal is not None:
+        config.journal.mkdir(mode=0o700, parents=True, exist_ok=True)
+        recorder = Recorder(config.journal / "journal", ShardConfig().sync_interval_s)
+    source = ListedReplicas(config.upstreams)
+    service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
+    try:
+        listener = _listen(config.host, config.port)
+        print(_welcome(config, listener.getsockname()[1]), flush=True)
+        await service.run(listener, stop, config.drain_s)
+    finally:
+        await service.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="give another --port or --host",
+        ) from error
+
+
+def _welcome(config: AloneConfig, port: int) -> str:
+    url = f"http://{config.host}:{port}"
+    return f"""\
+areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}
+open a session:
+  curl -s {url}/rl/start_session -H "authorization: Bearer $(cat {config.admin_key_file})" \
+-d '{{"task_id": "try"}}'
+its api_key, and base_url {url}/v1, are all that an agent needs; \
+{"the journal is in " + str(config.journal) if config.journal else "sessions end with the proxy"}"""

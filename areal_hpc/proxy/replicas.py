@@ -1,0 +1,95 @@
+"""Where a proxy learns which servers it may ask: from its cell's relay, or from a given list."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+RELAY_TIMEOUT_S = 5.0
+READY_TIMEOUT_S = 5.0
+
+
+class ReplicaSource(Protocol):
+    """Says which replicas there are."""
+
+    async def look(self) -> list[ReplicaView]:
+        """The replicas as they are now.
+
+        Raises:
+            ClusterError: Nobody can tell, so none may be asked.
+        """
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+
+
+class CellReplicas:
+    """The replicas of a cell, as its control relay knows them."""
+
+    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
+        self._directory = rendezvous_dir
+        self._relay_name = f"relay-{cell}"
+        self._admin_key = admin_key
+        self._client: AsyncWireClient | None = None
+        self._client_url = ""
+
+    async def look(self) -> list[ReplicaView]:
+        """What the relay answers; nothing before it has been published."""
+        endpoint = rendezvous.find(self._directory, self._relay_name)
+        if endpoint is None:
+            return []
+        if self._client is None or endpoint.url != self._client_url:
+            await self.close()
+            self._client_url = endpoint.url
+            self._client = AsyncWireClient(endpoint.url, self._admin_key, timeout_s=RELAY_TIMEOUT_S)
+        return (await self._client.get("/replicas", ReplicaList)).replicas
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+class ListedReplicas:
+    """Servers by address. One serves while `/ready` does not deny it.
+
+    SGLang answers that route at once, with 503 while it starts or is paused; a server that does
+    not know the route is taken to be ready once it answers at all.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._http: aiohttp.ClientSession | None = None
+
+    async def look(self) -> list[ReplicaView]:
+        """All of them, asked at the same time."""
+        ready = await asyncio.gather(*(self._is_ready(url) for url in self._urls))
+        return [
+            ReplicaView(index, 1, "serving" if ready[index] else "starting", url)
+            for index, url in enumerate(self._urls)
+        ]
+
+    async def _is_ready(self, url: str) -> bool:
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
+            self._http = aiohttp.ClientSession(timeout=timeout)
+        try:
+            async with self._http.get(f"{url}/ready") as answer:
+                return answer.status < 500
+        except (aiohttp.ClientError, OSError):
+            return False
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None

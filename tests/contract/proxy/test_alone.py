@@ -1,0 +1,183 @@
+"""`areal-hpc proxy`: the recorder in front of any SGLang server, without a run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from tests.contract.proxy.scripted_sglang import LoopThread, Script, ScriptedSGLang
+from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+class LoneProxy:
+    """The command, running."""
+
+    def __init__(self, folder, *urls, arguments=()):
+        self.key_file = folder / "admin.key"
+        self.log = folder / "proxy.log"
+        self._argv = [
+            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
+            *(word for url in urls for word in ("--upstream", url)),
+            *("--tokenizer", str(write_model_dir(folder / "model"))),
+            *("--admin-key-file", str(self.key_file), "--context-tokens", "2048", *arguments),
+        ]
+        self.start()
+
+    def start(self):
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._argv, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        first = self.process.stdout.readline()
+        assert first, self.log.read_text()
+        self.url = first.split("listens on ")[1].split(",")[0]
+        self.welcome = first + "".join(self.process.stdout.readline() for _ in range(3))
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(10) == 0, self.log.read_text()
+        self.process.stdout.close()
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+        self.process.stdout.close()
+
+    def post(self, route, body, key=None):
+        key = key or self.key_file.read_text()
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=20)
+
+    def open_session(self):
+        opened = self.post("/rl/start_session", {"task_id": "try"})
+        assert opened.status_code == 200, opened.text
+        return opened.json()["session_id"], opened.json()["api_key"]
+
+
+@pytest.fixture
+def loop():
+    loop = LoopThread()
+    yield loop
+    loop.stop()
+
+
+@pytest.fixture
+def sglang(loop):
+    server = ScriptedSGLang(byte_level_tokenizer())
+    loop.run(server.start())
+    yield server
+    loop.run(server.stop())
+
+
+def test_it_records_what_an_agent_says_and_exports_it(tmp_path, sglang):
+    proxy = LoneProxy(tmp_path, sglang.url)
+    assert proxy.key_file.stat().st_mode & 0o777 == 0o600
+    assert f"{proxy.url}/rl/start_session" in proxy.welcome
+    session_id, key = proxy.open_session()
+    with OpenAI(base_url=f"{proxy.url}/v1", api_key=key) as agent:
+        reply = agent.chat.completions.create(model="any", messages=HELLO)
+    assert reply.choices[0].message.content == "hello world"
+    assert proxy.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 200
+    assert proxy.post("/rl/end_session", {}, key).status_code == 200
+    exported = proxy.post("/export_trajectories", {"session_id": session_id}).json()
+    row = exported["interactions"][reply.id]
+    assert row["reward"] == 1.0
+    prompt = sglang.requests[0]["input_ids"]
+    assert row["tensor_dict"]["input_ids"][0][: len(prompt)] == prompt
+    proxy.stop()
+
+
+def test_it_knows_no_tickets(tmp_path, sglang):
+    proxy = LoneProxy(tmp_path, sglang.url)
+    ref = {"ticket_id": 1, "attempt": 0}
+    opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
+    finished = proxy.post("/rl/finish_ticket", {"ref": ref, "session_ids": ["x"]})
+    assert [opened.status_code, finished.status_code] == [404, 404]
+    assert "no tickets" in opened.text
+    proxy.stop()
+
+
+def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(tmp_path, sglang):
+    for name, arguments, status in (
+        ("kept", ("--journal", str(tmp_path / "journal")), 200),
+        ("lost", (), 401),
+    ):
+        (tmp_path / name).mkdir()
+        proxy = LoneProxy(tmp_path / name, sglang.url, arguments=arguments)
+        _, key = proxy.open_session()
+        first = proxy.post("/v1/chat/completions", {"messages": HELLO}, key).json()
+        proxy.kill()
+        proxy.start()
+        turn = [*HELLO, first["choices"][0]["message"], *HELLO]
+        answer = proxy.post("/v1/chat/completions", {"messages": turn}, key)
+        assert answer.status_code == status, answer.text
+        proxy.stop()
+    first, again, _ = (request["input_ids"] for request in sglang.requests)
+    assert again[: len(first)] == first
+
+
+def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, sglang):
+    proxy = LoneProxy(tmp_path, sglang.url)
+    _, key = proxy.open_session()
+    sglang.script = lambda request: Script(delay_s=1.0)
+    with ThreadPoolExecutor(1) as agent:
+        call = agent.submit(proxy.post, "/v1/chat/completions", {"messages": HELLO}, key)
+        while not sglang.requests:
+            time.sleep(0.01)
+        proxy.process.send_signal(signal.SIGTERM)
+        assert call.result(10).status_code == 200
+    assert proxy.process.wait(10) == 0
+    with pytest.raises(httpx.ConnectError):
+        proxy.post("/rl/start_session", {"task_id": "late"})
+    proxy.process.stdout.close()
+
+
+def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, loop):
+    late = ScriptedSGLang(byte_level_tokenizer())
+    loop.run(late.start())
+    url = late.url
+    loop.run(late.stop())
+    proxy = LoneProxy(tmp_path, url)
+    assert httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] == 0
+    _, key = proxy.open_session()
+    port = int(url.rpartition(":")[2])
+    threading.Timer(0.5, lambda: loop.run(late.start(port))).start()
+    assert proxy.post("/v1/chat/completions", {"messages": HELLO}, key).status_code == 200
+    proxy.stop()
+    loop.run(late.stop())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--set", "max_session=3"), "proxy.max_session"),
+        (("--upstream", "localhost:30000"), "http://host:30000"),
+        (("--tokenizer", "/nonexistent"), "no chat template"),
+    ],
+)
+def test_what_is_wrong_with_the_command_line_is_said(tmp_path, arguments, complaint):
+    model_dir = write_model_dir(tmp_path / "model")
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
+            *("--upstream", "http://127.0.0.1:1", "--tokenizer", str(model_dir)),
+            *("--admin-key-file", str(tmp_path / "key"), "--context-tokens", "64", *arguments),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ},
+    )
+    assert done.returncode == 78, done.stderr
+    assert complaint in done.stderr
+    assert json.dumps(done.stdout) == '""'
