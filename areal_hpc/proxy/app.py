@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.dialects import chat, chat_reply
+from areal_hpc.proxy.dialects import openai_forms
+from areal_hpc.proxy.dialects.chat_reply import CHAT
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session, SessionBook
@@ -25,17 +26,6 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class EventStream(Protocol):
-    """Server-sent events on their way."""
-
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
-
-    async def __anext__(self) -> bytes: ...
-
-    def abandon(self) -> None:
-        """The client has gone."""
-
-
 class PlainText(bytes):
     """A response body that is not JSON."""
 
@@ -44,6 +34,9 @@ Result = bytes | EventStream
 Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
 """(key, request body) -> response body, whole or as events."""
 
+DIALECTS = {
+    "/chat/completions": CHAT,
+}
 _JSON = (b"content-type", b"application/json")
 _PLAIN = (b"content-type", b"text/plain; version=0.0.4")
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -56,6 +49,8 @@ class _Route:
     guard: Callable[[str], object]
     """Refuses a key that does not open the route, before the request's body is read."""
     answer: Handler
+    refused: Refused = openai_forms.error
+    """The body of an error."""
 
 
 class _ClientGone(Exception):
@@ -94,16 +89,19 @@ class ProxyApp:
             "/metrics": _Route("GET", _anyone, self._metrics),
         }
         for prefix in ("", "/v1"):
-            self._routes[f"{prefix}/chat/completions"] = _Route("POST", session, self._chat)
+            for path, dialect in DIALECTS.items():
+                answer, refused = self._speaking(dialect), dialect.refused
+                self._routes[prefix + path] = _Route("POST", session, answer, refused)
             self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
+        refused: Refused = openai_forms.error
         try:
             route = self._route(scope["method"], scope["path"])
-            key = ""
+            key, refused = "", route.refused
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
                     key = value[7:].strip().decode("latin-1")
@@ -122,7 +120,7 @@ class ProxyApp:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
-            status, content = refusal.status, chat_reply.error(refusal)
+            status, content = refusal.status, refused(refusal)
         form = _PLAIN if isinstance(content, PlainText) else _JSON
         length = (b"content-length", str(len(content)).encode())
         await send({"type": "http.response.start", "status": status, "headers": [form, length]})
@@ -186,20 +184,22 @@ class ProxyApp:
         return PlainText(metrics.exposition(self._book, self._caller.drift))
 
     async def _models(self, key: str, body: bytes) -> bytes:
-        return chat_reply.models(self._model.name, self._model.context_tokens)
+        return openai_forms.models(self._model.name, self._model.context_tokens)
 
-    async def _chat(self, key: str, body: bytes) -> Result:
-        session = self._session(key)
-        if session.ended:
-            raise RequestRefused(403, "the session has ended")
-        model = self._model
-        request, call = chat.parse(body, session.request.sampling, model)
-        answer_id = f"chatcmpl-{secrets.token_hex(14)}"
-        if request.stream:
-            live = await self._caller.stream(session, call, answer_id)
-            return chat_reply.ChatEvents(answer_id, model.name, request, live, model.encoder)
-        answers = await self._caller.answer(session, call, answer_id)
-        return chat_reply.response(answer_id, model.name, request, answers, model.encoder)
+    def _speaking(self, dialect: Dialect) -> Handler:
+        """Answers model calls in a dialect."""
+
+        async def handler(key: str, body: bytes) -> Result:
+            session = self._session(key)
+            if session.ended:
+                raise RequestRefused(403, "the session has ended")
+            exchange = dialect.read(body, session, self._model)
+            call, answer_id = exchange.call, exchange.answer_id
+            if exchange.streams:
+                return exchange.events(await self._caller.stream(session, call, answer_id))
+            return exchange.whole(await self._caller.answer(session, call, answer_id))
+
+        return handler
 
 
 def _anyone(key: str) -> None:
@@ -226,7 +226,7 @@ async def _send_events(receive: Receive, send: Send, events: EventStream) -> Non
             except _ClientGone:
                 raise
             except Exception as caught:  # boundary: told to the client within the stream
-                block = chat_reply.error_event(_refusal(caught))
+                block = events.broken(_refusal(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 break
         await send({"type": "http.response.body", "body": b""})

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from areal_hpc.session.template import Message
 
@@ -41,8 +43,9 @@ def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
     arguments = function.get("arguments", "")
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # a malformed call stays the text it is
-            arguments = json.loads(arguments)
+        # A malformed call stays the text it is, and so does one that no journal could hold.
+        with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
+            arguments = _storable(arguments)
     normal = {
         "type": "function",
         "function": {"name": function["name"], "arguments": arguments},
@@ -50,6 +53,17 @@ def _normalise_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if call.get("id") is not None:
         normal["id"] = call["id"]
     return normal
+
+
+_WIDE_NUMBER = re.compile(r"\d{19}")
+"""Text that may hold an integer of more than 64 bits."""
+
+
+def _storable(text: str) -> Any:
+    value = msgspec.json.decode(text)
+    if _WIDE_NUMBER.search(text):
+        msgspec.msgpack.encode(value)
+    return value
 
 
 FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")

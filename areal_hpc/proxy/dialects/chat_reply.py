@@ -2,36 +2,68 @@
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from areal_hpc.proxy.dialects.chat import ChatRequest
-from areal_hpc.proxy.generation import Alternatives
+from areal_hpc.proxy.dialects.chat import ChatRequest, parse
+from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.dialects.openai_forms import (
+    DONE,
+    error,
+    error_event,
+    event,
+    token_logprobs,
+    usage,
+)
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import CallPart, Said
+from areal_hpc.proxy.sessions import Session
 from areal_hpc.session.template import TokenEncoder
 
-DONE = b"data: [DONE]\n\n"
+
+class ChatExchange:
+    """A ChatCompletion that is asked for."""
+
+    def __init__(self, request: ChatRequest, call: ModelCall, model: ServedModel) -> None:
+        self.call = call
+        self.answer_id = f"chatcmpl-{secrets.token_hex(14)}"
+        self.streams = bool(request.stream)
+        self._request = request
+        self._model = model
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The JSON body of a ChatCompletion."""
+        encoder = self._model.encoder
+        return msgspec.json.encode(
+            {
+                "id": self.answer_id,
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": self._model.name,
+                "choices": [_choice(self._request, answer, encoder) for answer in answers],
+                "usage": usage(answers),
+            }
+        )
+
+    def events(self, live: LiveAnswers) -> ChatEvents:
+        """The chunks of a ChatCompletion."""
+        return ChatEvents(
+            self.answer_id, self._model.name, self._request, live, self._model.encoder
+        )
 
 
-def response(
-    answer_id: str, model: str, request: ChatRequest, answers: list[Answer], encoder: TokenEncoder
-) -> bytes:
-    """The JSON body of a ChatCompletion."""
-    return msgspec.json.encode(
-        {
-            "id": answer_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": model,
-            "choices": [_choice(request, answer, encoder) for answer in answers],
-            "usage": _usage(answers),
-        }
-    )
+def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
+    request, call = parse(body, session.request.sampling, model)
+    return ChatExchange(request, call, model)
+
+
+CHAT = Dialect(_read, error)
 
 
 class ChatEvents:
@@ -85,11 +117,15 @@ class ChatEvents:
         """The client has gone."""
         self._live.abandon()
 
+    def broken(self, refusal: RequestRefused) -> bytes:
+        """What says that the stream ends early."""
+        return error_event(refusal)
+
     def _delta(self, delta: Delta) -> bytes:
         piece = delta.piece
         logprobs = None
         if self._with_logprobs and piece.output_ids:
-            content = _token_logprobs(
+            content = token_logprobs(
                 piece.output_ids, piece.logprobs, piece.top_logprobs, self._encoder
             )
             logprobs = {"content": content, "refusal": None}
@@ -109,16 +145,12 @@ class ChatEvents:
         self, choice: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None
     ) -> bytes:
         chunk = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return _event({**self._frame, "choices": [chunk]})
+        return event({**self._frame, "choices": [chunk]})
 
     def _usage_event(self) -> bytes:
         if not self._counts_usage:
             return b""
-        return _event({**self._frame, "choices": [], "usage": _usage(self._answers)})
-
-
-def _event(content: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+        return event({**self._frame, "choices": [], "usage": usage(self._answers)})
 
 
 def _delta_fields(said: Said) -> dict[str, Any]:
@@ -143,7 +175,7 @@ def _choice(request: ChatRequest, answer: Answer, encoder: TokenEncoder) -> dict
     generation = answer.generation
     logprobs = None
     if request.logprobs:
-        content = _token_logprobs(
+        content = token_logprobs(
             generation.output_ids, generation.logprobs, generation.top_logprobs, encoder
         )
         logprobs = {"content": content, "refusal": None}
@@ -170,70 +202,3 @@ def _message(said: Said) -> dict[str, Any]:
             for call in said.calls
         ]
     return message
-
-
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    prompt_tokens = answers[0].interaction.prompt_tokens
-    completion_tokens = sum(len(answer.generation.output_ids) for answer in answers)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": answers[0].generation.cached_tokens},
-    }
-
-
-def _token_logprobs(
-    output_ids: Sequence[int],
-    logprobs: Sequence[float],
-    top_logprobs: Sequence[Alternatives],
-    encoder: TokenEncoder,
-) -> list[dict[str, Any]]:
-    tops: Iterable[Alternatives] = top_logprobs or [None] * len(output_ids)
-    return [
-        {
-            **_token(token, logprob, encoder),
-            "top_logprobs": [_token(other, value, encoder) for value, other, _ in top or ()],
-        }
-        for token, logprob, top in zip(output_ids, logprobs, tops, strict=True)
-    ]
-
-
-def _token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
-    text = encoder.decode([token])
-    # A token that is part of a character has no text of its own.
-    utf8 = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": utf8}
-
-
-def models(model: str, context_tokens: int) -> bytes:
-    """The JSON body of GET /v1/models."""
-    card = {
-        "id": model,
-        "object": "model",
-        "created": 0,
-        "owned_by": "areal_hpc",
-        "max_model_len": context_tokens,
-    }
-    return msgspec.json.encode({"object": "list", "data": [card]})
-
-
-def error(refusal: RequestRefused) -> bytes:
-    """A refusal in OpenAI's shape."""
-    kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    default = "server_error" if refusal.status >= 500 else "invalid_request_error"
-    return msgspec.json.encode(
-        {
-            "error": {
-                "message": refusal.message,
-                "type": kinds.get(refusal.status, default),
-                "param": refusal.param,
-                "code": None,
-            }
-        }
-    )
-
-
-def error_event(refusal: RequestRefused) -> bytes:
-    """A refusal after a stream has begun."""
-    return b"data: " + error(refusal) + b"\n\n" + DONE

@@ -1,0 +1,96 @@
+"""What OpenAI's dialects have in common in their replies: errors, events, tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from areal_hpc.proxy.generation import Alternatives
+from areal_hpc.proxy.live import Answer
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.session.template import TokenEncoder
+
+DONE = b"data: [DONE]\n\n"
+_KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+def error_fields(refusal: RequestRefused) -> dict[str, Any]:
+    """A refusal as OpenAI's error object."""
+    default = "server_error" if refusal.status >= 500 else "invalid_request_error"
+    return {
+        "message": refusal.message,
+        "type": _KINDS.get(refusal.status, default),
+        "param": refusal.param,
+        "code": None,
+    }
+
+
+def error(refusal: RequestRefused) -> bytes:
+    """A refusal in OpenAI's shape."""
+    return msgspec.json.encode({"error": error_fields(refusal)})
+
+
+def error_event(refusal: RequestRefused) -> bytes:
+    """A refusal after a stream has begun."""
+    return b"data: " + error(refusal) + b"\n\n" + DONE
+
+
+def event(content: Any) -> bytes:
+    """One server-sent event without a name."""
+    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """One server-sent event under the name that is its `type`."""
+    name: str = content["type"]
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"
+
+
+def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """The `usage` of a (chat) completion: its prompt once, all of its choices."""
+    prompt_tokens = answers[0].interaction.prompt_tokens
+    completion_tokens = sum(len(answer.generation.output_ids) for answer in answers)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": answers[0].generation.cached_tokens},
+    }
+
+
+def token_logprobs(
+    output_ids: Sequence[int],
+    logprobs: Sequence[float],
+    top_logprobs: Sequence[Alternatives],
+    encoder: TokenEncoder,
+) -> list[dict[str, Any]]:
+    """Token, log-probability, bytes and likeliest alternatives of each token."""
+    tops: Iterable[Alternatives] = top_logprobs or [None] * len(output_ids)
+    return [
+        {
+            **_token(token, logprob, encoder),
+            "top_logprobs": [_token(other, value, encoder) for value, other, _ in top or ()],
+        }
+        for token, logprob, top in zip(output_ids, logprobs, tops, strict=True)
+    ]
+
+
+def _token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
+    text = encoder.decode([token])
+    # A token that is part of a character has no text of its own.
+    utf8 = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": utf8}
+
+
+def models(model: str, context_tokens: int) -> bytes:
+    """The JSON body of GET /v1/models."""
+    card = {
+        "id": model,
+        "object": "model",
+        "created": 0,
+        "owned_by": "areal_hpc",
+        "max_model_len": context_tokens,
+    }
+    return msgspec.json.encode({"object": "list", "data": [card]})
