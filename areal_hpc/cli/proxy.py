@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from functools import partial
 from pathlib import Path
 
 from areal_hpc.cli.arguments import Commands
@@ -73,5 +74,5 @@ def _proxy(arguments: argparse.Namespace) -> int:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"]))
         raise RecipeError(first["msg"], key=key, hint="areal-hpc proxy --help") from error
-    run(config)
+    run(config, partial(print, flush=True))
     return 0

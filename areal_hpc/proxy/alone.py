@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -55,18 +56,22 @@ class AloneConfig(StageConfig):
         return upstreams
 
 
-def run(config: AloneConfig) -> None:
+def run(config: AloneConfig, say: Callable[[str], None]) -> None:
     """Serve until a stop signal.
+
+    Args:
+        config: What to serve.
+        say: Told where the proxy listens, as soon as it does.
 
     Raises:
         RecipeError: The model directory lacks a tokenizer or a chat template.
         ClusterError: The address is taken, or the journal failed.
     """
     stop = StopRequest.install()
-    run_loop(_serve(config, stop))
+    run_loop(_serve(config, stop, say))
 
 
-async def _serve(config: AloneConfig, stop: StopRequest) -> None:
+async def _serve(config: AloneConfig, stop: StopRequest, say: Callable[[str], None]) -> None:
     model = ServedModel(
         config.tokenizer.resolve().name,
         ChatTemplate.from_model_dir(config.tokenizer),
@@ -89,7 +94,7 @@ async def _serve(config: AloneConfig, stop: StopRequest) -> None:
     service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
     try:
         listener = _listen(config.host, config.port)
-        print(_welcome(config, listener.getsockname()[1]), flush=True)
+        say(_welcome(config, listener.getsockname()[1]))
         await service.run(listener, stop, config.drain_s)
     finally:
         await service.close()
