@@ -12,9 +12,10 @@ from typing import Any, TypeVar
 from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.dialects import openai_forms
+from areal_hpc.proxy.dialects import messages, messages_reply, openai_forms
 from areal_hpc.proxy.dialects.chat_reply import CHAT
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
+from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session, SessionBook
@@ -36,6 +37,7 @@ Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
 
 DIALECTS = {
     "/chat/completions": CHAT,
+    "/messages": MESSAGES,
 }
 _JSON = (b"content-type", b"application/json")
 _PLAIN = (b"content-type", b"text/plain; version=0.0.4")
@@ -92,6 +94,9 @@ class ProxyApp:
             for path, dialect in DIALECTS.items():
                 answer, refused = self._speaking(dialect), dialect.refused
                 self._routes[prefix + path] = _Route("POST", session, answer, refused)
+            self._routes[f"{prefix}/messages/count_tokens"] = _Route(
+                "POST", session, self._count_tokens, MESSAGES.refused
+            )
             self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,8 +105,11 @@ class ProxyApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
         try:
-            route = self._route(scope["method"], scope["path"])
+            route = self._route(scope["path"])
             key, refused = "", route.refused
+            if scope["method"] != route.method:
+                method, path = scope["method"], scope["path"]
+                raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
                     key = value[7:].strip().decode("latin-1")
@@ -126,12 +134,10 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": [form, length]})
         await send({"type": "http.response.body", "body": content})
 
-    def _route(self, method: str, path: str) -> _Route:
+    def _route(self, path: str) -> _Route:
         route = self._routes.get(path)
         if route is None:
             raise RequestRefused(404, f"there is no route {path}")
-        if method != route.method:
-            raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
         return route
 
     def _too_large(self) -> RequestRefused:
@@ -163,6 +169,12 @@ class ProxyApp:
         session.touch()
         return session
 
+    def _open_session(self, key: str) -> Session:
+        session = self._session(key)
+        if session.ended:
+            raise RequestRefused(403, "the session has ended")
+        return session
+
     def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
         async def handler(key: str, body: bytes) -> bytes:
             return answer(self._session(key), body)
@@ -186,13 +198,17 @@ class ProxyApp:
     async def _models(self, key: str, body: bytes) -> bytes:
         return openai_forms.models(self._model.name, self._model.context_tokens)
 
+    async def _count_tokens(self, key: str, body: bytes) -> bytes:
+        session = self._open_session(key)
+        _, call = messages.parse(body, session.request.sampling, self._model)
+        _, tokens = await self._caller.prompt_json(session, call)
+        return messages_reply.token_count(tokens)
+
     def _speaking(self, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""
 
         async def handler(key: str, body: bytes) -> Result:
-            session = self._session(key)
-            if session.ended:
-                raise RequestRefused(403, "the session has ended")
+            session = self._open_session(key)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
             if exchange.streams:

@@ -82,6 +82,14 @@ class ModelCaller:
                 for choice, generation in enumerate(generations)
             ]
 
+    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+        """What the model would read (`PromptMaker.prompt_json`).
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        return await self._prompts.prompt_json(session, call)
+
     async def _parsed(self, prompt: Prompt, text: str) -> Said:
         if self._parsers is None or prompt.parsed_tools is None:
             return Said(text)
@@ -98,7 +106,7 @@ class ModelCaller:
         """
         with _in_flight(session):
             prompt = await self._prompts.prepare(session, call, answer_id)
-        live = LiveAnswers(call.n)
+        live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
             task = asyncio.ensure_future(self._speak(prompt, choice, live))
             self._speaking.add(task)

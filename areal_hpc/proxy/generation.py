@@ -105,6 +105,8 @@ class Generation(Struct, frozen=True):
     """`stop`, `length`, or `abort` when its client left."""
     closed: bool
     """The last token is a stop token."""
+    stop_text: str | None
+    """The stop string that ended it."""
     cached_tokens: int
     top_logprobs: list[Alternatives]
     """Per output token, most likely first; empty unless asked for."""
@@ -232,6 +234,7 @@ def _whole(where: str, reply: _Reply) -> Generation:
         spans=spans,
         finish_reason=reason.type,
         closed=reason.type == "stop" and isinstance(reason.matched, int),
+        stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],
     )

@@ -46,6 +46,7 @@ class LiveAnswers:
     """
 
     choices: int
+    prompt_tokens: int = 0
     abandoned: bool = False
     _happened: asyncio.Queue[Delta | Answer | Exception] = field(default_factory=asyncio.Queue)
     _stops: dict[int, Callable[[], None]] = field(default_factory=dict)

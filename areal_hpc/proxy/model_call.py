@@ -32,6 +32,10 @@ class ModelCall:
     """`max_new_tokens` 0 means: as the session's defaults say."""
     max_tokens_key: str = "max_tokens"
     """What the dialect calls the limit of new tokens."""
+    prompt_key: str = "messages"
+    """What the dialect calls what the model reads."""
+    prompt: str | Sequence[int] | None = None
+    """Text or token ids that the model reads as they are, in place of messages."""
     n: int = 1
     top_logprobs: int = 0
     tool_choice: ToolChoice = ToolChoice()
@@ -52,4 +56,4 @@ class ServedModel:
 
     def must_parse(self, call: ModelCall) -> bool:
         """Whether a reply may hold more than text."""
-        return self.reasoning_parser is not None or bool(call.tools)
+        return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))

@@ -21,6 +21,7 @@ from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
+from areal_hpc.session.raw_prompts import open_raw_turn
 from areal_hpc.session.template import TemplateRefusal
 from areal_hpc.session.tree import Interaction, Turn
 
@@ -111,7 +112,10 @@ class PromptMaker:
         """
         give_up_at = time.monotonic() + self._request_timeout_s
         asked_at = time.time()
-        turn, new_ids = await self._tokenise(session, call)
+        turn, new_ids = await self.tokenise(session, call)
+        self.drift.splices[turn.splice] += 1
+        if turn.forked is not None:
+            self.drift.forks[turn.forked] += 1
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)
@@ -160,35 +164,52 @@ class PromptMaker:
             sampling = msgspec.structs.replace(sampling, **grammar)
         return sampling, found.reasons_first and bool(sampling.grammars)
 
-    async def _tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
-        """What the call adds to the session's tree, and the token ids of that."""
+    async def tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
+        """What the call would add to the session's tree, and the token ids of that.
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        encoder, key = self._model.encoder, call.prompt_key
+        if call.prompt is not None:
+            turn, new_ids = open_raw_turn(session.tree, call.prompt, encoder)
+        else:
+            turn, new_ids = await self._render(session, call)
+        if turn.parent is None and not new_ids:
+            raise RequestRefused(400, "the prompt is empty", key=key)
+        if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
+            raise RequestRefused(
+                400,
+                f"the prompt holds token id {max(new_ids)}, which is outside the model's "
+                f"vocabulary of {encoder.vocab_size}",
+                key=key,
+            )
+        return turn, new_ids
+
+    async def _render(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
         encoder = self._model.encoder
         try:
             turn = session.tree.open_turn(
                 call.messages, self._model.template, tools=call.tools, variables=call.variables
             )
         except TemplateRefusal as error:
-            raise RequestRefused(
-                400, f"the model's chat template refuses the messages: {error}", key="messages"
-            ) from error
-        self.drift.splices[turn.splice] += 1
-        if turn.forked is not None:
-            self.drift.forks[turn.forked] += 1
+            problem = f"the model's chat template refuses the messages: {error}"
+            raise RequestRefused(400, problem, key=call.prompt_key) from error
         if len(turn.text) <= INLINE_ENCODE_CHARS:
             encoded = encoder.encode(turn.text)
         else:
             encoded = await asyncio.to_thread(encoder.encode, turn.text)
-        new_ids = turn.new_ids(encoded)
-        if turn.parent is None and not new_ids:
-            raise RequestRefused(400, "the messages give an empty prompt", key="messages")
-        if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
-            raise RequestRefused(
-                400,
-                f"the messages hold token id {max(new_ids)}, which is outside the model's "
-                f"vocabulary of {encoder.vocab_size}",
-                key="messages",
-            )
-        return turn, new_ids
+        return turn, turn.new_ids(encoded)
+
+    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+        """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        turn, new_ids = await self.tokenise(session, call)
+        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        return _join(session.tree.sequence_json(turn.parent), new_ids), prior + len(new_ids)
 
     def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
         """The sampling parameters with a reply limit that the context has room for."""
@@ -201,7 +222,7 @@ class PromptMaker:
                 400,
                 f"the prompt's {prompt_tokens} tokens{wanted} exceed the model's context "
                 f"of {context_tokens} tokens",
-                key=call.max_tokens_key if asked and room >= 1 else "messages",
+                key=call.max_tokens_key if asked and room >= 1 else call.prompt_key,
             )
         limit = asked or min(session.request.sampling.max_new_tokens, room)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)

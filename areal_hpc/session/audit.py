@@ -13,6 +13,7 @@ from difflib import SequenceMatcher
 import msgspec
 import numpy as np
 
+from areal_hpc.session.raw_prompts import RAW_CONTEXT
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
 
@@ -46,6 +47,8 @@ def rendered_ids(
         TemplateRefusal: The template does not accept the conversation.
     """
     path = tree.path(interaction)
+    if any(one.context == RAW_CONTEXT for one in path):  # a text, not a conversation
+        return encoder.encode(encoder.decode(prompt_ids(tree, interaction)))
     messages = [m for one in path for m in (*one.new_messages, one.reply)][:-1]
     context = path[0].context
     tools, variables = msgspec.json.decode(context) if context else (None, None)

@@ -92,3 +92,19 @@ def _comparable(message: Message, field: str) -> Any:
     if field == "reasoning_content" or (field == "content" and message.get("tool_calls")):
         return (value or "").strip()
     return value
+
+
+VOLATILE_LINES = ("x-anthropic-billing-header:",)
+"""How lines begin that a client writes anew into each request, and no model is meant to read."""
+
+
+def without_volatile_lines(text: str) -> str:
+    """A system prompt without what changes from request to request.
+
+    Claude Code puts a line with a hash of the whole request in front of its system prompt: no
+    prompt would ever continue another.
+    """
+    if not any(mark in text for mark in VOLATILE_LINES):
+        return text
+    lines = text.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.lstrip().startswith(VOLATILE_LINES))

@@ -156,10 +156,12 @@ class TokenEncoder:
             raise RecipeError(f"{path} is damaged: {error}", hint="copy the model again") from error
         return cls(tokenizer, text_config.get("vocab_size"))
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, without the tokens a tokenizer would add around it."""
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of `text`; the tokens a tokenizer adds around it only when asked for."""
         # The batch call releases the GIL; the single call stalls every other thread.
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`."""

@@ -1,0 +1,83 @@
+"""Prompts that are text or token ids instead of messages: which interaction do they continue?
+
+The model reads such a prompt as it is. It continues an interaction if it begins with all of that
+one's tokens, or with the text of all of them: then the tokens are used again, as for messages.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.tree import Interaction, InteractionTree, Splice, Turn, ids_of
+
+RAW_CONTEXT = b'"prompt"'
+"""Stands where conversations have the tools and variables they were rendered with."""
+RAW_ROLE = "prompt"
+"""The role of what was new in the prompt."""
+Read = TypeVar("Read", str, bytes)
+
+
+def open_raw_turn(
+    tree: InteractionTree, prompt: str | Sequence[int], encoder: TokenEncoder
+) -> tuple[Turn, list[int]]:
+    """Find what the prompt continues.
+
+    Args:
+        tree: The session's.
+        prompt: Text, or token ids of the model's vocabulary.
+        encoder: The model's. A text that continues nothing gets the tokens that it puts at the
+            beginning of texts, such as Llama's.
+
+    Returns:
+        The turn, and the token ids after those of its parent.
+    """
+    if isinstance(prompt, str):
+        lead = encoder.encode("", add_special_tokens=True)
+        parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
+        tail = prompt[known:]
+        new_ids = encoder.encode(tail, add_special_tokens=parent is None)
+    else:
+        packed = np.asarray(prompt, "<i4").tobytes()
+        parent, known = _deepest(tree, packed, lambda one: [one.new_ids + one.output_ids])
+        new_ids = list(prompt[known // 4 :])
+        tail = encoder.decode(new_ids)
+    message = {"role": RAW_ROLE, "content": tail}
+    splice: Splice = "root" if parent is None else "spliced"
+    return Turn(parent, splice, RAW_CONTEXT, [message], tail), new_ids
+
+
+def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:
+    """How the interaction's own tokens may be written: with or without what leads all texts."""
+    ids = ids_of(one.new_ids + one.output_ids).tolist()
+    texts = [encoder.decode(ids)]
+    if one.parent_id is None and lead and ids[: len(lead)] == [*lead]:
+        texts.append(encoder.decode(ids[len(lead) :]))
+    return texts
+
+
+def _deepest(
+    tree: InteractionTree, prompt: Read, forms_of: Callable[[Interaction], list[Read]]
+) -> tuple[Interaction | None, int]:
+    """The interaction with the longest sequence that the prompt begins with, and its length."""
+    children: dict[str | None, list[Interaction]] = defaultdict(list)
+    for one in tree:
+        children[one.parent_id].append(one)
+    found: Interaction | None = None
+    longest = 0
+    reached: list[tuple[str | None, int]] = [(None, 0)]
+    while reached:
+        interaction_id, known = reached.pop()
+        for child in children[interaction_id]:
+            for form in forms_of(child):
+                if form and prompt.startswith(form, known):
+                    end = known + len(form)
+                    reached.append((child.interaction_id, end))
+                    if end >= longest:
+                        found, longest = child, end
+                    break
+    return found, longest

@@ -1,0 +1,336 @@
+"""What agents see of Anthropic's dialect: the anthropic SDK and raw HTTP against a real proxy."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+from anthropic import Anthropic, APIStatusError, AsyncAnthropic, BadRequestError
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+
+
+def ask(stage: Stage, key: str, messages=QUESTION, **more) -> httpx.Response:
+    return stage.post("/v1/messages", {"messages": messages, "max_tokens": 64, **more}, key)
+
+
+def sdk(stage: Stage, key: str) -> Anthropic:
+    return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
+
+
+def events_of(answer: httpx.Response) -> list[dict]:
+    """The decoded events of a stream, each under the name that it has."""
+    assert answer.headers["content-type"] == "text/event-stream"
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert event["type"] == name.removeprefix("event: ")
+        events.append(event)
+    return events
+
+
+def put_together(events: list[dict]) -> dict:
+    """The message that a stream tells, as Anthropic's documentation puts it together."""
+    message: dict = {}
+    for event in events:
+        match event["type"]:
+            case "message_start":
+                message = event["message"]
+            case "content_block_start":
+                assert event["index"] == len(message["content"])
+                message["content"].append({**event["content_block"], "json": ""})
+            case "content_block_delta":
+                block, delta = message["content"][event["index"]], event["delta"]
+                match delta["type"]:
+                    case "text_delta":
+                        block["text"] += delta["text"]
+                    case "thinking_delta":
+                        block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
+                    case "input_json_delta":
+                        block["json"] += delta["partial_json"]
+            case "content_block_stop":
+                block = message["content"][event["index"]]
+                if text := block.pop("json"):
+                    block["input"] = json.loads(text)
+            case "message_delta":
+                message |= event["delta"] | {"usage": event["usage"]}
+    assert events[-1] == {"type": "message_stop"}
+    return message
+
+
+def decoded(stage: Stage, request: dict) -> str:
+    return stage.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
+
+
+def test_the_anthropic_sdk_talks_to_the_proxy(stage):
+    _, key = stage.open_session(temperature=0.5)
+    with sdk(stage, key) as client:
+        message = client.messages.create(
+            model="any",
+            max_tokens=33,
+            system="Be brief.",
+            messages=QUESTION,
+            extra_body={"top_k": 7, "top_p": 0.5},
+        )
+    assert [block.text for block in message.content] == ["hello world"]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    assert (message.role, message.model) == ("assistant", "tiny")
+    (request,) = stage.sglang.requests
+    sent = request["sampling_params"]
+    names = ("temperature", "max_new_tokens", "top_k", "top_p")
+    assert [sent[name] for name in names] == [0.5, 33, 7, 0.5]
+    assert message.usage.input_tokens == len(request["input_ids"])
+    assert decoded(stage, request).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+    _, key = stage.open_session()
+    value = f"Bearer {key}" if header == "authorization" else key
+    for route in ("/messages", "/messages/count_tokens"):
+        answer = stage.http.post(
+            f"{stage.url}{prefix}{route}?beta=true",
+            json={"messages": QUESTION},
+            headers={header: value, "anthropic-version": "2023-06-01"},
+        )
+        assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_tells_the_same_message_as_a_whole_reply(stage, incremental):
+    stage.sglang.incremental = incremental
+    _, key = stage.open_session(TicketRef(1, 0))
+    whole = ask(stage, key).json()
+    answer = ask(stage, key, stream=True)
+    streamed = put_together(events_of(answer))
+    assert len(answer.text.split("content_block_delta")) > 4
+    assert streamed.pop("id") != whole.pop("id")
+    assert streamed == whole
+    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+
+
+def test_the_sdk_reads_a_stream(stage):
+    _, key = stage.open_session()
+    with (
+        sdk(stage, key) as client,
+        client.messages.stream(model="m", max_tokens=50, messages=QUESTION) as stream,
+    ):
+        text = "".join(stream.text_stream)
+        message = stream.get_final_message()
+    assert text == message.content[0].text == "hello world"
+    assert message.usage.output_tokens == len(stage.tokenizer.encode("hello world").ids) + 1
+
+
+def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(stage):
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    _, key = stage.open_session()
+    hints = {"cache_control": {"type": "ephemeral"}}
+    header = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
+    for turn in range(3):
+        system = [
+            {"type": "text", "text": header.format(turn, turn)},
+            {"type": "text", "text": "You help.", **(hints if turn == 1 else {})},
+        ]
+        messages = [
+            {"role": "user", "content": [{"type": "text", "text": "one", **hints}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
+            {"role": "user", "content": "two"},
+            {"role": "assistant", "content": "hello"},
+            {"role": "user", "content": [{"type": "text", "text": "three"}]},
+        ][: 2 * turn + 1]
+        answer = ask(stage, key, messages, system=system, metadata={"user_id": f"u{turn}"})
+        assert answer.status_code == 200, answer.text
+    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
+    assert second[: len(first) + len(letters)] == first + letters
+    assert third[: len(second) + len(letters)] == second + letters
+    assert "billing" not in decoded(stage, stage.sglang.requests[0])
+
+
+def test_a_conversation_may_change_its_dialect(stage):
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    _, key = stage.open_session()
+    chat = [{"role": "system", "content": "You help."}, *QUESTION]
+    reply = stage.chat(key, chat).json()["choices"][0]["message"]
+    then = [*QUESTION, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}]
+    ask(stage, key, then, system="You help.")
+    stage.chat(key, [*chat, reply, then[-1], reply, {"role": "user", "content": "!"}])
+    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
+    assert second[: len(first) + len(letters)] == first + letters
+    assert third[: len(second) + len(letters)] == second + letters
+
+
+def test_a_stop_sequence_is_told_and_a_full_reply_too(stage):
+    _, key = stage.open_session()
+    stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
+    for stream in (False, True):
+        answer = ask(stage, key, stop_sequences=["STOP", "HALT"], stream=stream)
+        message = put_together(events_of(answer)) if stream else answer.json()
+        assert message["content"] == [{"type": "text", "text": "3 + 4 "}]
+        assert (message["stop_reason"], message["stop_sequence"]) == ("stop_sequence", "STOP")
+        assert stage.sglang.requests[-1]["sampling_params"]["stop"] == ["STOP", "HALT"]
+    stage.sglang.script = lambda request: Script("3 +", finish="length")
+    assert ask(stage, key).json()["stop_reason"] == "max_tokens"
+
+
+def test_tokens_are_counted_as_the_model_would_read_them(stage):
+    _, key = stage.open_session()
+    body = {"messages": QUESTION, "model": "m", "system": "Be brief."}
+    counted = stage.post("/v1/messages/count_tokens", body, key).json()["input_tokens"]
+    ask(stage, key, system="Be brief.")
+    assert counted == len(stage.sglang.requests[0]["input_ids"])
+    with sdk(stage, key) as client:
+        again = client.messages.count_tokens(model="m", messages=QUESTION, system="Be brief.")
+    assert again.input_tokens == counted
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 1
+
+
+def test_a_schema_for_the_output_becomes_a_grammar(stage):
+    _, key = stage.open_session()
+    form = {"type": "json_schema", "schema": {"type": "object"}}
+    assert ask(stage, key, output_config={"format": form}).status_code == 200
+    assert stage.sglang.requests[0]["sampling_params"]["json_schema"] == '{"type":"object"}'
+
+
+def test_results_of_tools_are_messages_of_their_own(stage):
+    _, key = stage.open_session()
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": "7"},
+        {"type": "tool_result", "tool_use_id": "t2", "is_error": True},
+        {"type": "tool_result", "tool_use_id": "t3", "content": [{"type": "text", "text": "x"}]},
+    ]
+    said = [{"type": "tool_use", "id": f"t{i}", "name": "add", "input": {}} for i in (1, 2, 3)]
+    history = [
+        *QUESTION,
+        {"role": "assistant", "content": said},
+        {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]},
+    ]
+    assert ask(stage, key, history).status_code == 200
+    _, tail = decoded(stage, stage.sglang.requests[0]).split("assistant\n<|im_end|>\n")
+    assert tail == (
+        "<|im_start|>tool\n7<|im_end|>\n<|im_start|>tool\nError: <|im_end|>\n"
+        "<|im_start|>tool\nx<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": "3 +"}]}, "messages[1]"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": ""}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_k": "many"}, "top_k"),
+        ({"tools": [TOOL]}, "tools"),
+        ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
+        ({"tool_choice": {"type": "often"}}, "tool_choice.type"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "thinking.display"),
+        ({"output_config": {"effort": "high"}}, "output_config.effort"),
+        ({"mcp_servers": []}, "mcp_servers"),
+        ({"container": "c"}, "container"),
+        ({"max_tokens": 2040}, "max_tokens"),
+        ({"system": "x y " * 2000}, "messages"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+    _, key = stage.open_session()
+    answer = ask(stage, key, **{"max_tokens": 64, **body})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()
+    assert (error["type"], error["error"]["type"]) == ("error", "invalid_request_error")
+    assert error["error"]["message"].startswith(f"{param}: ")
+    assert stage.sglang.requests == []
+
+
+@pytest.mark.parametrize("route", ["/v1/messages", "/messages/count_tokens"])
+def test_every_error_has_anthropics_shape(stage, route):
+    def refused(expected: int, **request) -> str:
+        answer = stage.http.request(**{"method": "POST", "url": f"{stage.url}{route}", **request})
+        assert answer.status_code == expected, answer.text
+        assert answer.json()["type"] == "error"
+        return answer.json()["error"]["type"]
+
+    _, key = stage.open_session()
+    keyed = {"headers": {"x-api-key": key}}
+    assert refused(401, headers={"x-api-key": "sk-guess"}) == "authentication_error"
+    assert refused(400, content=b"{", **keyed) == "invalid_request_error"
+    assert refused(413, content=b" " * 200_000, **keyed) == "request_too_large"
+    assert refused(405, method="GET") == "invalid_request_error"
+    stage.post("/rl/end_session", {}, key)
+    body = {"messages": QUESTION}
+    assert refused(403, json=body, **keyed) == "permission_error"
+
+
+def test_the_sdk_raises_its_own_errors(stage):
+    _, key = stage.open_session()
+    stage.sglang.script = lambda request: Script(fault="400")
+    with sdk(stage, key) as client:
+        with pytest.raises(BadRequestError, match="too warm") as caught:
+            client.messages.create(model="m", max_tokens=9, messages=QUESTION)
+        assert caught.value.type == "invalid_request_error"
+        with pytest.raises(BadRequestError, match="too warm"):
+            client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True)
+
+
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+    faults = iter(["late_hang_up"])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session(TicketRef(1, 0))
+    with sdk(stage, key) as client, pytest.raises(APIStatusError, match="lost"):
+        list(client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True))
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    _, key = stage.open_session(TicketRef(1, 0))
+
+    async def read_a_little() -> str:
+        shown = ""
+        async with (
+            AsyncAnthropic(base_url=stage.url, api_key=key) as client,
+            client.messages.stream(model="m", max_tokens=900, messages=QUESTION) as stream,
+        ):
+            async for text in stream.text_stream:
+                shown += text
+                if len(shown) > 20:
+                    return shown
+        return shown
+
+    shown = asyncio.run(read_a_little())
+    give_up_at = time.monotonic() + 5
+    while not (recorded := stage.journaled(key)) and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    (interaction,) = recorded
+    assert interaction.finish_reason == "abort"
+    assert interaction.reply["content"].startswith(shown)
+    assert len(interaction.reply["content"]) < 500
