@@ -16,6 +16,7 @@ from areal_hpc.proxy.dialects import messages, messages_reply, openai_forms
 from areal_hpc.proxy.dialects.chat_reply import CHAT
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
+from areal_hpc.proxy.dialects.responses_reply import RESPONSES
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session, SessionBook
@@ -38,6 +39,7 @@ Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
 DIALECTS = {
     "/chat/completions": CHAT,
     "/messages": MESSAGES,
+    "/responses": RESPONSES,
 }
 _JSON = (b"content-type", b"application/json")
 _PLAIN = (b"content-type", b"text/plain; version=0.0.4")

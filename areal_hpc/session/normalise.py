@@ -20,9 +20,11 @@ def normalise_chat_message(message: Mapping[str, Any]) -> Message:
 
     None fields are absent; content is a text (text parts are joined by line breaks, none is the
     empty text); the arguments of tool calls are JSON values, so that spacing does not matter.
-    A field the template does not read, such as `refusal`, makes no difference.
+    A field the template does not read, such as `refusal`, makes no difference. A developer is
+    OpenAI's newer name for the system, which most templates do not know.
     """
-    normal: Message = {"role": message["role"], "content": _text_of(message.get("content"))}
+    role = "system" if message["role"] == "developer" else message["role"]
+    normal: Message = {"role": role, "content": _text_of(message.get("content"))}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if message.get(name) is not None:
             normal[name] = message[name]

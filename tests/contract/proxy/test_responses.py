@@ -1,0 +1,299 @@
+"""What agents see of OpenAI's Responses: the openai SDK and raw HTTP against a real proxy."""
+
+import asyncio
+import json
+import time
+
+import httpx
+import pytest
+from openai import APIError, AsyncOpenAI, BadRequestError
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+QUESTION = "What is 3 + 4?"
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
+
+
+def ask(stage: Stage, key: str, asked=QUESTION, **more) -> httpx.Response:
+    return stage.post("/v1/responses", {"input": asked, **more}, key)
+
+
+def events_of(answer: httpx.Response) -> list[dict]:
+    """The decoded events of a stream, each under the name that it has, in their order."""
+    assert answer.headers["content-type"] == "text/event-stream"
+    events = []
+    for block in answer.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert event["type"] == name.removeprefix("event: ")
+        assert event["sequence_number"] == len(events)
+        events.append(event)
+    return events
+
+
+def without_names(response: dict) -> dict:
+    """A response without what differs from one to the next."""
+    output = [{**item, "id": None} for item in response["output"]]
+    return {**response, "id": None, "created_at": None, "output": output}
+
+
+def decoded(stage: Stage, request: dict) -> str:
+    return stage.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
+
+
+def speaks_in_letters(stage: Stage) -> list[int]:
+    """Let the model say `hello` in tokens that no tokenizer would choose."""
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    return letters
+
+
+def test_the_openai_sdk_talks_to_the_proxy(stage):
+    _, key = stage.open_session(temperature=0.5)
+    with stage.client(key) as client:
+        response = client.responses.create(
+            model="any",
+            instructions="Be brief.",
+            input=QUESTION,
+            max_output_tokens=33,
+            metadata={"a": "b"},
+        )
+    assert response.output_text == "hello world"
+    assert (response.status, response.model) == ("completed", "tiny")
+    assert (response.instructions, response.metadata) == ("Be brief.", {"a": "b"})
+    (request,) = stage.sglang.requests
+    assert request["sampling_params"]["temperature"] == response.temperature == 0.5
+    assert request["sampling_params"]["max_new_tokens"] == 33
+    assert response.usage.input_tokens == len(request["input_ids"])
+    assert decoded(stage, request).startswith(
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>"
+    )
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+    _, key = stage.open_session()
+    value = f"Bearer {key}" if header == "authorization" else key
+    url = f"{stage.url}{prefix}/responses"
+    answer = stage.http.post(url, json={"input": "hi"}, headers={header: value})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+@pytest.mark.parametrize("finish", ["eos", "length"])
+def test_a_stream_tells_the_same_response_as_a_whole_reply(stage, incremental, finish):
+    stage.sglang.incremental = incremental
+    stage.sglang.script = lambda request: Script(finish=finish)
+    _, key = stage.open_session(TicketRef(1, 0))
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    whole = ask(stage, key, **asked).json()
+    events = events_of(ask(stage, key, stream=True, **asked))
+    names = [event["type"].removeprefix("response.") for event in events]
+    deltas = names.count("output_text.delta")
+    assert deltas > 3
+    assert names == [
+        *("created", "in_progress", "output_item.added", "content_part.added"),
+        *["output_text.delta"] * deltas,
+        *("output_text.done", "content_part.done", "output_item.done"),
+        "completed" if finish == "eos" else "incomplete",
+    ]
+    streamed = events[-1]["response"]
+    assert without_names(streamed) == without_names(whole)
+    (item,) = streamed["output"]
+    assert item == events[-2]["item"]
+    shown = [event for event in events if event["type"].endswith("text.delta")]
+    (content,) = item["content"]
+    assert "".join(event["delta"] for event in shown) == content["text"] == "hello world"
+    tokens = [token for event in shown for token in event["logprobs"]]
+    assert tokens == content["logprobs"][: len(tokens)]
+    assert len(content["logprobs"]) == streamed["usage"]["output_tokens"]
+    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+
+
+def test_the_sdk_reads_a_stream(stage):
+    _, key = stage.open_session()
+    with stage.client(key) as client, client.responses.stream(model="m", input="hi") as stream:
+        text = "".join(one.delta for one in stream if one.type == "response.output_text.delta")
+        assert text == stream.get_final_response().output_text == "hello world"
+
+
+def test_items_that_come_back_are_continued_with_the_models_own_tokens(stage):
+    letters = speaks_in_letters(stage)
+    _, key = stage.open_session()
+    history = [{"role": "user", "content": QUESTION}]
+    with stage.client(key) as client:
+        for question in ("and 1?", "and 2?"):
+            response = client.responses.create(model="m", input=history, instructions="Add.")
+            # As agents hand items back: with ids, states and empty lists, or as a bare text.
+            history += [item.model_dump() for item in response.output]
+            history.append({"type": "message", "role": "user", "content": question})
+        history[1] = {"role": "assistant", "content": response.output_text}
+        client.responses.create(model="m", input=history, instructions="Add.")
+    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
+    assert second[: len(first) + len(letters)] == first + letters
+    assert third[: len(second) + len(letters)] == second + letters
+
+
+def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage):
+    letters = speaks_in_letters(stage)
+    _, key = stage.open_session()
+    first = ask(stage, key, instructions="Add.").json()["id"]
+    second = ask(stage, key, "and 1?", instructions="Add.", previous_response_id=first).json()
+    assert second["previous_response_id"] == first
+    before, after = (request["input_ids"] for request in stage.sglang.requests)
+    assert after[: len(before) + len(letters)] == before + letters
+    ask(stage, key, "and 2?", previous_response_id=second["id"])
+    asked = decoded(stage, stage.sglang.requests[-1])
+    assert "Add." not in asked
+    assert asked.count("hello") == 2
+    assert asked.endswith("and 2?<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_a_conversation_may_change_its_dialect(stage):
+    letters = speaks_in_letters(stage)
+    _, key = stage.open_session()
+    chat = stage.ask(key, QUESTION).json()
+    middle = ask(stage, key, "and 1?", previous_response_id=chat["id"]).json()
+    assert middle["status"] == "incomplete"
+    reply = {"role": "assistant", "content": "hello"}
+    asked = [{"role": "user", "content": text} for text in (QUESTION, "and 1?", "and 2?")]
+    body = {"messages": [asked[0], reply, asked[1], reply, asked[2]], "max_tokens": 9}
+    assert stage.post("/v1/messages", body, key).status_code == 200
+    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
+    assert second[: len(first) + len(letters)] == first + letters
+    assert third[: len(second) + len(letters)] == second + letters
+
+
+def test_the_items_of_one_reply_are_one_message(stage):
+    _, key = stage.open_session()
+    call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "Add."}]},
+        {"role": "user", "content": QUESTION},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": "x"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "I"}]},
+        {**call, "id": "fc_1", "namespace": None, "status": "completed"},
+        {**call, "call_id": "d", "namespace": "sums"},
+        {"type": "function_call_output", "call_id": "c", "output": "7"},
+        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "8"}]},
+    ]  # fmt: skip
+    assert ask(stage, key, items).status_code == 200
+    assert decoded(stage, stage.sglang.requests[0]) == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n"
+        "<|im_start|>assistant\nI<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n"
+        "<|im_start|>tool\n8<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_a_form_for_the_text_becomes_a_grammar(stage):
+    _, key = stage.open_session()
+    schema = {"type": "object", "properties": {}}
+    for form, sent in [
+        ({"type": "json_schema", "name": "n", "schema": schema}, json.dumps(schema)),
+        ({"type": "json_object"}, '{"type":"object"}'),
+        ({"type": "text"}, None),
+    ]:
+        assert ask(stage, key, text={"format": form}).status_code == 200
+        params = stage.sglang.requests[-1]["sampling_params"]
+        assert params.get("json_schema") == (sent and sent.replace(" ", ""))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 3}, "input"),
+        ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"previous_response_id": "resp_unknown"}, "previous_response_id"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 2040}, "max_output_tokens"),
+        ({"input": "x y " * 2000}, "input"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 2}, "top_p"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tools": [ADD]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name"),
+        ({"tools": [{**ADD, "defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"include": ["file_search_call.results"]}, "include[0]"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"max_tool_calls": 2}, "max_tool_calls"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+    _, key = stage.open_session()
+    answer = stage.post("/v1/responses", {"input": QUESTION, **body}, key)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert stage.sglang.requests == []
+
+
+def test_a_response_of_another_session_is_unknown(stage):
+    _, key = stage.open_session()
+    _, other = stage.open_session()
+    first = ask(stage, key).json()["id"]
+    with stage.client(other) as client, pytest.raises(BadRequestError, match=first) as caught:
+        client.responses.create(model="m", input="and?", previous_response_id=first)
+    assert caught.value.param == "previous_response_id"
+
+
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+    faults = iter(["late_hang_up"])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session(TicketRef(1, 0))
+    with stage.client(key) as client, pytest.raises(APIError, match="lost"):
+        list(client.responses.create(model="m", input="hi", stream=True))
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
+    stage.sglang.script = lambda request: Script(fault="400")
+    _, key = stage.open_session(TicketRef(1, 0))
+    answer = ask(stage, key, stream=True)
+    assert answer.status_code == 400
+    assert "too warm" in answer.json()["error"]["message"]
+
+
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    _, key = stage.open_session(TicketRef(1, 0))
+
+    async def read_a_little() -> str:
+        shown = ""
+        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
+            stream = await client.responses.create(model="m", input="hi", stream=True)
+            async for event in stream:
+                shown += event.delta if event.type == "response.output_text.delta" else ""
+                if len(shown) > 20:
+                    break
+            await stream.close()
+        return shown
+
+    shown = asyncio.run(read_a_little())
+    give_up_at = time.monotonic() + 5
+    while not (recorded := stage.journaled(key)) and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    (interaction,) = recorded
+    assert interaction.finish_reason == "abort"
+    assert interaction.reply["content"].startswith(shown)
