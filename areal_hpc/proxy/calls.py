@@ -26,8 +26,6 @@ from areal_hpc.session.tree import ABORTED
 
 log = logging.getLogger(__name__)
 
-INLINE_ENCODE_CHARS = 8192
-"""Longer texts are tokenised in a thread: 8 KiB take about 2 ms, which others must not wait."""
 RETRY_PAUSE_S = 0.2
 NO_TOKENS = Piece("", [], [], [])
 

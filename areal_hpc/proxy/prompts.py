@@ -25,9 +25,6 @@ from areal_hpc.session.raw_prompts import open_raw_turn
 from areal_hpc.session.template import TemplateRefusal
 from areal_hpc.session.tree import Interaction, Turn
 
-INLINE_ENCODE_CHARS = 8192
-"""Longer texts are tokenised in a thread: 8 KiB take about 2 ms, which others must not wait."""
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -195,10 +192,10 @@ class PromptMaker:
         except TemplateRefusal as error:
             problem = f"the model's chat template refuses the messages: {error}"
             raise RequestRefused(400, problem, key=call.prompt_key) from error
-        if len(turn.text) <= INLINE_ENCODE_CHARS:
-            encoded = encoder.encode(turn.text)
-        else:
+        if encoder.takes_long(turn.text):
             encoded = await asyncio.to_thread(encoder.encode, turn.text)
+        else:
+            encoded = encoder.encode(turn.text)
         return turn, turn.new_ids(encoded)
 
     async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:

@@ -16,12 +16,16 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.session.words import WordEncoder
 
 # The thread pool of the Rust encoder costs more than it saves on one text at a time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
 
+QUICK_CHARS = 8192
+QUICK_WORD_CHARS = 32768
+"""What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
 """One chat message in normal form (see `session.normalise`)."""
 
@@ -135,6 +139,7 @@ class TokenEncoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._words = WordEncoder.of(tokenizer)
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
         """Rows of the model's embedding: every id sent to the engine must be below it."""
 
@@ -158,10 +163,17 @@ class TokenEncoder:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; the tokens a tokenizer adds around it only when asked for."""
+        if self._words is not None and text.isascii() and not add_special_tokens:
+            return self._words.encode(text)
         # The batch call releases the GIL; the single call stalls every other thread.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
             0
         ].ids
+
+    def takes_long(self, text: str) -> bool:
+        """Whether encoding it would keep others waiting for more than about 2 ms."""
+        by_words = self._words is not None and text.isascii()
+        return len(text) > (QUICK_WORD_CHARS if by_words else QUICK_CHARS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`."""

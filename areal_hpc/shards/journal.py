@@ -155,7 +155,8 @@ class JournalWriter:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
             self._size_bytes += len(header) + len(payload)
-        self._dirty.set()
+        if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
+            self._dirty.set()
 
     def sync(self) -> None:
         """Make every record appended so far survive the death of the node.

@@ -1,0 +1,150 @@
+"""Encoding word by word gives what the tokenizer gives, or is not offered."""
+
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
+
+from areal_hpc.session import words
+from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.words import WordEncoder
+from tests.unit.session.chatml import TRAINING_TEXT
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+QWEN = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    + CONTRACTIONS
+    + r"?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    + CONTRACTIONS
+    + r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS = {"qwen": QWEN, "llama3": QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"), "o200k": O200K}
+MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "<thin")
+
+
+def byte_level(**options):
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+
+
+@cache
+def tokenizer(name: str) -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    if name == "gpt2":
+        made.pre_tokenizer = byte_level()
+    else:
+        made.normalizer = normalizers.NFC()
+        split = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated")
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    made.train_from_iterator([QWEN, O200K, *TRAINING_TEXT * 5], trainer)
+    made.add_tokens([AddedToken(mark, normalized=False) for mark in MARKS])
+    return made
+
+
+@cache
+def encoders(name: str) -> tuple[TokenEncoder, WordEncoder]:
+    by_words = WordEncoder.of(tokenizer(name))
+    assert by_words is not None
+    return TokenEncoder(tokenizer(name)), by_words
+
+
+def expected(name: str, text: str) -> list[int]:
+    return tokenizer(name).encode(text, add_special_tokens=False).ids
+
+
+ascii_texts = st.lists(
+    st.one_of(
+        st.sampled_from(MARKS),
+        st.text(st.characters(max_codepoint=127), max_size=12),
+        st.sampled_from(["I'LL", "don't", "\r\n\r\n ", "  \n x", "12345", "\x1c\x1f ", "URLs"]),
+    )
+).map("".join)
+
+
+@pytest.mark.parametrize("name", ["gpt2", *SPLITS])
+@settings(max_examples=60)
+@given(text=ascii_texts)
+def test_words_give_the_ids_of_the_tokenizer(name, text):
+    assert encoders(name)[1].encode(text) == expected(name, text)
+
+
+@settings(max_examples=60)
+@given(text=st.text(max_size=40))
+def test_every_text_has_the_ids_of_the_tokenizer(text):
+    assert encoders("qwen")[0].encode(text) == expected("qwen", text)
+
+
+def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch):
+    by_words = WordEncoder.of(tokenizer("qwen"))
+    by_words.clear()
+    monkeypatch.setattr(words, "MOST_WORDS", 10)
+    texts = [f"word{letter} more{letter}" for letter in "abcdefghij"] + ["x" * 1000]
+    for text in texts:
+        assert by_words.encode(text) == expected("qwen", text)
+        assert len(by_words) <= 10
+    assert "x" * 1000 not in by_words
+
+
+def without_prefix(made: Tokenizer) -> None:
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+
+
+def with_lower_case(made: Tokenizer) -> None:
+    made.normalizer = normalizers.Lowercase()
+
+
+def with_stripping(made: Tokenizer) -> None:
+    made.add_tokens([AddedToken("<left>", lstrip=True, normalized=False)])
+
+
+def in_two_passes(made: Tokenizer) -> None:
+    made.add_tokens([AddedToken("<normal>", normalized=True)])
+
+
+def with_anchors(made: Tokenizer) -> None:
+    split = pre_tokenizers.Split(Regex(r"^\p{L}+|\p{L}+|[^\p{L}]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+
+
+def with_unknown_classes(made: Tokenizer) -> None:
+    split = pre_tokenizers.Split(Regex(r"\p{Greek}+|[^\p{Greek}]+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+
+
+def by_spaces(made: Tokenizer) -> None:
+    made.pre_tokenizer = pre_tokenizers.Metaspace()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_prefix,
+        with_lower_case,
+        with_stripping,
+        in_two_passes,
+        with_anchors,
+        with_unknown_classes,
+        by_spaces,
+    ],
+)
+def test_other_tokenizers_are_left_to_themselves(change):
+    made = Tokenizer.from_str(tokenizer("qwen").to_str())
+    change(made)
+    assert WordEncoder.of(made) is None
+    text = "Hello World <normal> <left>  x"
+    assert TokenEncoder(made).encode(text) == made.encode(text, add_special_tokens=False).ids
+
+
+def test_a_pattern_that_leaves_gaps_is_noticed():
+    made = Tokenizer.from_str(tokenizer("qwen").to_str())
+    split = pre_tokenizers.Split(Regex(r"\p{L}+"), "isolated")
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
+    assert WordEncoder.of(made) is None
