@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_hpc.cli.arguments import Commands
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROLE_OF = {"shards": "agents"}
+ROLE_OF = {"shards": "agents", "proxy": "agents"}
 """Benchmarks that need another environment than the trainer's."""
 
 
