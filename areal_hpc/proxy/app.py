@@ -9,11 +9,14 @@ from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
+
 from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.dialects import messages, messages_reply, openai_forms
+from areal_hpc.proxy.dialects import messages, messages_reply, openai_forms, tokens
 from areal_hpc.proxy.dialects.chat_reply import CHAT
+from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
@@ -38,6 +41,7 @@ Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
 
 DIALECTS = {
     "/chat/completions": CHAT,
+    "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
 }
@@ -99,6 +103,8 @@ class ProxyApp:
             self._routes[f"{prefix}/messages/count_tokens"] = _Route(
                 "POST", session, self._count_tokens, MESSAGES.refused
             )
+            self._routes[f"{prefix}/tokenize"] = _Route("POST", session, self._tokenize)
+            self._routes[f"{prefix}/detokenize"] = _Route("POST", session, self._detokenize)
             self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -203,8 +209,22 @@ class ProxyApp:
     async def _count_tokens(self, key: str, body: bytes) -> bytes:
         session = self._open_session(key)
         _, call = messages.parse(body, session.request.sampling, self._model)
-        _, tokens = await self._caller.prompt_json(session, call)
-        return messages_reply.token_count(tokens)
+        _, count = await self._caller.prompt_json(session, call)
+        return messages_reply.token_count(count)
+
+    async def _tokenize(self, key: str, body: bytes) -> bytes:
+        session = self._open_session(key)
+        request = tokens.parse_tokenize(body)
+        if request.prompt is None:
+            call = tokens.conversation_call(request)
+            return tokens.tokenized(*await self._caller.prompt_json(session, call), self._model)
+        with_special = request.add_special_tokens is not False
+        ids = await self._caller.encode(request.prompt, add_special_tokens=with_special)
+        return tokens.tokenized(msgspec.json.encode(ids)[1:-1], len(ids), self._model)
+
+    async def _detokenize(self, key: str, body: bytes) -> bytes:
+        self._open_session(key)
+        return tokens.detokenize(body, self._model)
 
     def _speaking(self, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""

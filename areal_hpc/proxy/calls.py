@@ -88,6 +88,10 @@ class ModelCaller:
         """
         return await self._prompts.prompt_json(session, call)
 
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text (`PromptMaker.encode`)."""
+        return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
+
     async def _parsed(self, prompt: Prompt, text: str) -> Said:
         if self._parsers is None or prompt.parsed_tools is None:
             return Said(text)

@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
-from areal_hpc.session.raw_prompts import open_raw_turn
+from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TemplateRefusal
 from areal_hpc.session.tree import Interaction, Turn
 
@@ -168,10 +169,14 @@ class PromptMaker:
             RequestRefused: The prompt is none for this model.
         """
         encoder, key = self._model.encoder, call.prompt_key
-        if call.prompt is not None:
-            turn, new_ids = open_raw_turn(session.tree, call.prompt, encoder)
+        if call.prompt is None:
+            turn = self._render(session, call)
+            new_ids = turn.new_ids(await self.encode(turn.text))
+        elif isinstance(call.prompt, str):
+            turn = open_text_turn(session.tree, call.prompt, encoder)
+            new_ids = await self.encode(turn.text, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = await self._render(session, call)
+            turn, new_ids = open_ids_turn(session.tree, call.prompt, encoder)
         if turn.parent is None and not new_ids:
             raise RequestRefused(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
@@ -183,20 +188,20 @@ class PromptMaker:
             )
         return turn, new_ids
 
-    async def _render(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
-        encoder = self._model.encoder
+    def _render(self, session: Session, call: ModelCall) -> Turn:
         try:
-            turn = session.tree.open_turn(
+            return session.tree.open_turn(
                 call.messages, self._model.template, tools=call.tools, variables=call.variables
             )
         except TemplateRefusal as error:
             problem = f"the model's chat template refuses the messages: {error}"
             raise RequestRefused(400, problem, key=call.prompt_key) from error
-        if encoder.takes_long(turn.text):
-            encoded = await asyncio.to_thread(encoder.encode, turn.text)
-        else:
-            encoded = encoder.encode(turn.text)
-        return turn, turn.new_ids(encoded)
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; those of a long one without stalling the loop."""
+        encoder = self._model.encoder
+        encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(encode) if encoder.takes_long(text) else encode()
 
     async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length.

@@ -22,33 +22,45 @@ RAW_ROLE = "prompt"
 Read = TypeVar("Read", str, bytes)
 
 
-def open_raw_turn(
-    tree: InteractionTree, prompt: str | Sequence[int], encoder: TokenEncoder
-) -> tuple[Turn, list[int]]:
-    """Find what the prompt continues.
+def open_text_turn(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> Turn:
+    """Find what a text continues.
 
     Args:
         tree: The session's.
-        prompt: Text, or token ids of the model's vocabulary.
-        encoder: The model's. A text that continues nothing gets the tokens that it puts at the
-            beginning of texts, such as Llama's.
+        prompt: What the model shall read.
+        encoder: The model's.
+
+    Returns:
+        The turn. Its text has no parent if it continues nothing; then it gets the tokens that the
+        encoder puts at the beginning of texts, such as Llama's.
+    """
+    lead = encoder.encode("", add_special_tokens=True)
+    parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
+    return _turn(parent, prompt[known:])
+
+
+def open_ids_turn(
+    tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
+) -> tuple[Turn, list[int]]:
+    """Find what token ids continue.
+
+    Args:
+        tree: The session's.
+        prompt: Ids of the model's vocabulary.
+        encoder: The model's.
 
     Returns:
         The turn, and the token ids after those of its parent.
     """
-    if isinstance(prompt, str):
-        lead = encoder.encode("", add_special_tokens=True)
-        parent, known = _deepest(tree, prompt, lambda one: _texts_of(one, lead, encoder))
-        tail = prompt[known:]
-        new_ids = encoder.encode(tail, add_special_tokens=parent is None)
-    else:
-        packed = np.asarray(prompt, "<i4").tobytes()
-        parent, known = _deepest(tree, packed, lambda one: [one.new_ids + one.output_ids])
-        new_ids = list(prompt[known // 4 :])
-        tail = encoder.decode(new_ids)
-    message = {"role": RAW_ROLE, "content": tail}
+    packed = np.asarray(prompt, "<i4").tobytes()
+    parent, known = _deepest(tree, packed, lambda one: [one.new_ids + one.output_ids])
+    new_ids = list(prompt[known // 4 :])
+    return _turn(parent, encoder.decode(new_ids)), new_ids
+
+
+def _turn(parent: Interaction | None, tail: str) -> Turn:
     splice: Splice = "root" if parent is None else "spliced"
-    return Turn(parent, splice, RAW_CONTEXT, [message], tail), new_ids
+    return Turn(parent, splice, RAW_CONTEXT, [{"role": RAW_ROLE, "content": tail}], tail)
 
 
 def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:

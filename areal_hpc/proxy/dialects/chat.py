@@ -15,25 +15,18 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.proxy.dialects.decoding import (
-    Bias,
     FunctionSchema,
-    Penalty,
     Positive,
-    Probability,
-    Sampling,
-    Seed,
-    StreamOptions,
-    Temperature,
     decode,
-    either,
-    json_schema,
     refusal_of,
     refuse_tools_without_parser,
-    refuse_two_grammars,
-    refuse_unknown_tokens,
     tool_choice,
 )
-from areal_hpc.proxy.generation import SamplingParams
+from areal_hpc.proxy.dialects.openai_sampling import (
+    CompletionSampling,
+    refuse_contradictions,
+    sampling_of,
+)
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.normalise import normalise_chat_message
@@ -67,20 +60,6 @@ class ChatMessage(Struct):
     reasoning_content: str | None = None
 
 
-class _JsonSchema(Struct):
-    schema: dict[str, Any]
-    name: str = ""
-    description: str | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(Struct):
-    """What form the reply must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: _JsonSchema | None = None
-
-
 class _NamedFunction(Struct):
     name: str
 
@@ -95,33 +74,20 @@ class _Tool(Struct):
     type: Literal["function"] = "function"
 
 
-class ChatRequest(Sampling, forbid_unknown_fields=True, kw_only=True):
+class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/chat/completions, as far as this proxy can honour it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    model: str = ""
     max_completion_tokens: Positive | None = None
-    max_tokens: Positive | None = None
-    temperature: Temperature | None = None
-    top_p: Probability | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    stop: str | list[str] | None = None
-    seed: Seed | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
-    frequency_penalty: Penalty | None = None
-    presence_penalty: Penalty | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    logit_bias: dict[str, Bias] | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
-    user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    # Beyond OpenAI, under SGLang's name:
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -142,9 +108,8 @@ def parse(
         RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
+    refuse_contradictions(request, model)
     _refuse_contradictions(request)
-    refuse_unknown_tokens(model, "stop_token_ids", request.stop_token_ids)
-    refuse_unknown_tokens(model, "logit_bias", request.logit_bias)
     refuse_other_media(request.messages)
     tools = checked_tools(request.tools or [])
     choice = _tool_choice(request, tools)
@@ -163,11 +128,6 @@ def _refuse_contradictions(request: ChatRequest) -> None:
         )
     if request.top_logprobs and not request.logprobs:
         raise RequestRefused(400, "top_logprobs needs logprobs", key="top_logprobs")
-    if request.stream_options is not None and not request.stream:
-        raise RequestRefused(400, "stream_options needs stream", key="stream_options")
-    form = request.response_format
-    if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise RequestRefused(400, "the schema is missing", key="response_format.json_schema")
 
 
 def refuse_other_media(messages: Sequence[ChatMessage]) -> None:
@@ -216,46 +176,14 @@ def _call_of(
     choice: ToolChoice,
 ) -> ModelCall:
     messages = [normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages]
+    limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
         messages=messages,
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=request.chat_template_kwargs or None,
-        sampling=_sampling_of(request, defaults, choice),
+        sampling=sampling_of(request, defaults, choice, limit),
         max_tokens_key="max_tokens" if request.max_tokens else "max_completion_tokens",
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
     )
-
-
-def _sampling_of(
-    request: ChatRequest, defaults: SamplingDefaults, choice: ToolChoice
-) -> SamplingParams:
-    stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    schema = schema_of(request.response_format)
-    grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
-    refuse_two_grammars(grammars, choice)
-    return SamplingParams(
-        temperature=either(request.temperature, defaults.temperature),
-        max_new_tokens=request.max_completion_tokens or request.max_tokens or 0,
-        top_p=either(request.top_p, defaults.top_p),
-        top_k=either(request.top_k, defaults.top_k) or -1,
-        min_p=request.min_p or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=either(request.repetition_penalty, 1.0),
-        stop=[text for text in stop or () if text] or None,
-        stop_token_ids=request.stop_token_ids or None,
-        sampling_seed=request.seed,
-        logit_bias=request.logit_bias or None,
-        json_schema=schema,
-        regex=request.regex,
-        ebnf=request.ebnf,
-    )
-
-
-def schema_of(form: ResponseFormat | None) -> str | None:
-    """The schema that the reply must follow, as JSON."""
-    if form is None or form.type == "text":
-        return None
-    return json_schema(form.json_schema.schema if form.json_schema else {"type": "object"})

@@ -80,8 +80,7 @@ class ChatEvents:
         live: LiveAnswers,
         encoder: TokenEncoder,
     ) -> None:
-        options = request.stream_options
-        self._counts_usage = options is not None and bool(options.include_usage)
+        self._counts_usage = request.counts_usage
         self._with_logprobs = bool(request.logprobs)
         self._frame: dict[str, Any] = {
             "id": answer_id,

@@ -27,23 +27,6 @@ _AT_PARAMETER = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-class StreamOptions(Struct):
-    """OpenAI's `stream_options`."""
-
-    include_usage: bool | None = None
-
-
-class Sampling(Struct):
-    """Sampling parameters beyond OpenAI's, under SGLang's names."""
-
-    top_k: TopK | None = None
-    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
-    stop_token_ids: list[int] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-
-
 def decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
     """The request in a body.
 

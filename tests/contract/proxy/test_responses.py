@@ -170,6 +170,7 @@ def test_a_conversation_may_change_its_dialect(stage):
 def test_the_items_of_one_reply_are_one_message(stage):
     _, key = stage.open_session()
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
+    eight = [{"type": "input_text", "text": "8"}]
     items = [
         {"role": "developer", "content": [{"type": "input_text", "text": "Add."}]},
         {"role": "user", "content": QUESTION},
@@ -178,7 +179,7 @@ def test_the_items_of_one_reply_are_one_message(stage):
         {**call, "id": "fc_1", "namespace": None, "status": "completed"},
         {**call, "call_id": "d", "namespace": "sums"},
         {"type": "function_call_output", "call_id": "c", "output": "7"},
-        {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "8"}]},
+        {"type": "function_call_output", "call_id": "d", "output": eight},
     ]  # fmt: skip
     assert ask(stage, key, items).status_code == 200
     assert decoded(stage, stage.sglang.requests[0]) == (

@@ -1,0 +1,161 @@
+"""OpenAI's legacy Completions: answers -> response, whole or as server-sent events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from areal_hpc.proxy.dialects.completions import CompletionRequest, parse
+from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.dialects.openai_forms import (
+    DONE,
+    error,
+    error_event,
+    event,
+    token_logprobs,
+    usage,
+)
+from areal_hpc.proxy.generation import Generation, Piece
+from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.sessions import Session
+
+
+class CompletionExchange:
+    """A Completion that is asked for."""
+
+    def __init__(self, request: CompletionRequest, call: ModelCall, model: ServedModel) -> None:
+        self.call = call
+        self.answer_id = f"cmpl-{secrets.token_hex(14)}"
+        self.streams = bool(request.stream)
+        self.counts_usage = request.counts_usage
+        self._with_logprobs = request.logprobs is not None
+        self._model = model
+        self._created_at = int(time.time())
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The JSON body of a Completion."""
+        choices = [
+            self.choice(
+                answer.choice,
+                answer.said.text,
+                self.logprobs(answer.generation, 0),
+                answer.finish_reason,
+            )
+            for answer in answers
+        ]
+        return msgspec.json.encode({**self.frame(choices), "usage": usage(answers)})
+
+    def events(self, live: LiveAnswers) -> CompletionEvents:
+        """The chunks of a Completion."""
+        return CompletionEvents(self, live)
+
+    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """A Completion, or a chunk of one."""
+        return {
+            "id": self.answer_id,
+            "object": "text_completion",
+            "created": self._created_at,
+            "model": self._model.name,
+            "choices": choices,
+        }
+
+    def choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+    ) -> dict[str, Any]:
+        """One choice, or what is new of it."""
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+    def logprobs(self, said: Generation | Piece, offset: int) -> dict[str, Any] | None:
+        """The tokens in OpenAI's older shape, if they were asked for.
+
+        Args:
+            said: What has the tokens.
+            offset: Where their text begins within the reply, in characters.
+        """
+        if not self._with_logprobs:
+            return None
+        tokens = token_logprobs(
+            said.output_ids, said.logprobs, said.top_logprobs, self._model.encoder
+        )
+        offsets = []
+        for token in tokens:
+            offsets.append(offset)
+            offset += len(token["token"])
+        return {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [
+                {one["token"]: one["logprob"] for one in (token, *token["top_logprobs"])}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+class CompletionEvents:
+    """The server-sent events of a streamed Completion.
+
+    The event that ends a choice comes after its interaction is in the journal.
+    """
+
+    def __init__(self, exchange: CompletionExchange, live: LiveAnswers) -> None:
+        self._exchange = exchange
+        self._live = live
+        self._token_chars: Counter[int] = Counter()
+        """Characters of the tokens that were told, by choice."""
+        self._answers: list[Answer] = []
+        self._done = False
+
+    def __aiter__(self) -> CompletionEvents:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            happened = await anext(self._live)
+        except StopAsyncIteration:
+            self._done = True
+            return self._usage_event() + DONE
+        if isinstance(happened, Delta):
+            return self._delta(happened)
+        self._answers.append(happened)
+        return self._chunk(happened.choice, "", None, happened.finish_reason)
+
+    def abandon(self) -> None:
+        """The client has gone."""
+        self._live.abandon()
+
+    def broken(self, refusal: RequestRefused) -> bytes:
+        """What says that the stream ends early."""
+        return error_event(refusal)
+
+    def _delta(self, delta: Delta) -> bytes:
+        logprobs = self._exchange.logprobs(delta.piece, self._token_chars[delta.choice])
+        if logprobs is not None:
+            self._token_chars[delta.choice] += sum(map(len, logprobs["tokens"]))
+        return self._chunk(delta.choice, delta.said.text, logprobs, None)
+
+    def _chunk(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+    ) -> bytes:
+        return event(self._exchange.frame([self._exchange.choice(index, text, logprobs, reason)]))
+
+    def _usage_event(self) -> bytes:
+        if not self._exchange.counts_usage:
+            return b""
+        return event({**self._exchange.frame([]), "usage": usage(self._answers)})
+
+
+def _read(body: bytes, session: Session, model: ServedModel) -> CompletionExchange:
+    return CompletionExchange(*parse(body, session.request.sampling, model), model)
+
+
+COMPLETIONS = Dialect(_read, error)

@@ -1,0 +1,251 @@
+"""Plain prompts: OpenAI's legacy completions, and tokens as SGLang's own routes give them."""
+
+import json
+import time
+
+import httpx
+import pytest
+from openai import APIError
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+PROMPT = "What is 3 + 4?"
+
+
+def ask(stage: Stage, key: str, prompt=PROMPT, **more) -> httpx.Response:
+    return stage.post("/v1/completions", {"prompt": prompt, **more}, key)
+
+
+def chunks_of(answer: httpx.Response) -> list[dict]:
+    assert answer.headers["content-type"] == "text/event-stream"
+    *blocks, done = answer.text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(block.removeprefix("data: ")) for block in blocks]
+
+
+def spliced(stage: Stage) -> int:
+    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
+    (line,) = [one for one in lines if 'prompts_total{splice="spliced"}' in one]
+    return int(line.rsplit(" ", 1)[1])
+
+
+def test_the_openai_sdk_completes_a_text(stage):
+    _, key = stage.open_session(temperature=0.5, max_new_tokens=33)
+    with stage.client(key) as client:
+        completion = client.completions.create(model="m", prompt=PROMPT, stop="END", seed=3)
+    (choice,) = completion.choices
+    assert (choice.text, choice.finish_reason) == ("hello world", "stop")
+    (request,) = stage.sglang.requests
+    assert stage.tokenizer.decode(request["input_ids"]) == PROMPT
+    names = ("temperature", "max_new_tokens", "stop", "sampling_seed")
+    assert [request["sampling_params"][name] for name in names] == [0.5, 33, ["END"], 3]
+    assert completion.usage.prompt_tokens == len(request["input_ids"])
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/completions", {"prompt": "hi"}),
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [5]}),
+    ],
+)
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header, route, body):
+    _, key = stage.open_session()
+    value = f"Bearer {key}" if header == "authorization" else key
+    answer = stage.http.post(f"{stage.url}{prefix}{route}", json=body, headers={header: value})
+    assert answer.status_code == 200, answer.text
+
+
+def test_token_ids_are_read_as_they_are(stage):
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    _, key = stage.open_session()
+    for prompt in (letters, [letters], ["hello"], "hello"):
+        assert ask(stage, key, prompt).status_code == 200
+    sent = [request["input_ids"] for request in stage.sglang.requests]
+    assert sent == [letters, letters, *[stage.tokenizer.encode("hello").ids] * 2]
+
+
+@pytest.mark.parametrize("stop", [None, "\nObservation:"])
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(stage, stop, as_ids):
+    said = "Think.\nObservation:" if stop else "Think."
+    letters = [i for c in said for i in stage.tokenizer.encode(c).ids]
+    finish = f"stop:{stop}" if stop else "length"
+    stage.sglang.script = lambda request: Script(said, finish=finish, output_ids=letters)
+    before = spliced(stage)
+    _, key = stage.open_session(TicketRef(1, 0))
+    prompt = PROMPT
+    for turn in range(3):
+        asked = stage.tokenizer.encode(PROMPT).ids if turn == 0 else None
+        if as_ids and turn:
+            last = stage.sglang.requests[-1]["input_ids"]
+            asked = [*last, *letters, *stage.tokenizer.encode(" 42\n").ids]
+        text = ask(stage, key, asked if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
+        assert text == "Think."
+        prompt += text + (stop or "") + " 42\n"
+    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
+    assert second[: len(first) + len(letters)] == first + letters
+    assert third[: len(second) + len(letters)] == second + letters
+    assert stage.tokenizer.decode(third) == PROMPT + 2 * (said + " 42\n")
+    assert spliced(stage) - before == 2
+    one, two, three = stage.journaled(key)
+    assert (two.parent_id, three.parent_id) == (one.interaction_id, two.interaction_id)
+
+
+def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage):
+    _, key = stage.open_session(TicketRef(1, 0))
+    ask(stage, key)  # the model ended its turn with a token that the text does not show
+    assert ask(stage, key, PROMPT + "hello world and").status_code == 200
+    sent = stage.sglang.requests[-1]["input_ids"]
+    assert sent == stage.tokenizer.encode(PROMPT + "hello world and").ids
+    assert [one.parent_id for one in stage.journaled(key)] == [None, None]
+
+
+def test_a_chat_may_be_continued_with_plain_tokens(stage):
+    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
+    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    _, key = stage.open_session(TicketRef(1, 0))
+    stage.ask(key, PROMPT)
+    reply = {"role": "assistant", "content": "hello"}
+    messages = [{"role": "user", "content": PROMPT}, reply, {"role": "user", "content": "and 1?"}]
+    tokens = stage.post("/tokenize", {"messages": messages}, key).json()
+    assert tokens["count"] == len(tokens["tokens"])
+    assert ask(stage, key, tokens["tokens"]).status_code == 200
+    before, after = (request["input_ids"] for request in stage.sglang.requests)
+    assert after == tokens["tokens"]
+    assert after[: len(before) + len(letters)] == before + letters
+    first, second = stage.journaled(key)
+    assert second.parent_id == first.interaction_id
+
+
+def test_a_text_is_tokenised_and_put_together_again(stage):
+    _, key = stage.open_session()
+    text = "hello <|im_end|> wörld"
+    reply = stage.post("/tokenize", {"prompt": text}, key).json()
+    assert reply["tokens"] == stage.tokenizer.encode(text).ids
+    assert (reply["count"], reply["max_model_len"]) == (len(reply["tokens"]), 2048)
+    body = {"tokens": reply["tokens"], "skip_special_tokens": False}
+    assert stage.post("/detokenize", body, key).json() == {"text": text}
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage, incremental):
+    stage.sglang.incremental = incremental
+    _, key = stage.open_session(TicketRef(1, 0))
+    whole = ask(stage, key, logprobs=2).json()
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = chunks_of(ask(stage, key, logprobs=2, **options))
+    assert len(chunks) > 3
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    told = [chunk["choices"][0] for chunk in chunks]
+    (choice,) = whole["choices"]
+    assert "".join(one["text"] for one in told) == choice["text"] == "hello world"
+    assert told[-1]["finish_reason"] == choice["finish_reason"] == "stop"
+    parts = [one["logprobs"] for one in told if one["logprobs"]]
+    for name, values in choice["logprobs"].items():
+        assert [value for part in parts for value in part[name]] == values
+    assert choice["logprobs"]["text_offset"][:2] == [0, 4]
+    assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
+
+
+def test_n_choices_are_n_interactions(stage):
+    texts = iter(["one", "two", "three"])
+    stage.sglang.script = lambda request: Script(next(texts))
+    _, key = stage.open_session()
+    choices = ask(stage, key, n=3, best_of=3).json()["choices"]
+    assert sorted(choice["text"] for choice in choices) == ["one", "three", "two"]
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": 3}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [[1], [2]]}, "prompt"),
+        ({"prompt": [1, "b"]}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": [512]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [2**70]}, "prompt"),
+        ({"prompt": "x y " * 2000}, "prompt"),
+        ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "logprobs": 21}, "logprobs"),
+        ({"prompt": "a", "seed": 2**70}, "seed"),
+        ({"prompt": "a", "logit_bias": {"512": 1}}, "logit_bias"),
+        ({"prompt": "a", "stream_options": {}}, "stream_options"),
+        ({"prompt": "a", "messages": []}, "messages"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+    _, key = stage.open_session()
+    answer = stage.post("/v1/completions", body, key)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert stage.sglang.requests == []
+
+
+@pytest.mark.parametrize(
+    ("route", "body", "param"),
+    [
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "a", "tools": [{}]}, "tools"),
+        (
+            "/tokenize",
+            {"messages": [{"role": "user", "content": "a"}], "add_special_tokens": True},
+            "add_special_tokens",
+        ),
+        ("/detokenize", {"tokens": [512]}, "tokens"),
+        ("/detokenize", {"tokens": "5"}, "tokens"),
+    ],
+)
+def test_tokens_that_cannot_be_are_refused_by_name(stage, route, body, param):
+    _, key = stage.open_session()
+    answer = stage.post(route, body, key)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+    faults = iter(["late_hang_up"])
+    stage.sglang.script = lambda request: Script(fault=next(faults, ""))
+    _, key = stage.open_session(TicketRef(1, 0))
+    with stage.client(key) as client, pytest.raises(APIError, match="lost"):
+        list(client.completions.create(model="m", prompt="hi", stream=True))
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    _, key = stage.open_session(TicketRef(1, 0))
+    shown = ""
+    with (
+        stage.client(key) as client,
+        client.completions.create(model="m", prompt="hi", stream=True) as stream,
+    ):
+        for chunk in stream:
+            shown += chunk.choices[0].text
+            if len(shown) > 20:
+                break
+    give_up_at = time.monotonic() + 5
+    while not (recorded := stage.journaled(key)) and time.monotonic() < give_up_at:
+        time.sleep(0.02)
+    (interaction,) = recorded
+    assert interaction.finish_reason == "abort"
+    assert interaction.reply["content"].startswith(shown)
