@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.tiny_model import make_tiny_model
 from tests.contract.proxy.proxy_stage import Stage
 from tests.integration.sglang_server import serving
@@ -35,5 +36,17 @@ def stage(
 ) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("stage"), model_dir=model_dir, context_tokens=1024)
     stage.route_to(sglang_url)
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="module")
+def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A scripted model whose format is that of Qwen3, and the real parsers."""
+    stage = Stage(tmp_path_factory.mktemp("parsing"))
+    stage.stop_proxy()
+    formats = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
+    stage.configure({**stage.config, **formats, "serve_python": interpreter_of("serve", "auto")})
+    stage.start_proxy()
     yield stage
     stage.close()

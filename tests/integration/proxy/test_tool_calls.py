@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +31,6 @@ QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
 UNKNOWN = '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A scripted model whose format is that of Qwen3, and the real parsers."""
-    stage = Stage(tmp_path_factory.mktemp("parsing"))
-    stage.stop_proxy()
-    formats = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    stage.configure({**stage.config, **formats, "serve_python": interpreter_of("serve", "auto")})
-    stage.start_proxy()
-    yield stage
-    stage.close()
 
 
 def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:

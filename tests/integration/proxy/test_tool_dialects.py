@@ -1,0 +1,212 @@
+"""Tool calls and reasoning in the other dialects, read by SGLang's own parsers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from anthropic import Anthropic
+
+from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}, "y": {"type": "integer"}},
+    "required": ["x", "y"],
+}
+ADD = {"name": "add", "description": "Add two numbers."}
+FUNCTION: Any = {"type": "function", **ADD, "parameters": PARAMETERS, "strict": None}
+TOOL: Any = {**ADD, "input_schema": PARAMETERS}
+QUESTION: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
+THOUGHT = "<think>\nadd them\n</think>\n\n"
+
+
+def says(stage: Stage, text: str) -> str:
+    """Let the model say `text`; the key of a new session."""
+    stage.sglang.requests.clear()
+    stage.sglang.script = lambda request: Script(text)
+    stage.sglang.incremental = True
+    return stage.open_session(TicketRef(1, 0))[1]
+
+
+def assert_spliced(stage: Stage, said: str, tail: str) -> None:
+    """The last request reads what the model said before, token by token, and then `tail`."""
+    before, after = (request["input_ids"] for request in stage.sglang.requests[-2:])
+    own = stage.tokenizer.encode(said + "<|im_end|>").ids
+    assert after[: len(before) + len(own)] == before + own
+    rest = stage.tokenizer.decode(after[len(before) + len(own) :], skip_special_tokens=False)
+    assert rest == f"\n{tail}<|im_start|>assistant\n"
+
+
+def anthropic(stage: Stage, key: str) -> Anthropic:
+    return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (CALL, ["tool_use"]),
+        (f"I add. {CALL}\n{CALL}", ["text", "tool_use", "tool_use"]),
+        (f"{THOUGHT}{CALL}", ["thinking", "tool_use"]),
+        (f"{THOUGHT}Seven.", ["thinking", "text"]),
+    ],
+)
+def test_anthropics_blocks_come_back_as_the_models_own_tokens(
+    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
+) -> None:
+    stage = parsing_stage
+    key = says(stage, said)
+    asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+    with anthropic(stage, key) as client:
+        if streams:
+            with client.messages.stream(messages=QUESTION, **asked) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(messages=QUESTION, **asked)
+        assert [block.type for block in message.content] == kinds
+        calls = [block for block in message.content if block.type == "tool_use"]
+        assert [call.input for call in calls] == [{"x": 3, "y": 4}] * len(calls)
+        assert message.stop_reason == ("tool_use" if calls else "end_turn")
+        reply: Any = {"role": "assistant", "content": message.content}
+        results: Any = [
+            {"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls
+        ]
+        answer: Any = {"role": "user", "content": results or "Sure?"}
+        client.messages.create(messages=[*QUESTION, reply, answer], **asked)
+    tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
+    assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    ("said", "kinds"),
+    [
+        (CALL, ["function_call"]),
+        (f"I add. {CALL}\n{CALL}", ["message", "function_call", "function_call"]),
+        (f"{THOUGHT}{CALL}", ["reasoning", "function_call"]),
+        (f"{THOUGHT}Seven.", ["reasoning", "message"]),
+    ],
+)
+def test_openais_items_come_back_as_the_models_own_tokens(
+    parsing_stage: Stage, said: str, kinds: list[str], streams: bool
+) -> None:
+    stage = parsing_stage
+    key = says(stage, said)
+    with stage.client(key) as client:
+        if streams:
+            with client.responses.stream(model="m", input=QUESTION, tools=[FUNCTION]) as stream:
+                response: Any = stream.get_final_response()
+        else:
+            response = client.responses.create(model="m", input=QUESTION, tools=[FUNCTION])
+        assert [item.type for item in response.output] == kinds
+        calls = [item for item in response.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"x": 3, "y": 4}] * len(calls)
+        # Agents hand items back as they came.
+        items: list[Any] = [item.to_dict() for item in response.output]
+        results = [
+            {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+            for call in calls
+        ]
+        asked = results or [{"role": "user", "content": "Sure?"}]
+        history: Any = [*QUESTION, *items, *asked]
+        client.responses.create(model="m", input=history, tools=[FUNCTION])
+        tail = "<|im_start|>tool\n7<|im_end|>\n" * len(calls)
+        assert_spliced(stage, said, tail or "<|im_start|>user\nSure?<|im_end|>\n")
+        following: Any = {"input": asked, "previous_response_id": response.id}
+        client.responses.create(model="m", tools=[FUNCTION], **following)
+    assert stage.sglang.requests[-1]["input_ids"] == stage.sglang.requests[-2]["input_ids"]
+
+
+def test_a_tool_in_a_namespace_is_called_by_both_names(parsing_stage: Stage) -> None:
+    stage = parsing_stage
+    said = CALL.replace("add", "sums.add")
+    key = says(stage, said)
+    space: Any = {"type": "namespace", "name": "sums", "description": "", "tools": [FUNCTION]}
+    with stage.client(key) as client:
+        response = client.responses.create(model="m", input=QUESTION, tools=[space])
+        (call,) = response.output
+        assert call.type == "function_call"
+        assert (call.namespace, call.name) == ("sums", "add")
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "7"}
+        history: Any = [*QUESTION, call.to_dict(), result]
+        client.responses.create(model="m", input=history, tools=[space])
+    assert_spliced(stage, said, "<|im_start|>tool\n7<|im_end|>\n")
+
+
+def test_a_conversation_with_tools_may_change_its_dialect(parsing_stage: Stage) -> None:
+    stage = parsing_stage
+    key = says(stage, CALL)
+    with anthropic(stage, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL]}
+        message = client.messages.create(messages=QUESTION, **asked)
+    (call,) = message.content
+    assert call.type == "tool_use"
+    with stage.client(key) as client:
+        named = {"call_id": call.id, "name": "add", "arguments": '{"y": 4, "x": 3}'}
+        result = {"type": "function_call_output", "call_id": call.id, "output": "7"}
+        history: Any = [*QUESTION, {"type": "function_call", **named}, result]
+        client.responses.create(model="m", input=history, tools=[FUNCTION])
+    assert_spliced(stage, CALL, "<|im_start|>tool\n7<|im_end|>\n")
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_arguments_that_are_no_object_stay_text_for_anthropics_clients(
+    parsing_stage: Stage, streams: bool
+) -> None:
+    key = says(parsing_stage, CALL.replace('{"x": 3, "y": 4}', '"3 + 4"'))
+    with anthropic(parsing_stage, key) as client:
+        asked: Any = {"model": "m", "max_tokens": 200, "tools": [TOOL], "messages": QUESTION}
+        if streams:
+            with client.messages.stream(**asked) as stream:
+                message = stream.get_final_message()
+        else:
+            message = client.messages.create(**asked)
+    (block,) = message.content
+    assert block.type == "text"
+    assert json.loads(block.text) == {"name": "add", "arguments": "3 + 4"}
+    assert message.stop_reason == "end_turn"
+
+
+@pytest.mark.parametrize(
+    ("asked", "tag"),
+    [
+        ({"type": "any"}, {"at_least_one": True}),
+        ({"type": "tool", "name": "add"}, {"at_least_one": True}),
+        ({"type": "auto", "disable_parallel_tool_use": True}, {"stop_after_first": True}),
+    ],
+)
+def test_what_is_asked_of_anthropics_tools_becomes_a_grammar(
+    parsing_stage: Stage, asked: dict[str, Any], tag: dict[str, Any]
+) -> None:
+    key = says(parsing_stage, CALL)
+    body = {"messages": QUESTION, "max_tokens": 200, "tools": [TOOL], "tool_choice": asked}
+    answer = parsing_stage.post("/v1/messages", body, key)
+    assert answer.status_code == 200, answer.text
+    params = parsing_stage.sglang.requests[0]["sampling_params"]
+    grammar = json.loads(params["structural_tag"])
+    grammar = grammar.get("format", grammar)
+    assert {name: grammar[name] for name in tag} == tag
+
+
+@pytest.mark.parametrize(
+    ("thinking", "variables"),
+    [
+        ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive"}, True),
+        ({"type": "disabled"}, False),
+    ],
+)
+def test_thinking_is_told_to_the_template(
+    parsing_stage: Stage, thinking: dict[str, Any], variables: bool
+) -> None:
+    key = says(parsing_stage, "7")
+    body = {"messages": QUESTION, "max_tokens": 200, "thinking": thinking}
+    answer = parsing_stage.post("/v1/messages", body, key)
+    assert answer.status_code == 200, answer.text
+    (interaction,) = parsing_stage.journaled(key)
+    assert json.loads(interaction.context)[1]["enable_thinking"] is variables
