@@ -7,6 +7,7 @@ import hmac
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -129,7 +130,7 @@ class ProxyApp:
             body = await self._body(receive)
             result = await _unless_gone(receive, route.answer(key, body))
             if not isinstance(result, bytes):
-                await _send_events(receive, send, result)
+                await _unless_gone(receive, _send_events(send, result))
                 return
             status, content = 200, result
         except _ClientGone:
@@ -251,18 +252,15 @@ def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:
     return handler
 
 
-async def _send_events(receive: Receive, send: Send, events: EventStream) -> None:
-    """Send events until they end or the client hangs up. A first one that fails is raised."""
-    gone = asyncio.ensure_future(receive())
+async def _send_events(send: Send, events: EventStream) -> None:
+    """Send events until they end. A first one that fails is raised."""
     try:
-        block: bytes | None = await _first_of(anext(events), gone)
+        block: bytes | None = await anext(events)
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         while block is not None:
             await send({"type": "http.response.body", "body": block, "more_body": True})
             try:
-                block = await _first_of(anext(events, None), gone)
-            except _ClientGone:
-                raise
+                block = await anext(events, None)
             except Exception as caught:  # boundary: told to the client within the stream
                 block = events.broken(_refusal(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
@@ -270,7 +268,6 @@ async def _send_events(receive: Receive, send: Send, events: EventStream) -> Non
         await send({"type": "http.response.body", "body": b""})
     finally:
         events.abandon()  # after the end there is nothing left to stop
-        gone.cancel()
 
 
 def _refusal(caught: Exception) -> RequestRefused:
@@ -280,21 +277,24 @@ def _refusal(caught: Exception) -> RequestRefused:
     return RequestRefused(500, "the proxy failed; see its log")
 
 
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> Awaited:
     """The work's result; cancels it when the client hangs up first."""
+    here = asyncio.current_task()
+    assert here is not None
     gone = asyncio.ensure_future(receive())
+    stop = partial(_stop_for, here)
+    gone.add_done_callback(stop)
     try:
-        return await _first_of(work, gone)
+        return await work
+    except asyncio.CancelledError:
+        if not gone.done():
+            raise
+        here.uncancel()
+        raise _ClientGone from None
     finally:
+        gone.remove_done_callback(stop)
         gone.cancel()
 
 
-async def _first_of(work: Awaitable[Awaited], gone: asyncio.Future[Any]) -> Awaited:
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise _ClientGone
-        return task.result()
-    finally:
-        task.cancel()
+def _stop_for(task: asyncio.Task[Any], gone: asyncio.Future[Any]) -> None:
+    task.cancel()

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from areal_hpc.proxy.generation import Generation, SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
@@ -24,7 +23,7 @@ from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TemplateRefusal
-from areal_hpc.session.tree import Interaction, Turn
+from areal_hpc.session.tree import Interaction, Turn, pack_ids, pack_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +69,8 @@ class Prompt:
             reply=said.message(),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
-            output_ids=np.asarray(generation.output_ids, "<i4").tobytes(),
-            logprobs=np.asarray(generation.logprobs, "<f4").tobytes(),
+            output_ids=pack_ids(generation.output_ids),
+            logprobs=pack_logprobs(generation.logprobs),
             spans=generation.spans,
             finish_reason=generation.finish_reason,
             closed=generation.closed,
@@ -124,7 +123,7 @@ class PromptMaker:
         return Prompt(
             session=session,
             turn=turn,
-            new_ids=np.asarray(new_ids, "<i4").tobytes(),
+            new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
             prompt_json=_join(session.tree.sequence_json(turn.parent), new_ids),
             sampling=sampling,
@@ -189,9 +188,12 @@ class PromptMaker:
         return turn, new_ids
 
     def _render(self, session: Session, call: ModelCall) -> Turn:
+        messages, normalise = call.messages, self._model.normalise
+        if normalise is not None:
+            messages = [normalise(message) for message in messages]
         try:
             return session.tree.open_turn(
-                call.messages, self._model.template, tools=call.tools, variables=call.variables
+                messages, self._model.template, tools=call.tools, variables=call.variables
             )
         except TemplateRefusal as error:
             problem = f"the model's chat template refuses the messages: {error}"

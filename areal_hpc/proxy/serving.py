@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import socket
 from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -25,12 +27,15 @@ from areal_hpc.proxy.replicas import ReplicaSource
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.session.normalise import load_normaliser
 
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
 LISTEN_BACKLOG = 2048
 IDLE_CHECK_S = 5.0
+GARBAGE_OBJECTS = 50_000
+"""New objects after which the garbage collector looks. A reply alone makes hundreds."""
 
 
 class ProxyService:
@@ -46,6 +51,9 @@ class ProxyService:
         sealer: Sealer | None = None,
         parsers: SGLangParsers | None = None,
     ) -> None:
+        if limits.message_normaliser is not None:
+            key = "proxy.message_normaliser"
+            model = replace(model, normalise=load_normaliser(limits.message_normaliser, key))
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)
@@ -135,5 +143,7 @@ def run_loop(serve: Coroutine[Any, Any, None]) -> None:
 
     uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.
     """
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
     with ThreadPoolExecutor(1, thread_name_prefix="proxy-loop") as loop_thread:
         loop_thread.submit(uvloop.run, serve).result()

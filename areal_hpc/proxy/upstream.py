@@ -69,6 +69,7 @@ class Upstream:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
             auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
         self._aborts: set[asyncio.Task[None]] = set()
 

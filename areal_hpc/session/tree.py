@@ -7,6 +7,7 @@ it said, even where tokenising its text again would split it differently.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -284,9 +285,19 @@ def ids_of(packed: bytes) -> npt.NDArray[np.int32]:
     return np.frombuffer(packed, dtype="<i4")
 
 
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Token ids as in an `Interaction` field."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def pack_logprobs(logprobs: Sequence[float]) -> bytes:
+    """Log-probabilities as in an `Interaction` field."""
+    return struct.pack(f"<{len(logprobs)}f", *logprobs)
+
+
 def ids_json(packed: bytes) -> bytes:
     """Token ids as the inside of a JSON array."""
-    return msgspec.json.encode(ids_of(packed).tolist())[1:-1]
+    return msgspec.json.encode(struct.unpack(f"<{len(packed) // 4}i", packed))[1:-1]
 
 
 def _context_of(

@@ -150,11 +150,14 @@ class JournalWriter:
             if self._sync_error is not None:
                 raise _disk_trouble(self.path, self._sync_error) from self._sync_error
             try:
-                write_whole(self._descriptor, (header, payload))
+                record = header + payload
+                taken_bytes = os.write(self._descriptor, record)
+                if taken_bytes < len(record):
+                    write_whole(self._descriptor, (memoryview(record)[taken_bytes:],))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
-            self._size_bytes += len(header) + len(payload)
+            self._size_bytes += len(record)
         if not self._dirty.is_set():  # setting takes a lock that the syncing thread waits for
             self._dirty.set()
 
