@@ -20,3 +20,5 @@ class ProxyConfig(StageConfig):
     """Sessions open at once; further ones are refused with status 429."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""
+    message_normaliser: str | None = None
+    """`package.module:function` that each message passes before it is compared and rendered."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_hpc.proxy.generation import SamplingParams
+from areal_hpc.session.normalise import Normalise
 from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
 
 
@@ -53,6 +54,8 @@ class ServedModel:
     """SGLang's name of the format of its tool calls."""
     reasoning_parser: str | None = None
     """SGLang's name of the format of its reasoning."""
+    normalise: Normalise | None = None
+    """The user's own normaliser (`proxy.message_normaliser`)."""
 
     def must_parse(self, call: ModelCall) -> bool:
         """Whether a reply may hold more than text."""

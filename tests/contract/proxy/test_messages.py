@@ -159,6 +159,26 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
     assert "billing" not in decoded(stage, stage.sglang.requests[0])
 
 
+def without_clock(message):
+    """A normaliser for a client that writes the time into its system prompt."""
+    return {**message, "content": message["content"].split(" It is ")[0]}
+
+
+def test_a_users_own_normaliser_lets_conversations_go_on(own_stage):
+    own_stage.stop_proxy()
+    normaliser = f"{without_clock.__module__}:{without_clock.__name__}"
+    own_stage.configure({**own_stage.config, "proxy": {"message_normaliser": normaliser}})
+    own_stage.start_proxy()
+    _, key = own_stage.open_session()
+    reply = {"role": "assistant", "content": "hello world"}
+    messages = [*QUESTION, reply, {"role": "user", "content": "and 1?"}]
+    for turn in (1, 3):
+        ask(own_stage, key, messages[:turn], system=f"You help. It is {turn} o'clock.")
+    before, after = (request["input_ids"] for request in own_stage.sglang.requests)
+    assert after[: len(before)] == before
+    assert "o'clock" not in decoded(own_stage, own_stage.sglang.requests[1])
+
+
 def test_a_conversation_may_change_its_dialect(stage):
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)

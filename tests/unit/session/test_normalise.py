@@ -1,0 +1,58 @@
+"""What makes no difference between two messages, and what would not be stored."""
+
+import msgspec
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.session.normalise import (
+    load_normaliser,
+    normalise_chat_message,
+    without_volatile_lines,
+)
+
+
+def call(arguments):
+    return normalise_chat_message(
+        {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    )["tool_calls"][0]["function"]["arguments"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "value"),
+    [
+        ('{"x": 1}', {"x": 1}),
+        ('{ "x":1 }', {"x": 1}),
+        ('{"x": "12345678901234567890"}', {"x": "12345678901234567890"}),
+        ('{"x": 12345678901234567890123}', '{"x": 12345678901234567890123}'),
+        ('{"x": NaN}', '{"x": NaN}'),
+        ('{"x": "\\ud800"}', '{"x": "\\ud800"}'),
+        ("[" * 100_000, "[" * 100_000),
+        ("[" * 5000 + "]" * 5000, "[" * 5000 + "]" * 5000),
+        ('{"x": 1', '{"x": 1'),
+    ],
+)
+def test_arguments_are_values_unless_no_journal_could_hold_them(arguments, value):
+    assert call(arguments) == value
+    msgspec.msgpack.encode(call(arguments))
+
+
+def test_a_developer_is_the_system():
+    assert normalise_chat_message({"role": "developer", "content": "a"}) == {
+        "role": "system",
+        "content": "a",
+    }
+
+
+def test_a_billing_line_is_taken_away_and_nothing_else():
+    line = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;\n"
+    assert without_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."
+    assert without_volatile_lines(line.strip()) == ""
+    kept = "Say x-anthropic-billing-header: when asked."
+    assert without_volatile_lines(kept) == kept
+
+
+@pytest.mark.parametrize("dotted", ["no.such.module:f", "json:nothing", "json"])
+def test_a_normaliser_that_is_not_there_is_named_with_its_key(dotted):
+    with pytest.raises(RecipeError, match=dotted) as caught:
+        load_normaliser(dotted, "proxy.message_normaliser")
+    assert caught.value.problems[0].key == "proxy.message_normaliser"
