@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +22,15 @@ from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.routes import (
+    Handler,
+    Result,
+    Route,
+    described,
+    with_and_without_v1,
+)
 from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
 
@@ -32,34 +39,15 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-class PlainText(bytes):
-    """A response body that is not JSON."""
-
-
-Result = bytes | EventStream
-Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
-"""(key, request body) -> response body, whole or as events."""
-
 DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
 }
-_JSON = (b"content-type", b"application/json")
-_PLAIN = (b"content-type", b"text/plain; version=0.0.4")
+JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 Awaited = TypeVar("Awaited")
-
-
-@dataclass(frozen=True, slots=True)
-class _Route:
-    method: str
-    guard: Callable[[str], object]
-    """Refuses a key that does not open the route, before the request's body is read."""
-    answer: Handler
-    refused: Refused = openai_forms.error
-    """The body of an error."""
 
 
 class _ClientGone(Exception):
@@ -85,37 +73,69 @@ class ProxyApp:
         self._book = book
         self._caller = caller
         self._control = control
-        admin, session = self._require_admin, self._session
-        self._routes = {
-            "/rl/start_session": _Route("POST", admin, _ignoring_key(control.start_session)),
-            "/rl/finish_ticket": _Route("POST", admin, _ignoring_key(control.finish_ticket)),
-            "/rl/seal": _Route("POST", admin, self._seal),
-            "/export_trajectories": _Route("POST", admin, self._export),
-            "/grant_capacity": _Route("POST", admin, _ignoring_key(control.grant_capacity)),
-            "/rl/set_reward": _Route("POST", session, self._of_session(control.set_reward)),
-            "/rl/end_session": _Route("POST", session, self._of_session(control.end_session)),
-            "/healthz": _Route("GET", _anyone, self._health),
-            "/metrics": _Route("GET", _anyone, self._metrics),
+        self._guards: dict[str, Callable[[str], object]] = {
+            "admin": self._require_admin,
+            "session": self._session,
+            "anyone": lambda key: None,
         }
-        for prefix in ("", "/v1"):
-            for path, dialect in DIALECTS.items():
-                answer, refused = self._speaking(dialect), dialect.refused
-                self._routes[prefix + path] = _Route("POST", session, answer, refused)
-            self._routes[f"{prefix}/messages/count_tokens"] = _Route(
-                "POST", session, self._count_tokens, MESSAGES.refused
+        self._routes = {
+            **self._routes_of_drivers(control),
+            **with_and_without_v1(self._routes_of_agents()),
+            "/healthz": Route("GET", "anyone", self._health),
+            "/metrics": Route("GET", "anyone", self._metrics, form=PLAIN),
+            "/openapi.json": Route("GET", "anyone", self._openapi),
+        }
+
+    def _routes_of_agents(self) -> dict[str, Route]:
+        said = {
+            path: Route(
+                "POST",
+                "session",
+                self._speaking(dialect),
+                dialect.request,
+                dialect.refused,
+                streams=True,
             )
-            self._routes[f"{prefix}/tokenize"] = _Route("POST", session, self._tokenize)
-            self._routes[f"{prefix}/detokenize"] = _Route("POST", session, self._detokenize)
-            self._routes[f"{prefix}/models"] = _Route("GET", session, self._models)
+            for path, dialect in DIALECTS.items()
+        }
+        count, refused = self._count_tokens, MESSAGES.refused
+        return {
+            **said,
+            "/messages/count_tokens": Route("POST", "session", count, MESSAGES.request, refused),
+            "/tokenize": Route("POST", "session", self._tokenize, tokens.TokenizeRequest),
+            "/detokenize": Route("POST", "session", self._detokenize, tokens.DetokenizeRequest),
+            "/models": Route("GET", "session", self._models),
+        }
+
+    def _routes_of_drivers(self, control: Control) -> dict[str, Route]:
+        def admin(answer: Handler, request: type[msgspec.Struct] | None = None) -> Route:
+            return Route("POST", "admin", answer, request)
+
+        def session(
+            answer: Callable[[Session, bytes], bytes], request: type[msgspec.Struct] | None = None
+        ) -> Route:
+            return Route("POST", "session", self._of_session(answer), request)
+
+        start, finish = _ignoring_key(control.start_session), _ignoring_key(control.finish_ticket)
+        return {
+            "/rl/start_session": admin(start, wire.StartSessionRequest),
+            "/rl/finish_ticket": admin(finish, wire.FinishTicketRequest),
+            "/rl/seal": admin(self._seal),
+            "/export_trajectories": admin(self._export, wire.ExportRequest),
+            "/grant_capacity": admin(_ignoring_key(control.grant_capacity)),
+            "/rl/set_reward": session(control.set_reward, wire.SetRewardRequest),
+            "/rl/end_session": session(control.end_session),
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
+        allowed = b""
         try:
             route = self._route(scope["path"])
-            key, refused = "", route.refused
+            key, refused, allowed = "", route.refused, route.method.encode()
             if scope["method"] != route.method:
                 method, path = scope["method"], scope["path"]
                 raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
@@ -126,24 +146,28 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
-            route.guard(key)  # nobody without a key gets memory for a body
+            self._guards[route.opened_by](key)  # nobody without a key gets memory for a body
             body = await self._body(receive)
             result = await _unless_gone(receive, route.answer(key, body))
             if not isinstance(result, bytes):
                 await _unless_gone(receive, _send_events(send, result))
                 return
-            status, content = 200, result
+            status, content, form = 200, result, route.form
         except _ClientGone:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
-            status, content = refusal.status, refused(refusal)
-        form = _PLAIN if isinstance(content, PlainText) else _JSON
-        length = (b"content-length", str(len(content)).encode())
-        await send({"type": "http.response.start", "status": status, "headers": [form, length]})
+            status, content, form = refusal.status, refused(refusal), JSON
+        headers = [
+            (b"content-type", form.encode()),
+            (b"content-length", str(len(content)).encode()),
+        ]
+        if status == 405:
+            headers.append((b"allow", allowed))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _route(self, path: str) -> _Route:
+    def _route(self, path: str) -> Route:
         route = self._routes.get(path)
         if route is None:
             raise RequestRefused(404, f"there is no route {path}")
@@ -202,7 +226,10 @@ class ProxyApp:
         return self._control.health()
 
     async def _metrics(self, key: str, body: bytes) -> bytes:
-        return PlainText(metrics.exposition(self._book, self._caller.drift))
+        return metrics.exposition(self._book, self._caller.drift)
+
+    async def _openapi(self, key: str, body: bytes) -> bytes:
+        return described(self._routes)
 
     async def _models(self, key: str, body: bytes) -> bytes:
         return openai_forms.models(self._model.name, self._model.context_tokens)
@@ -239,10 +266,6 @@ class ProxyApp:
             return exchange.whole(await self._caller.answer(session, call, answer_id))
 
         return handler
-
-
-def _anyone(key: str) -> None:
-    """No key is needed."""
 
 
 def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -59,11 +60,21 @@ class ChatExchange:
 
 
 def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
-    request, call = parse(body, session.request.sampling, model)
+    defaults = session.request.sampling
+    cut, known = session.known.cut(body)
+    try:
+        request, call = parse(cut, defaults, model)
+    except RequestRefused:
+        if cut is body:
+            raise
+        cut, known = body, ()
+        request, call = parse(body, defaults, model)  # so that messages are counted from the first
+    call = replace(call, messages=[*known, *call.messages])
+    session.known.keep(body, cut, call.messages)
     return ChatExchange(request, call, model)
 
 
-CHAT = Dialect(_read, error)
+CHAT = Dialect(ChatRequest, _read, error)
 
 
 class ChatEvents:

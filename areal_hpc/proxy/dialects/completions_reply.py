@@ -158,4 +158,4 @@ def _read(body: bytes, session: Session, model: ServedModel) -> CompletionExchan
     return CompletionExchange(*parse(body, session.request.sampling, model), model)
 
 
-COMPLETIONS = Dialect(_read, error)
+COMPLETIONS = Dialect(CompletionRequest, _read, error)

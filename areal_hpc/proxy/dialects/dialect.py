@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from areal_hpc.proxy.live import Answer, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
@@ -56,6 +58,8 @@ Refused = Callable[[RequestRefused], bytes]
 class Dialect:
     """One way of talking to the model."""
 
+    request: type[msgspec.Struct]
+    """The body of a request."""
     read: Callable[[bytes, Session, ServedModel], Exchange]
     """Raises `RequestRefused`: 400, naming the parameter that is wrong or cannot be honoured."""
     refused: Refused

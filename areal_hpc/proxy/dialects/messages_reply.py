@@ -228,4 +228,4 @@ def error(refusal: RequestRefused) -> bytes:
     return msgspec.json.encode(_error_fields(refusal))
 
 
-MESSAGES = Dialect(_read, error)
+MESSAGES = Dialect(MessagesRequest, _read, error)

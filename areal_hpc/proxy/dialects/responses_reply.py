@@ -249,4 +249,4 @@ def _read(body: bytes, session: Session, model: ServedModel) -> ResponsesExchang
     return ResponsesExchange(*parse(body, session, model), model)
 
 
-RESPONSES = Dialect(_read, error)
+RESPONSES = Dialect(ResponsesRequest, _read, error)

@@ -248,7 +248,19 @@ def test_a_wrong_key_is_refused_before_the_body_is_sent(stage):
 
 def test_unknown_routes_and_methods_have_their_statuses(stage):
     assert stage.http.get(f"{stage.url}/v1/nothing").status_code == 404
-    assert stage.http.get(f"{stage.url}/v1/chat/completions").status_code == 405
+    refused = stage.http.get(f"{stage.url}/v1/chat/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+
+
+def test_the_routes_describe_themselves(stage):
+    described = stage.http.get(f"{stage.url}/openapi.json").json()
+    assert described["openapi"].startswith("3.")
+    for path, methods in described["paths"].items():
+        for method, operation in methods.items():
+            answer = stage.http.request(method, f"{stage.url}{path}")
+            assert answer.status_code == (401 if "security" in operation else 200), path
+    for prefix in ("", "/v1"):
+        assert f"{prefix}/messages" in described["paths"]
 
 
 def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage):
