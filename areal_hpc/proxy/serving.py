@@ -28,6 +28,7 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.session.normalise import load_normaliser
+from areal_hpc.session.tails import is_local
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class ProxyService:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
             model = replace(model, normalise=load_normaliser(limits.message_normaliser, key))
+        is_local(model.template)  # found out now, not in the first call
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)

@@ -19,6 +19,7 @@ from areal_hpc.proxy.events import (
     TicketsSealed,
     TicketsSettled,
 )
+from areal_hpc.proxy.known_messages import KnownMessages
 from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.trajectory import Trajectory
@@ -51,6 +52,7 @@ class Session:
         self.ended = False
         self.in_flight = 0
         self.touched_at = time.monotonic()
+        self.known = KnownMessages()
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
 
@@ -142,7 +144,8 @@ class SessionBook:
                 tree = self.sessions[event.session_id].tree
                 tree[event.interaction_id].reward = event.reward
             case SessionEnded():
-                self.sessions[event.session_id].ended = True
+                session = self.sessions[event.session_id]
+                session.ended, session.known = True, KnownMessages()
             case SessionDropped():
                 self._remove(self.sessions[event.session_id])
             case TicketFinished():

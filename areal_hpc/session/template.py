@@ -74,7 +74,7 @@ class ChatTemplate:
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = dict(special_tokens or {})
+        self._globals = {**environment.globals, **(special_tokens or {})}
         try:
             self._template = environment.from_string(source)
         except jinja2.TemplateSyntaxError as error:
@@ -118,8 +118,8 @@ class ChatTemplate:
         Raises:
             TemplateRefusal: The template raised.
         """
-        context = {
-            **self._special_tokens,
+        values = {
+            **self._globals,
             **(variables or {}),
             "messages": messages,
             "tools": tools,
@@ -127,7 +127,9 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            return self._template.render(context)
+            # What `Template.render` does, without looking every name up in a chain of maps.
+            context = self._template.new_context(values, shared=True)
+            return "".join(self._template.root_render_func(context))
         except Exception as error:  # boundary: the template is the model author's code
             raise TemplateRefusal(str(error) or type(error).__name__) from error
 

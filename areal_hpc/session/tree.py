@@ -18,15 +18,14 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.session.normalise import difference
-from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
+from areal_hpc.session.tails import text_after_reply
+from areal_hpc.session.template import ChatTemplate, Message
 
 Splice = Literal["spliced", "retokenised", "root"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
 
 ABORTED = "abort"
 """How an interaction ends that its client left while the model spoke."""
-REPLY_MARK = "\u241fthe reply stood here\u241f"
-"""Stands for a reply while its surroundings are rendered."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -206,7 +205,7 @@ class InteractionTree:
         context = _context_of(tools, variables)
         parent, known, forked = self._deepest(context, messages)
         if parent is not None:
-            tail = _text_after_reply(template, messages, known - 1, tools, variables)
+            tail = text_after_reply(template, messages, known - 1, tools, variables)
             if tail is not None:
                 return Turn(parent, "spliced", context, list(messages[known:]), tail, forked)
         text = template.render(messages, tools=tools, variables=variables)
@@ -312,28 +311,3 @@ def _context_of(
 def _canonical(context: bytes) -> bytes:
     """The same for contexts that differ in the order of keys alone."""
     return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")
-
-
-def _text_after_reply(
-    template: ChatTemplate,
-    messages: Sequence[Message],
-    reply_index: int,
-    tools: Sequence[Mapping[str, Any]] | None,
-    variables: Mapping[str, Any] | None,
-) -> str | None:
-    """What the template writes after the reply's own text, or None if that cannot be told.
-
-    The reply is replaced by a mark, so that a template which trims replies, or hides earlier
-    reasoning, gives the same answer as one which prints them as they are.
-    """
-    marked = [
-        *messages[:reply_index],
-        {"role": "assistant", "content": REPLY_MARK},
-        *messages[reply_index + 1 :],
-    ]
-    try:
-        text = template.render(marked, tools=tools, variables=variables)
-    except TemplateRefusal:
-        return None
-    _, mark, tail = text.partition(REPLY_MARK)
-    return tail if mark and REPLY_MARK not in tail else None

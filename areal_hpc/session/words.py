@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import random
 import re
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -94,8 +95,7 @@ class WordEncoder(dict[str, list[int]]):
             if part in self._added:
                 ids += self._added[part]
             elif part:
-                for word in self._find_words(part):
-                    ids += self[word]
+                ids += chain.from_iterable(map(self.__getitem__, self._find_words(part)))
         return ids
 
     def _agrees_with(self, tokenizer: Tokenizer) -> bool:

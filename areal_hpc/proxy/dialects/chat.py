@@ -30,6 +30,7 @@ from areal_hpc.proxy.dialects.openai_sampling import (
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.template import Message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -95,7 +96,10 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 def parse(
-    body: bytes, defaults: SamplingDefaults, model: ServedModel
+    body: bytes,
+    defaults: SamplingDefaults,
+    model: ServedModel,
+    known: Sequence[Message] = (),
 ) -> tuple[ChatRequest, ModelCall]:
     """Validate a request.
 
@@ -103,6 +107,7 @@ def parse(
         body: As received.
         defaults: Apply where the request is silent.
         model: Who will answer.
+        known: Messages before those in the body, in normal form.
 
     Raises:
         RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
@@ -114,7 +119,7 @@ def parse(
     tools = checked_tools(request.tools or [])
     choice = _tool_choice(request, tools)
     refuse_tools_without_parser(model, tools, choice)
-    return request, _call_of(request, defaults, tools, choice)
+    return request, _call_of(request, known, defaults, tools, choice)
 
 
 def _refuse_contradictions(request: ChatRequest) -> None:
@@ -171,14 +176,15 @@ def _tool_choice(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> ToolC
 
 def _call_of(
     request: ChatRequest,
+    known: Sequence[Message],
     defaults: SamplingDefaults,
     tools: list[dict[str, Any]],
     choice: ToolChoice,
 ) -> ModelCall:
-    messages = [normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages]
+    new = (normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
-        messages=messages,
+        messages=[*known, *new],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=request.chat_template_kwargs or None,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -63,13 +62,12 @@ def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
     defaults = session.request.sampling
     cut, known = session.known.cut(body)
     try:
-        request, call = parse(cut, defaults, model)
+        request, call = parse(cut, defaults, model, known)
     except RequestRefused:
         if cut is body:
             raise
-        cut, known = body, ()
+        cut = body
         request, call = parse(body, defaults, model)  # so that messages are counted from the first
-    call = replace(call, messages=[*known, *call.messages])
     session.known.keep(body, cut, call.messages)
     return ChatExchange(request, call, model)
 

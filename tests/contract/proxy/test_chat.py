@@ -340,3 +340,17 @@ def test_what_a_client_does_to_its_history_is_counted(stage):
         1,
         0,
     ]
+
+
+def test_a_fault_in_a_later_message_is_named_by_its_place_in_the_whole(stage):
+    _, key = stage.open_session()
+    history = [{"role": "user", "content": "hi"}]
+    assert stage.chat(key, history).status_code == 200
+    picture = {"role": "user", "content": [{"type": "image_url"}]}
+    reply = {"role": "assistant", "content": "hello world"}
+    answer = stage.chat(key, [*history, reply, picture])
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "messages[2].content[0].type"
+    assert stage.chat(key, [*history, reply, *history]).status_code == 200
+    first, second = stage.sglang.requests
+    assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]

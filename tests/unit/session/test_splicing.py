@@ -130,7 +130,7 @@ def test_a_template_that_drops_earlier_reasoning_still_splices():
 
 
 def test_user_text_that_looks_like_the_mark_costs_only_the_splice():
-    from areal_hpc.session.tree import REPLY_MARK
+    from areal_hpc.session.tails import REPLY_MARK
 
     tree = InteractionTree()
     say(tree, [user("a")], "one")
