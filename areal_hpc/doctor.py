@@ -146,6 +146,8 @@ def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
 
 def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
     """Import and build the agent in its own environment, as the driver will."""
+    if recipe.rollout.agent.mode == "online":
+        return
     request = {
         "workflow": recipe.rollout.workflow,
         "kwargs": recipe.rollout.workflow_kwargs,

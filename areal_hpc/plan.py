@@ -155,6 +155,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "tool_call_parser": recipe.inference.tool_call_parser,
         "reasoning_parser": recipe.inference.reasoning_parser,
         "serve_python": facts.serve_python,
+        "online": recipe.rollout.agent.mode == "online",
     }
     rollout = {
         **cell,

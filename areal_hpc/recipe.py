@@ -227,6 +227,17 @@ def _experts_fit_the_ranks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _programs_come_or_an_agent_is_named(recipe: Recipe) -> Iterator[Problem]:
+    online, key = recipe.rollout.agent.mode == "online", "rollout.workflow"
+    if not online and not recipe.rollout.workflow:
+        yield Problem("this key is required", key, f"add {key}=... to the recipe")
+    if online and recipe.rollout.workflow:
+        yield Problem("in mode online no agent of the run's own is run", key, "leave it out")
+    if online and recipe.valid_dataset is not None:
+        message = "in mode online nobody plays held-out tasks"
+        yield Problem(message, "valid_dataset", "leave it out, and evaluate the export")
+
+
 def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
@@ -286,6 +297,7 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _warmup_feeds_the_tiny_model,
     _minibatches_divide_the_batch,
     _experts_fit_the_ranks,
+    _programs_come_or_an_agent_is_named,
     _a_group_has_at_least_two,
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,

@@ -119,9 +119,13 @@ class ProxyApp:
         start, finish = _ignoring_key(control.start_session), _ignoring_key(control.finish_ticket)
         return {
             "/rl/start_session": admin(start, wire.StartSessionRequest),
+            "/rl/offer_session": admin(_awaiting(control.offer_session), wire.OfferRequest),
+            "/rl/await_session": admin(_awaiting(control.await_session), wire.AwaitSessionRequest),
             "/rl/finish_ticket": admin(finish, wire.FinishTicketRequest),
-            "/rl/seal": admin(self._seal),
-            "/export_trajectories": admin(self._export, wire.ExportRequest),
+            "/rl/seal": admin(_awaiting(control.seal)),
+            "/export_trajectories": admin(
+                _awaiting(control.export_trajectories), wire.ExportRequest
+            ),
             "/grant_capacity": admin(_ignoring_key(control.grant_capacity)),
             "/rl/set_reward": session(control.set_reward, wire.SetRewardRequest),
             "/rl/end_session": session(control.end_session),
@@ -216,12 +220,6 @@ class ProxyApp:
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _seal(self, key: str, body: bytes) -> bytes:
-        return await self._control.seal(body)
-
-    async def _export(self, key: str, body: bytes) -> bytes:
-        return await self._control.export_trajectories(body)
-
     async def _health(self, key: str, body: bytes) -> bytes:
         return self._control.health()
 
@@ -271,6 +269,13 @@ class ProxyApp:
 def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:
     async def handler(key: str, body: bytes) -> bytes:
         return answer(body)
+
+    return handler
+
+
+def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> Handler:
+    async def handler(key: str, body: bytes) -> bytes:
+        return await answer(body)
 
     return handler
 

@@ -22,6 +22,7 @@ from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.sessions import Session, key_digest, new_key
+from areal_hpc.proxy.visits import Visits
 from areal_hpc.session.rewards import (
     RewardRefused,
     check_reward,
@@ -29,12 +30,16 @@ from areal_hpc.session.rewards import (
     rewarded_interaction,
 )
 from areal_hpc.wire.proxy import (
+    AwaitSessionReply,
+    AwaitSessionRequest,
     EndSessionReply,
     ExportReply,
     ExportRequest,
     FinishTicketReply,
     FinishTicketRequest,
     GrantReply,
+    OfferReply,
+    OfferRequest,
     ProxyHealth,
     SealReply,
     SetRewardReply,
@@ -47,13 +52,19 @@ Body = TypeVar("Body")
 
 SHORTEST_KEY_CHARS = 16
 ENDED_POLL_S = 0.05
+LONGEST_WAIT_S = 60.0
 
 
 class Control:
     """Answers drivers. Every method takes a request's body and returns the reply's."""
 
     def __init__(
-        self, recorder: Recorder, router: Router, sealer: Sealer | None, max_sessions: int
+        self,
+        recorder: Recorder,
+        router: Router,
+        sealer: Sealer | None,
+        max_sessions: int,
+        visits: Visits | None = None,
     ) -> None:
         """Prepare.
 
@@ -62,12 +73,14 @@ class Control:
             router: Its replicas count for `health`.
             sealer: None when the proxy serves no run: then there are no tickets.
             max_sessions: Open at once.
+            visits: Of an online run: sessions that programs open are episodes of its tickets.
         """
         self._book = recorder.book
         self._recorder = recorder
         self._router = router
         self._sealer = sealer
         self._most_sessions = max_sessions
+        self._visits = visits
 
     def start_session(self, body: bytes) -> bytes:
         """Open a session and hand out its key."""
@@ -78,12 +91,40 @@ class Control:
         sessions, most = self._book.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise RequestRefused(429, f"{most} sessions are open, as many as may be")
+        if self._visits is None or request.ref is not None or request.disposable:
+            return msgspec.json.encode(StartSessionReply(self._open(request, key), key))
+        offer = self._visits.take()
+        session_id = self._open(offer.request.session, key)
+        offer.taken.set_result(session_id)
+        return msgspec.json.encode(StartSessionReply(session_id, key, offer.request.task))
+
+    def _open(self, request: StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
-        opened = SessionOpened(
-            session_id, key_digest(key), msgspec.structs.replace(request, api_key="")
-        )
-        self._recorder.record(opened)
-        return msgspec.json.encode(StartSessionReply(session_id, key))
+        request = msgspec.structs.replace(request, api_key="")
+        self._recorder.record(SessionOpened(session_id, key_digest(key), request))
+        return session_id
+
+    async def offer_session(self, body: bytes) -> bytes:
+        """Wait for a program that plays an episode of a ticket."""
+        request = _decode(body, OfferRequest)
+        if self._visits is None:
+            raise RequestRefused(404, "this proxy serves no online run")
+        return msgspec.json.encode(OfferReply(await self._visits.offer(request)))
+
+    async def await_session(self, body: bytes) -> bytes:
+        """Tell when a session of a ticket has ended."""
+        request = _decode(body, AwaitSessionRequest)
+        give_up_at = time.monotonic() + min(request.wait_s, LONGEST_WAIT_S)
+        while True:
+            session = self._book.sessions.get(request.session_id)
+            if session is None:
+                raise RequestRefused(
+                    404, f"there is no session {request.session_id!r}", key="session_id"
+                )
+            if session.ended or time.monotonic() >= give_up_at:
+                reply = AwaitSessionReply(session.ended, final_reward(session.tree))
+                return msgspec.json.encode(reply)
+            await asyncio.sleep(ENDED_POLL_S)
 
     def _free_key(self, key: str) -> str:
         if len(key) < SHORTEST_KEY_CHARS:

@@ -29,6 +29,7 @@ from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.proxy.visits import Visits
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.shards.config import ShardConfig
 
@@ -57,6 +58,8 @@ class ProxyJobConfig(StageConfig):
     reasoning_parser: str | None = None
     serve_python: str = ""
     """Interpreter of SGLang's environment; its parsers run there."""
+    online: bool = False
+    """Programs open sessions themselves, and play the tickets' episodes in them."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -89,7 +92,8 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
     source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)
-    service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers)
+    visits = Visits() if job.online else None
+    service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers, visits)
     name = f"proxy-{job.cell}"
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]

@@ -27,6 +27,7 @@ from areal_hpc.proxy.replicas import ReplicaSource
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.proxy.visits import Visits
 from areal_hpc.session.normalise import load_normaliser
 from areal_hpc.session.tails import is_local
 
@@ -51,6 +52,7 @@ class ProxyService:
         source: ReplicaSource,
         sealer: Sealer | None = None,
         parsers: SGLangParsers | None = None,
+        visits: Visits | None = None,
     ) -> None:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
@@ -70,7 +72,7 @@ class ProxyService:
             caller=ModelCaller(
                 model, self._router, self._upstream, recorder, limits.request_timeout_s, parsers
             ),
-            control=Control(recorder, self._router, sealer, limits.max_sessions),
+            control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
         )
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_s: int) -> None:

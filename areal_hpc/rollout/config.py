@@ -25,8 +25,8 @@ class SamplingConfig(StageConfig):
 class AgentConfig(StageConfig):
     """Where the agent runs, and how an episode's interactions become training rows."""
 
-    mode: Literal["inline", "subproc"] = "inline"
-    """`inline`: in the driver, as a coroutine; `subproc`: in a process per running episode."""
+    mode: Literal["inline", "subproc", "online"] = "inline"
+    """`inline`: in the driver; `subproc`: in processes; `online`: programs elsewhere come."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     export_style: Literal["concat", "individual"] = "concat"
@@ -42,8 +42,8 @@ class AgentConfig(StageConfig):
 class RolloutConfig(StageConfig):
     """The user's agent and how many of its episodes run at once."""
 
-    workflow: str
-    """Dotted path of the agent class, `package.module.Class`."""
+    workflow: str = ""
+    """Dotted path of the agent class, `package.module.Class`; empty in mode `online`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
     agent: AgentConfig = AgentConfig()

@@ -16,6 +16,7 @@ from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.tickets import TicketBoard
+from areal_hpc.rollout.visit import await_visit
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
@@ -77,7 +78,7 @@ class Driver:
         evaluation_sampling: SamplingConfig,
         episode_slots: int,
         *,
-        agent: Agent,
+        agent: Agent | None,
         tasks: Mapping[Split, TaskSet],
         peers: Peers,
         http_client: Any,
@@ -236,12 +237,11 @@ class Driver:
         """
         failures = 0
         while True:
-            outcome = await run_episode(
-                self._spec(grant, split, episode, failures),
-                self._agent,
-                self._proxy,
-                self._http_client,
-            )
+            spec = self._spec(grant, split, episode, failures)
+            if self._agent is None:
+                outcome = await await_visit(spec, self._proxy)
+            else:
+                outcome = await run_episode(spec, self._agent, self._proxy, self._http_client)
             if outcome.status == "ok":
                 self._board.end_episode(grant.ref)
                 if self._board.capacity >= self._rollout.n_samples:

@@ -49,7 +49,8 @@ class EpisodeOutcome:
     """How an episode ended."""
 
     status: Literal["ok", "failed", "timed_out", "interrupted"]
-    """`interrupted`: the proxy restarted and lost the session; not the agent's fault."""
+    """`interrupted`: not the agent's fault: the proxy restarted and lost the session, or a program
+    that had come left without a reward."""
     session_id: str
     reward: float = 0.0
     """Of the last interaction that has a reward, if `ok`."""
@@ -71,22 +72,23 @@ async def run_episode(
         return await _run_placed(spec, one, proxy, http_client)
 
 
+def session_of(spec: EpisodeSpec) -> StartSessionRequest:
+    """The session that an episode is played in."""
+    return StartSessionRequest(
+        spec.task_id,
+        spec.ref,
+        spec.episode,
+        spec.sampling,
+        spec.seed,
+        spec.export,
+        disposable=spec.ref is None,
+    )
+
+
 async def _run_placed(
     spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
 ) -> EpisodeOutcome:
-    session = await proxy.call(
-        "/rl/start_session",
-        StartSessionRequest(
-            spec.task_id,
-            spec.ref,
-            spec.episode,
-            spec.sampling,
-            spec.seed,
-            spec.export,
-            disposable=spec.ref is None,
-        ),
-        StartSessionReply,
-    )
+    session = await proxy.call("/rl/start_session", session_of(spec), StartSessionReply)
     incarnation = proxy.incarnation
     try:
         returned = await _run_agent(spec, session, agent, proxy.url, http_client)

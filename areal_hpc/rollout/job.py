@@ -53,10 +53,10 @@ def run(config: dict[str, Any]) -> None:
     layout = RunLayout(job.run_dir)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how, kwargs = job.rollout.agent, job.rollout.workflow_kwargs
-    agent: Agent
+    agent: Agent | None = None
     if how.mode == "subproc":
         agent = SubprocessAgent(job.rollout.workflow, kwargs, how.subproc_max_workers)
-    else:
+    elif how.mode == "inline":
         agent = load_agent(job.rollout.workflow, kwargs)
     splits: tuple[Split, ...] = ("train", "valid")
     tasks = {split: TaskSet.read(layout.dataset(split)) for split in splits}
@@ -64,7 +64,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def _drive(
-    job: RolloutJobConfig, layout: RunLayout, agent: Agent, tasks: dict[Split, TaskSet]
+    job: RolloutJobConfig, layout: RunLayout, agent: Agent | None, tasks: dict[Split, TaskSet]
 ) -> None:
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()

@@ -10,6 +10,8 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/start_session  | admin   | StartSessionRequest | StartSessionReply   |
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
+| /rl/offer_session  | admin   | OfferRequest        | OfferReply          |
+| /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
 | /rl/seal           | admin   | Empty               | SealReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
@@ -66,11 +68,42 @@ class EngineAddress(Struct, frozen=True):
     api_key: str = ""
 
 
-class StartSessionReply(Struct, frozen=True):
+class StartSessionReply(Struct, frozen=True, omit_defaults=True):
     """The session and the key that opens it."""
 
     session_id: str
     api_key: str
+    task: dict[str, Any] | None = None
+    """In an online run: the task that the run would like to be tried."""
+
+
+class OfferRequest(Struct, frozen=True):
+    """Let the next program that opens a session play this episode of a ticket."""
+
+    session: StartSessionRequest
+    task: dict[str, Any]
+    wait_s: float = 10.0
+    """How long the request may be kept until a program comes."""
+
+
+class OfferReply(Struct, frozen=True):
+    """The session that a program opened; None if nobody came."""
+
+    session_id: str | None
+
+
+class AwaitSessionRequest(Struct, frozen=True):
+    """Tell when a session has ended."""
+
+    session_id: str
+    wait_s: float = 10.0
+
+
+class AwaitSessionReply(Struct, frozen=True):
+    """Whether it has ended, and the reward of its last interaction that has one."""
+
+    ended: bool
+    reward: float | None = None
 
 
 class SetRewardRequest(Struct, frozen=True):

@@ -1,0 +1,71 @@
+"""Online: programs open sessions at the proxy, and the driver finishes its tickets with them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest
+from tests.contract.proxy.proxy_stage import Stage
+from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger
+from tests.integration.rollout.test_job import START, config
+
+GROUP = 4
+
+
+def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[dict[str, Any], str]:
+    """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
+    while driver.poll() is None:
+        answer = stage.post("/rl/start_session", {"task_id": "program"})
+        if answer.status_code == 200:
+            break
+        assert answer.status_code == 429, answer.text
+        time.sleep(0.05)
+    opened = answer.json()
+    with stage.client(opened["api_key"]) as client:
+        client.chat.completions.create(model="any", messages=opened["task"]["messages"])
+    if number:
+        stage.post("/rl/set_reward", {"reward": number}, opened["api_key"])
+    assert stage.post("/rl/end_session", {}, opened["api_key"]).status_code == 200
+    return opened["task"], opened["session_id"]
+
+
+def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path / "run")
+    for folder in (layout.data_dir, layout.rendezvous_dir):
+        folder.mkdir(parents=True)
+    layout.admin_key.write_text(KEY)
+    task = {"messages": [{"role": "user", "content": "hi"}]}
+    layout.dataset("train").write_text(json.dumps(task) + "\n")
+    stage = Stage(tmp_path)
+    ref = TicketRef(0, 0)
+    script = LedgerScript(queue=[TicketGrant(ref, 0, 0, GROUP)])
+    ledger = StandInLedger(layout.rendezvous_dir, script)
+    stage.stop_proxy()
+    stage.configure({**stage.config, "online": True})
+    stage.start_proxy()
+    stage.loop.run(ledger.start())
+    job = config(layout, "", mode="online")
+    driver = subprocess.Popen([sys.executable, "-c", START, json.dumps(job)])
+    try:
+        with ThreadPoolExecutor(GROUP + 1) as programs:
+            visits = [*programs.map(partial(visit, stage, driver), range(GROUP + 1))]
+        assert driver.wait(30) == 0
+        assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
+        assert script.finished == {ref}
+        judged = [session_id for _, session_id in visits[1:]]
+        finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, judged))
+        assert finished.json() == {"rows": GROUP}
+    finally:
+        driver.kill()
+        driver.wait()
+        stage.loop.run(ledger.kill())
+        stage.close()
