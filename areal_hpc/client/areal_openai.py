@@ -21,6 +21,7 @@ from areal_hpc.client.recorded import RecordedInteraction
 from areal_hpc.client.tokenizer import session_tokenizer
 from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
 from areal_hpc.proxy.calls import ModelCaller
+from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionOpened
 from areal_hpc.proxy.model_call import ServedModel
@@ -238,12 +239,13 @@ class _InProcessApp:
     def _build(self) -> ProxyApp:
         recorder, router = self._recorder, EngineRouter(self._engine.url)
         upstream = self._engine.upstream()
+        limits = ProxyConfig(request_timeout_s=self._request_timeout_s)
         return ProxyApp(
             admin_key=new_key(),
             max_request_bytes=MOST_REQUEST_BYTES,
             model=self._model,
             book=recorder.book,
-            caller=ModelCaller(self._model, router, upstream, recorder, self._request_timeout_s),
+            caller=ModelCaller(self._model, router, upstream, recorder, limits),
             control=Control(recorder, router, None, max_sessions=1),
         )
 

@@ -21,7 +21,7 @@ from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
 from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
 from areal_hpc.proxy.routes import (
     Handler,
     Result,
@@ -168,6 +168,8 @@ class ProxyApp:
         ]
         if status == 405:
             headers.append((b"allow", allowed))
+        if status == 429:
+            headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.events import InteractionAdded
 from areal_hpc.proxy.generation import Generation, Piece, UpstreamLost
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
@@ -43,10 +44,13 @@ class ModelCaller:
         router: Router,
         upstream: Upstream,
         recorder: Recorder,
-        request_timeout_s: float,
+        limits: ProxyConfig,
         parsers: SGLangParsers | None = None,
     ) -> None:
-        self._prompts = PromptMaker(model, parsers, request_timeout_s)
+        self._prompts = PromptMaker(model, parsers, limits)
+        self._limits = limits
+        self._calls = 0
+        """In flight."""
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -69,7 +73,8 @@ class ModelCaller:
         Raises:
             RequestRefused: The call cannot be answered.
         """
-        with _in_flight(session):
+        self._admit()
+        with self._in_flight(session):
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
                 [self._routed(prompt, choice, self._upstream.generate) for choice in range(call.n)]
@@ -106,7 +111,8 @@ class ModelCaller:
         Raises:
             RequestRefused: The call cannot be answered.
         """
-        with _in_flight(session):
+        self._admit()
+        with self._in_flight(session):
             prompt = await self._prompts.prepare(session, call, answer_id)
         live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -135,7 +141,7 @@ class ModelCaller:
                 raise UpstreamLost(f"{url} broke the call off")
             return generation
 
-        with _in_flight(prompt.session):
+        with self._in_flight(prompt.session):
             try:
                 generation = await self._routed(
                     prompt, choice, generate, may_repeat=lambda: not spoke and not live.abandoned
@@ -176,6 +182,23 @@ class ModelCaller:
                 self._router.ended(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
+    def _admit(self) -> None:
+        most = self._limits.max_calls
+        if self._calls >= most:
+            raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
+
+    @contextmanager
+    def _in_flight(self, session: Session) -> Iterator[None]:
+        """A session is not idle while the model answers it."""
+        self._calls += 1
+        session.in_flight += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            session.in_flight -= 1
+            session.touch()
+
     def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:
         session = prompt.session
         if session.ended or not self._recorder.holds(session):
@@ -183,17 +206,6 @@ class ModelCaller:
         interaction = prompt.interaction(choice, generation, said)
         self._recorder.record(InteractionAdded(session.session_id, interaction))
         return Answer(choice, interaction, generation, said)
-
-
-@contextmanager
-def _in_flight(session: Session) -> Iterator[None]:
-    """A session is not idle while the model answers it."""
-    session.in_flight += 1
-    try:
-        yield
-    finally:
-        session.in_flight -= 1
-        session.touch()
 
 
 async def _together(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:

@@ -18,6 +18,10 @@ class ProxyConfig(StageConfig):
     """A session idle for longer is dropped."""
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
+    max_calls: Annotated[int, Field(ge=1)] = 8192
+    """Model calls answered at once; further ones are refused with status 429 and Retry-After."""
+    max_messages: Annotated[int, Field(ge=1)] = 4096
+    """Messages in one request; longer conversations are refused with status 400."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""
     message_normaliser: str | None = None

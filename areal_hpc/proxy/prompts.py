@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.generation import Generation, SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
@@ -94,11 +95,11 @@ class PromptMaker:
     """Makes prompts for one model."""
 
     def __init__(
-        self, model: ServedModel, parsers: SGLangParsers | None, request_timeout_s: float
+        self, model: ServedModel, parsers: SGLangParsers | None, limits: ProxyConfig
     ) -> None:
         self._model = model
         self._parsers = parsers
-        self._request_timeout_s = request_timeout_s
+        self._limits = limits
         self.drift = Drift()
 
     async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
@@ -107,7 +108,7 @@ class PromptMaker:
         Raises:
             RequestRefused: The call cannot be answered.
         """
-        give_up_at = time.monotonic() + self._request_timeout_s
+        give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         turn, new_ids = await self.tokenise(session, call)
         self.drift.splices[turn.splice] += 1
@@ -188,7 +189,10 @@ class PromptMaker:
         return turn, new_ids
 
     def _render(self, session: Session, call: ModelCall) -> Turn:
-        messages, normalise = call.messages, self._model.normalise
+        messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
+        if len(messages) > most:
+            problem = f"a request may have {most} messages at most, this one has {len(messages)}"
+            raise RequestRefused(400, problem, key=call.prompt_key)
         if normalise is not None:
             messages = [normalise(message) for message in messages]
         try:

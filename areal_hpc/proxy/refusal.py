@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from areal_hpc.errors import ArealError
 
+RETRY_AFTER_S = 1
+"""When a request that came at a busy moment (429) may be repeated."""
+
 
 class RequestRefused(ArealError):
     """The request's fault (4xx) or the moment's (5xx). `key` names the parameter at fault."""

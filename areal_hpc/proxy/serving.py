@@ -69,9 +69,7 @@ class ProxyService:
             max_request_bytes=limits.max_request_bytes,
             model=model,
             book=recorder.book,
-            caller=ModelCaller(
-                model, self._router, self._upstream, recorder, limits.request_timeout_s, parsers
-            ),
+            caller=ModelCaller(model, self._router, self._upstream, recorder, limits, parsers),
             control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
         )
 
