@@ -1,0 +1,93 @@
+"""The table of frameworks in docs/agents.md: `python -m tests.contract.agents_table` renews it.
+
+Its versions are those of the locks, which the environments of the tests are made from;
+`tests/integration/agents/test_versions.py` looks at what is installed there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+DOCUMENT = CHECKOUT / "docs" / "agents.md"
+BEGIN, END = "<!-- table: frameworks -->", "<!-- end of table -->"
+
+
+@dataclass(frozen=True)
+class Framework:
+    """One row: what is proven, by which test, with which packages of which environment."""
+
+    name: str
+    packages: tuple[str, ...]
+    environment: str
+    proven: str
+    test: str
+
+
+FRAMEWORKS = (
+    Framework(
+        "OpenAI SDK",
+        ("openai",),
+        "agents",
+        "awaited, streamed, blocking in a process; tools",
+        "test_openai_sdk.py",
+    ),
+    Framework(
+        "OpenAI Agents SDK",
+        ("openai-agents", "openai"),
+        "frameworks",
+        "chat completions and responses: tools, a team of three with hand-offs",
+        "test_openai_agents.py",
+    ),
+    Framework(
+        "LangChain, LangGraph",
+        ("langchain", "langchain-openai", "langgraph"),
+        "frameworks",
+        "agent with tools",
+        "test_langchain.py",
+    ),
+    Framework(
+        "Anthropic SDK",
+        ("anthropic",),
+        "frameworks",
+        "tools; streamed text",
+        "test_anthropic_sdk.py",
+    ),
+    Framework(
+        "CAMEL",
+        ("camel-ai", "openai"),
+        "camel",
+        "ChatAgent with a tool; ChatAgent on `ArealOpenAI`",
+        "test_camel.py",
+    ),
+)
+
+
+def locked(environment: str) -> dict[str, str]:
+    """Package -> version of an environment's lock."""
+    lines = (CHECKOUT / "requirements" / f"{environment}.txt").read_text().splitlines()
+    pins = (line.split("==") for line in lines if "==" in line)
+    return {name.lower(): version for name, version in pins}
+
+
+def table() -> str:
+    """The table as it must stand in the document."""
+    lines = ["| framework | packages | proven | test |", "|---|---|---|---|"]
+    for one in FRAMEWORKS:
+        pins = locked(one.environment)
+        packages = ", ".join(f"{name} {pins[name]}" for name in one.packages)
+        test = f"`tests/integration/agents/{one.test}`"
+        lines.append(f"| {one.name} | {packages} | {one.proven} | {test} |")
+    return "\n".join(lines)
+
+
+def renewed(document: str) -> str:
+    """The document with the table of today."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))

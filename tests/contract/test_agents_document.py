@@ -1,0 +1,31 @@
+"""docs/agents.md names the versions that are tested, and shows code that is run."""
+
+import re
+
+from tests.contract.agents_table import CHECKOUT, DOCUMENT, FRAMEWORKS, renewed
+
+SOURCES = [
+    path.read_text()
+    for folder in ("examples", "tests/integration")
+    for path in sorted((CHECKOUT / folder).rglob("*.py"))
+]
+RECIPES = [path.read_text() for path in sorted((CHECKOUT / "tests").rglob("*.yaml"))]
+
+
+def test_the_table_of_frameworks_is_that_of_the_locks() -> None:
+    text = DOCUMENT.read_text()
+    assert renewed(text) == text, "run python -m tests.contract.agents_table"
+
+
+def test_every_framework_of_the_table_has_its_test() -> None:
+    folder = CHECKOUT / "tests" / "integration" / "agents"
+    tested = {path.name for path in folder.glob("test_*.py")} - {"test_versions.py"}
+    assert {one.test for one in FRAMEWORKS} == tested
+
+
+def test_every_piece_of_python_is_part_of_a_file_that_tests_run() -> None:
+    pieces = re.findall(r"^```python\n(.*?)^```", DOCUMENT.read_text(), re.M | re.S)
+    assert len(pieces) >= len(FRAMEWORKS)
+    for piece in pieces:
+        for part in piece.strip("\n").split("\n...\n"):
+            assert any(part.strip("\n") in source for source in SOURCES), part

@@ -1,0 +1,25 @@
+"""The example, made to call its tool first: a random model would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from camel.agents import ChatAgent
+from camel.toolkits import FunctionTool
+
+from examples.frameworks.camel_agent import ToolAgent, add
+
+
+class ForcedAgent(ToolAgent):
+    """Its model must call the tool at the first step; it answers at the second."""
+
+    async def ask(self, model: Any, question: str) -> str:
+        model.model_config_dict.update(tool_choice="required", parallel_tool_calls=False)
+        agent = ChatAgent(
+            "You solve sums with your tool.", model, tools=[FunctionTool(add)], max_iteration=1
+        )
+        await agent.astep(question)
+        for name in ("tool_choice", "parallel_tool_calls"):
+            del model.model_config_dict[name]
+        response = await agent.astep("Now answer.")
+        return str(response.msg.content)

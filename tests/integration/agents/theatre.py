@@ -1,0 +1,143 @@
+"""A proxy in front of the real SGLang, frameworks in environments of their own, and the record."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_hpc.proxy.events import decode_event
+from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.tree import Interaction, ids_of
+from areal_hpc.shards.journal import read_journal
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.proxy import ExportSettings
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import CELL
+
+FOLDER = Path(__file__).parent
+CHECKOUT = FOLDER.parents[2]
+TASK = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": ""}
+"""Every answer is right: the model says anything."""
+FORCED = {"tool_choice": "required", "parallel_tool_calls": False}
+"""A random model would not call a tool by itself; a grammar makes it."""
+INDIVIDUAL = msgspec.structs.asdict(ExportSettings(style="individual", turn_discount=0.5))
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of an environment that scripts/setup.sh makes."""
+    return CHECKOUT / ".venvs" / environment / "bin" / "python"
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One episode: what the agent heard, and what the proxy recorded."""
+
+    heard: list[str]
+    """What the agent took for the model's last words."""
+    session: Session
+    encoder: TokenEncoder
+
+    @property
+    def turns(self) -> list[Interaction]:
+        return list(self.session.tree)
+
+    @property
+    def rows(self) -> list[Trajectory]:
+        """The episode's training rows."""
+        ref = self.session.request.ref
+        assert ref is not None
+        return self.session.rows(ref)
+
+    def trained(self, row: Trajectory) -> int:
+        """How many tokens of a row are trained."""
+        return int(np.sum(row.loss_mask_T))
+
+    def said(self, turn: Interaction, *, skip_special_tokens: bool = False) -> str:
+        """The model's tokens of one turn, as text."""
+        text = self.encoder.decode(
+            ids_of(turn.output_ids).tolist(), skip_special_tokens=skip_special_tokens
+        )
+        return text.removesuffix("<|im_end|>") if turn.closed else text
+
+    def prompt(self, turn: Interaction) -> str:
+        """All that the model read in one turn, as text."""
+        *before, last = self.session.tree.path(turn)
+        pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
+        ids = [i for piece in (*pieces, last.new_ids) for i in ids_of(piece).tolist()]
+        return self.encoder.decode(ids)
+
+
+class Theatre:
+    """Where agents play before the real model."""
+
+    def __init__(self, stage: Stage, url: str) -> None:
+        self.stage = stage
+        self.url = url
+        """Of SGLang."""
+        self.encoder = TokenEncoder.from_model_dir(stage.model_dir)
+        self._tickets = 0
+
+    def play(self, environment: str, *episodes: dict[str, Any]) -> list[Scene]:
+        """Run episodes (`play.Episode`) side by side in one process of an environment."""
+        orders = []
+        for episode in episodes:
+            self._tickets += 1
+            orders.append({"ticket_id": self._tickets, "data": TASK, **episode})
+        order = {
+            "run_dir": str(self.stage.layout.root),
+            "cell": CELL,
+            "admin_key": self.stage.admin_key,
+            "episodes": orders,
+        }
+        report = self.stage.layout.root / "played.json"
+        done = subprocess.run(
+            [python_of(environment), FOLDER / "play.py", report],
+            cwd=CHECKOUT,
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+            input=msgspec.json.encode(order),
+            capture_output=True,
+            timeout=110,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr.decode()
+        played = msgspec.json.decode(report.read_bytes())
+        for one in played:
+            assert one["status"] == "ok", one["reason"]
+        book = self._book()
+        return [
+            Scene(one["heard"], book.sessions[one["session_id"]], self.encoder) for one in played
+        ]
+
+    def _book(self) -> SessionBook:
+        """What the proxy's journal holds by now."""
+        (journal,) = self.stage.journal_dir.glob("*/journal")
+        book = SessionBook()
+        for record in read_journal(journal):
+            book.apply(decode_event(record.payload))
+        return book
+
+
+def assert_a_tool_was_used(scene: Scene) -> None:
+    """One call of `add`, its result, an answer: recorded exactly, trained once, rewarded."""
+    call, answer = scene.turns
+    (made,) = call.reply["tool_calls"]
+    digits = made["function"]["arguments"]
+    said = scene.said(call).removeprefix("<tool_call>").removesuffix("</tool_call>")
+    assert json.loads(said) == {"name": "add", "arguments": digits}
+    # The framework ran the tool with what the model had said, and the model was told the result.
+    result = next(message for message in answer.new_messages if message["role"] == "tool")
+    assert result["content"] == str(digits["x"] + digits["y"])
+    assert (answer.parent_id, answer.splice) == (call.interaction_id, "spliced")
+    assert scene.prompt(answer).startswith(scene.prompt(call) + scene.said(call))
+    assert scene.heard == [scene.said(answer)]
+    (row,) = scene.rows
+    assert row.reward == 1.0
+    assert scene.trained(row) == call.output_tokens + answer.output_tokens
