@@ -93,6 +93,16 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
     format: _Format | None = None
 
 
+class _Edit(Struct, forbid_unknown_fields=True):
+    type: Literal["clear_thinking_20251015"]
+    keep: Literal["all"]
+
+
+class _ContextManagement(Struct, forbid_unknown_fields=True):
+    edits: list[_Edit] = []
+    """Claude Code asks for thinking to be kept, which it is."""
+
+
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages, as far as this proxy can honour it."""
 
@@ -109,6 +119,7 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: _Choice | None = None
     thinking: _ThinkingConfig | None = None
     output_config: _OutputConfig | None = None
+    context_management: _ContextManagement | None = None
     metadata: dict[str, Any] | None = None
     cache_control: dict[str, Any] | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
@@ -275,7 +286,7 @@ def _thinking_variables(asked: _ThinkingConfig | None, model: ServedModel) -> di
         return None
     thinks = asked.type != "disabled"
     if model.reasoning_parser is None:
-        if thinks:
+        if asked.type == "enabled":  # `adaptive` leaves it to the model
             raise RequestRefused(400, "no reasoning parser is configured", key="thinking")
         return None
     return {"enable_thinking": thinks, "thinking": thinks}

@@ -60,6 +60,20 @@ async def two_turns(client: ArealOpenAI) -> tuple[str, str]:
     return first.id, second.id
 
 
+def test_responses_are_recorded_like_completions() -> None:
+    async def body(client: ArealOpenAI) -> None:
+        first = await client.responses.create(model="m", input="hi")
+        history: Any = [HI, *(item.to_dict() for item in first.output), AGAIN]
+        second = await client.responses.create(model="m", input=history)
+        client.set_reward(second.id, 1.0)
+        exported = client.export_interactions(style="concat")
+        assert list(exported) == [second.id]
+        assert exported[second.id].reward == 1.0
+        assert [one.splice for one in client.tree] == ["root", "spliced"]
+
+    with_client(body, chat_template_type="concat")
+
+
 @pytest.mark.parametrize("source", ["transformers", "directory"])
 def test_the_second_turn_reads_what_the_first_one_said(source: str, tmp_path: Path) -> None:
     async def body(client: ArealOpenAI) -> None:
