@@ -1,0 +1,117 @@
+"""Prompts of text or token ids continue what they begin with, token by token, and nothing else."""
+
+from functools import cache
+from itertools import count
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+from areal_hpc.session.audit import audit_prompt
+from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
+from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
+from tests.unit.session.chatml import byte_level_tokenizer
+from tests.unit.session.model_stub import TEMPLATE, prompt_ids, say, user
+
+numbers = count()
+SLOW = settings(deadline=None)  # it is the machine that is slow now and then
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+
+
+@cache
+def encoder_of(*, leads: bool) -> TokenEncoder:
+    """A tokenizer as Llama's, which puts a token in front of every text, or as Qwen's."""
+    tokenizer = byte_level_tokenizer()
+    if leads:
+        lead = ("<|endoftext|>", tokenizer.token_to_id("<|endoftext|>"))
+        tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", pair="<|endoftext|> $A $B", special_tokens=[lead]
+        )
+    return TokenEncoder(tokenizer)
+
+
+def complete(tree, encoder, prompt, reply, *, closed=False):
+    """Answer a plain prompt; the model says every letter as a token of its own."""
+    if isinstance(prompt, str):
+        turn = open_text_turn(tree, prompt, encoder)
+        new_ids = encoder.encode(turn.text, add_special_tokens=turn.parent is None)
+    else:
+        turn, new_ids = open_ids_turn(tree, prompt, encoder)
+    output = [i for letter in reply for i in encoder.encode(letter)]
+    output += encoder.encode("<|im_end|>") * closed
+    prior = turn.parent.sequence_tokens if turn.parent else 0
+    interaction = Interaction(
+        interaction_id=f"cmpl-{next(numbers)}",
+        parent_id=turn.parent.interaction_id if turn.parent else None,
+        splice=turn.splice,
+        context=turn.context,
+        new_messages=turn.new_messages,
+        reply={"role": "assistant", "content": reply},
+        prompt_tokens=prior + len(new_ids),
+        new_ids=np.asarray(new_ids, "<i4").tobytes(),
+        output_ids=np.asarray(output, "<i4").tobytes(),
+        logprobs=bytes(4 * len(output)),
+        spans=[VersionSpan(7, 0, len(output))],
+        finish_reason="stop" if closed else "length",
+        closed=closed,
+        temperature=1.0,
+    )
+    tree.add(interaction)
+    return interaction, output
+
+
+@pytest.mark.parametrize("leads", [False, True])
+@SLOW
+@given(turns=st.lists(st.tuples(texts.filter(bool), texts.filter(bool)), min_size=1, max_size=4))
+def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(leads, turns):
+    encoder, tree, prompt, read = encoder_of(leads=leads), InteractionTree(), "", []
+    for question, reply in turns:
+        prompt += question
+        interaction, output = complete(tree, encoder, prompt, reply)
+        ids = prompt_ids(tree, interaction)
+        assert ids[: len(read)] == read
+        assert encoder.decode(ids).removeprefix("<|endoftext|>" * leads) == prompt
+        read = ids + output
+        prompt += reply
+    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+
+
+@SLOW
+@given(turns=st.lists(st.tuples(texts.filter(bool), texts), min_size=1, max_size=4))
+def test_ids_that_go_on_have_their_parent(turns):
+    encoder, tree, prompt = encoder_of(leads=False), InteractionTree(), []
+    for question, reply in turns:
+        prompt += encoder.encode(question)
+        interaction, output = complete(tree, encoder, prompt, reply, closed=True)
+        assert prompt_ids(tree, interaction) == prompt
+        prompt = prompt + output
+    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+
+
+def test_the_longest_history_is_continued():
+    encoder, tree = encoder_of(leads=False), InteractionTree()
+    complete(tree, encoder, "a", "b")
+    longer, _ = complete(tree, encoder, "ab c", "d")
+    complete(tree, encoder, "a", "bc")
+    assert open_text_turn(tree, "ab cd e", encoder).parent is longer
+    assert open_text_turn(tree, "ab cd e", encoder).text == " e"
+    assert open_text_turn(tree, "x", encoder).parent is None
+
+
+def test_a_conversation_goes_on_as_its_text():
+    encoder, tree = encoder_of(leads=False), InteractionTree()
+    first = say(tree, [user("hi")], "hello")
+    text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\nSystem:"
+    turn = open_text_turn(tree, text, encoder)
+    assert (turn.parent, turn.text) == (first, "\nSystem:")
+
+
+def test_the_audit_shows_where_a_plain_prompt_was_split_by_the_model():
+    encoder, tree = encoder_of(leads=False), InteractionTree()
+    complete(tree, encoder, "What is 3 + 4?", "hello")
+    last, _ = complete(tree, encoder, "What is 3 + 4?hello and", "x")
+    (difference,) = audit_prompt(tree, last, TEMPLATE, encoder)
+    assert difference.recorded_text == difference.rendered_text == "hell"
