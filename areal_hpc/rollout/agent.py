@@ -7,6 +7,7 @@ import importlib
 import inspect
 import pkgutil
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
@@ -36,6 +37,14 @@ class Agent(Protocol):
             completion). Rewards must be finite.
         """
         ...
+
+
+class AgentWorkflow(ABC):
+    """A base for agents whose author likes one (the name is AReaL's); none is needed."""
+
+    @abstractmethod
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """See `Agent.run`."""
 
 
 def load_agent(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
+from areal_hpc.rollout.agent import EXTRA_KWARGS, AgentWorkflow, load_agent
 
 GOOD = """
 class Solver:
@@ -38,6 +38,16 @@ class Idle:
 solver = Solver(depth=4)
 depth = 3
 """
+
+
+class Derived(AgentWorkflow):
+    async def run(self, data: dict[str, object], **extra_kwargs: object) -> float:
+        return 1.0
+
+
+class Unfinished(AgentWorkflow):
+    pass
+
 
 numbers = itertools.count()
 
@@ -173,3 +183,9 @@ def test_quick_start_agent_fits_the_contract() -> None:
     agent = load_agent("examples.quickstart.agent.ArithmeticAgent", {"max_tokens": 8})
     assert vars(agent) == {"max_tokens": 8}
     assert "http_client" in EXTRA_KWARGS
+
+
+def test_an_agent_may_be_derived_from_the_base() -> None:
+    assert isinstance(load_agent(Derived, {}), Derived)
+    with pytest.raises(RecipeError, match="cannot be built"):
+        load_agent(Unfinished, {})
