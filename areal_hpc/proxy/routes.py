@@ -87,7 +87,7 @@ def _operation(
     kind = "object" if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
-        answer["text/event-stream"] = {"schema": {"type": "string"}}
+        answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
     refusal = {"application/json": {"schema": {"$ref": REFERENCE.format(name="Refusal")}}}
     operation: dict[str, Any] = {
         "responses": {

@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "fuzz.json"
-REQUESTS_A_ROUTE = 40
+REQUESTS_A_ROUTE = 60
 """Of each kind: as described, sound, and wrong."""
 SESSION_PLAYS = 400
 STEPS_A_PLAY = 40
