@@ -20,10 +20,12 @@ from areal_hpc.proxy.prompts import Drift, Prompt, PromptMaker
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
+from areal_hpc.proxy.resuming import Resumption
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest, Upstream
 from areal_hpc.session.tree import ABORTED
+from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,8 @@ RETRY_PAUSE_S = 0.2
 NO_TOKENS = Piece("", [], [], [])
 
 
-Attempt = Callable[[str, GenerateRequest, float], Awaitable[Generation]]
-"""(replica's URL, request, seconds left) -> what was generated there."""
+Attempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
+"""(replica, request, seconds left) -> what was generated there."""
 
 
 class ModelCaller:
@@ -48,6 +50,7 @@ class ModelCaller:
         parsers: SGLangParsers | None = None,
     ) -> None:
         self._prompts = PromptMaker(model, parsers, limits)
+        self._encoder = model.encoder
         self._limits = limits
         self._calls = 0
         """In flight."""
@@ -77,7 +80,7 @@ class ModelCaller:
         with self._in_flight(session):
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
-                [self._routed(prompt, choice, self._upstream.generate) for choice in range(call.n)]
+                [self._routed(prompt, choice, self._generate) for choice in range(call.n)]
             )
             said = [await self._parsed(prompt, generation.text) for generation in generations]
             return [
@@ -96,6 +99,11 @@ class ModelCaller:
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of a text (`PromptMaker.encode`)."""
         return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
+
+    async def _generate(
+        self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
+    ) -> Generation:
+        return await self._upstream.generate(replica.url, request, timeout_s)
 
     async def _parsed(self, prompt: Prompt, text: str) -> Said:
         if self._parsers is None or prompt.parsed_tools is None:
@@ -123,29 +131,36 @@ class ModelCaller:
 
     async def _speak(self, prompt: Prompt, choice: int, live: LiveAnswers) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
-        said, reader, spoke = Said(), None, False
+        said, reader, resumption = Said(), None, Resumption(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
             reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
 
         async def take(piece: Piece) -> None:
-            nonlocal spoke
-            spoke = True
             part = Said(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
             live.put(Delta(choice, part, piece))
 
-        async def generate(url: str, request: GenerateRequest, timeout_s: float) -> Generation:
+        async def generate(
+            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
+        ) -> Generation:
+            url, request = replica.url, resumption.request(whole)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
-            generation = await self._upstream.generate_live(url, request, timeout_s, take)
+            try:
+                generation = await self._upstream.generate_live(url, request, timeout_s, take)
+            except UpstreamLost as lost:
+                resumption.broken_off(lost.partial, replica, request)
+                raise
             if generation.finish_reason == ABORTED and not live.abandoned:
+                resumption.aborted(generation, request)
                 raise UpstreamLost(f"{url} broke the call off")
-            return generation
+            return resumption.whole(generation)
+
+        def may_repeat() -> bool:
+            return resumption.is_possible and not live.abandoned
 
         with self._in_flight(prompt.session):
             try:
-                generation = await self._routed(
-                    prompt, choice, generate, may_repeat=lambda: not spoke and not live.abandoned
-                )
+                generation = await self._routed(prompt, choice, generate, may_repeat)
                 if reader is not None:
                     rest = await reader.feed("", last=True)
                     said.add(rest)
@@ -167,15 +182,17 @@ class ModelCaller:
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> Generation:
         """Generate on the session's replica; on another one if that is lost."""
+        lost: set[int] = set()
         while True:
-            replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at)
+            replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at, lost)
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.began(replica)
             try:
-                return await attempt(replica.url, prompt.request(choice), timeout_s)
+                return await attempt(replica, prompt.request(choice), timeout_s)
             except UpstreamLost as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 self._router.lost(replica)
+                lost.add(replica.index)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise RequestRefused(503, f"the replica was lost: {error}") from error
             finally:

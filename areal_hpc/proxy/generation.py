@@ -28,6 +28,9 @@ Alternatives = list[tuple[float, int, str | None]] | None
 class UpstreamLost(Exception):
     """The server died, refused, or broke the call off: another one may answer it."""
 
+    partial: Partial | None = None
+    """What a stream had said by then; None if it was not sound, or nobody knows."""
+
 
 class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """SGLang's `sampling_params`; what is left out has SGLang's default."""
@@ -77,6 +80,8 @@ class _Meta(Struct):
     output_token_logprobs: list[tuple[float, int, str | None]] = field(default_factory=list)
     output_top_logprobs: list[Alternatives] | None = None
     cached_tokens: int = 0
+    weight_version: str = ""
+    """Of the server's weights as it answers."""
 
 
 class _Reply(Struct):
@@ -110,6 +115,36 @@ class Generation(Struct, frozen=True):
     cached_tokens: int
     top_logprobs: list[Alternatives]
     """Per output token, most likely first; empty unless asked for."""
+
+
+class Partial(Struct, frozen=True):
+    """What a stream said that ended too early."""
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[Alternatives]
+    versions: frozenset[str]
+    """Of the server's weights, as its pieces came."""
+    cached_tokens: int
+
+    def generation(self, where: str, version: str) -> Generation:
+        """The same as of a call that its server ended, sampled from one version.
+
+        Raises:
+            UpstreamLost: That is no version.
+        """
+        return Generation(
+            text=self.text,
+            output_ids=self.output_ids,
+            logprobs=self.logprobs,
+            spans=[VersionSpan(_packed(where, version), 0, len(self.output_ids))],
+            finish_reason=ABORTED,
+            closed=False,
+            stop_text=None,
+            cached_tokens=self.cached_tokens,
+            top_logprobs=self.top_logprobs,
+        )
 
 
 class Piece(Struct, frozen=True):
@@ -146,6 +181,23 @@ class PieceReader:
         self._output_ids: list[int] = []
         self._logprobs: list[tuple[float, int, str | None]] = []
         self._top_logprobs: list[Alternatives] = []
+        self._versions: set[str] = set()
+        self._cached_tokens = 0
+        self._is_sound = True
+
+    def partial(self) -> Partial | None:
+        """All that has been read, if it fits together."""
+        ids = [entry[1] for entry in self._logprobs]
+        if self._output_ids and not (self._is_sound and ids == self._output_ids):
+            return None
+        return Partial(
+            text=self._text,
+            output_ids=self._output_ids,
+            logprobs=[entry[0] for entry in self._logprobs],
+            top_logprobs=self._top_logprobs,
+            versions=frozenset(self._versions),
+            cached_tokens=self._cached_tokens,
+        )
 
     def read(self, data: bytes) -> tuple[Piece, Generation | None]:
         """Take in one event's data: what is new, and all of it once the stream has ended.
@@ -158,8 +210,11 @@ class PieceReader:
         """
         if data.startswith(b'{"error"'):
             raise _refused(self._where, data)
+        self._is_sound = False  # unless this comes to its end
         reply = _decoded(self._where, data)
         meta = reply.meta_info
+        self._versions.add(meta.weight_version)
+        self._cached_tokens = meta.cached_tokens
         count = meta.completion_tokens - len(self._output_ids)
         new_ids = reply.output_ids[len(reply.output_ids) - count :] if count > 0 else []
         new_logprobs = meta.output_token_logprobs[-count:] if count > 0 else []
@@ -174,23 +229,24 @@ class PieceReader:
             matched = meta.finish_reason.matched
             if isinstance(matched, str) and not repeats:
                 # The server cut the stop string off, but had already sent how it begins.
-                self._text = self._text[: len(self._text) - _begun(self._text, [matched])]
+                self._text = self._text[: len(self._text) - begun_chars(self._text, [matched])]
             meta.output_token_logprobs = self._logprobs
             meta.output_top_logprobs = self._top_logprobs
             whole = _whole(self._where, _Reply(self._text, self._output_ids, meta))
         logprobs = [entry[0] for entry in new_logprobs]
+        self._is_sound = True
         return Piece(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
 
     def _new_text(self, ended: bool) -> str:
         safe = len(self._text)
         if not ended:
-            safe -= _begun(self._text, self._stop)
+            safe -= begun_chars(self._text, self._stop)
         new = self._text[self._sent_chars : safe]
         self._sent_chars = max(safe, self._sent_chars)
         return new
 
 
-def _begun(text: str, stop: Sequence[str]) -> int:
+def begun_chars(text: str, stop: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a stop string."""
     longest = 0
     for one in stop:

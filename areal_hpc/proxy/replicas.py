@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 import aiohttp
+import msgspec
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
@@ -59,6 +60,10 @@ class CellReplicas:
             self._client = None
 
 
+class _ModelInfo(msgspec.Struct):
+    weight_version: str = ""
+
+
 class ListedReplicas:
     """Servers by address. One serves while `/ready` does not deny it.
 
@@ -72,21 +77,23 @@ class ListedReplicas:
 
     async def look(self) -> list[ReplicaView]:
         """All of them, asked at the same time."""
-        ready = await asyncio.gather(*(self._is_ready(url) for url in self._urls))
-        return [
-            ReplicaView(index, 1, "serving" if ready[index] else "starting", url)
-            for index, url in enumerate(self._urls)
-        ]
-
-    async def _is_ready(self, url: str) -> bool:
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
             self._http = aiohttp.ClientSession(timeout=timeout)
+        views = (self._view(self._http, index, url) for index, url in enumerate(self._urls))
+        return list(await asyncio.gather(*views))
+
+    async def _view(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
         try:
-            async with self._http.get(f"{url}/ready") as answer:
-                return answer.status < 500
-        except (aiohttp.ClientError, OSError):
-            return False
+            async with http.get(f"{url}/ready") as answer:
+                if answer.status >= 500:
+                    return ReplicaView(index, 1, "starting", url)
+            async with http.get(f"{url}/model_info") as answer:
+                info = await answer.read() if answer.status == 200 else b"{}"
+            version = msgspec.json.decode(info, type=_ModelInfo).weight_version
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+            return ReplicaView(index, 1, "failed", url)
+        return ReplicaView(index, 1, "serving", url, version)
 
     async def close(self) -> None:
         """Close pooled connections."""

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
+from collections.abc import Container
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.refusal import RequestRefused
@@ -57,12 +58,15 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
 
-    async def pick(self, session_id: str, give_up_at: float) -> ReplicaView:
+    async def pick(
+        self, session_id: str, give_up_at: float, avoid: Container[int] = ()
+    ) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
 
         Args:
             session_id: Whose call it is.
             give_up_at: `time.monotonic()` value after which waiting ends.
+            avoid: Indices of replicas that lost the call before; asked only if no other serves.
 
         Raises:
             RequestRefused: No replica served in time (503).
@@ -74,8 +78,9 @@ class Router:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
         home = self._home.get(session_id)
-        if home is None or home not in self._serving:
-            home = min(self._serving, key=lambda index: (self._load[index], index))
+        if home is None or home in avoid or home not in self._serving:
+            others = [index for index in self._serving if index not in avoid]
+            home = min(others or self._serving, key=lambda index: (self._load[index], index))
             self._home[session_id] = home
         return self._serving[home]
 

@@ -23,6 +23,7 @@ from areal_hpc.proxy.events import SessionDropped
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.relaying import GenerateRelay
 from areal_hpc.proxy.replicas import ReplicaSource
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
@@ -36,6 +37,9 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.05
 LISTEN_BACKLOG = 2048
 IDLE_CHECK_S = 5.0
+KEEP_ALIVE_S = 75
+"""An idle connection is closed after it. Clients must give up theirs earlier (httpx after 5 s,
+aiohttp after 15), or a request meets the closing of its connection."""
 GARBAGE_OBJECTS = 50_000
 """New objects after which the garbage collector looks. A reply alone makes hundreds."""
 
@@ -71,6 +75,9 @@ class ProxyService:
             book=recorder.book,
             caller=ModelCaller(model, self._router, self._upstream, recorder, limits, parsers),
             control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
+            relay=GenerateRelay(
+                self._router, self._upstream, model.encoder.vocab_size, limits.request_timeout_s
+            ),
         )
 
     async def run(self, listener: socket.socket, stop: StopRequest, drain_s: int) -> None:
@@ -90,6 +97,7 @@ class ProxyService:
                 proxy_headers=False,
                 server_header=False,
                 date_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=drain_s,
             )
         )

@@ -107,19 +107,35 @@ class Upstream:
         """
         reader = PieceReader(base_url, request.sampling.stop or ())
         url = f"{base_url}/generate"
-        async with (
-            self._guarded(base_url, request.rid, timeout_s),
-            self._http.post(url, data=request.body(stream=True)) as answer,
-        ):
-            if answer.status != 200:
-                _check(base_url, answer.status, await answer.read())
-            async for data in _events(answer.content):
-                piece, whole = reader.read(data)
-                if piece.output_ids or piece.text:
-                    await take(piece)
-                if whole is not None:
-                    return whole
-        raise UpstreamLost(f"{base_url} ended the stream early")
+        try:
+            async with (
+                self._guarded(base_url, request.rid, timeout_s),
+                self._http.post(url, data=request.body(stream=True)) as answer,
+            ):
+                if answer.status != 200:
+                    _check(base_url, answer.status, await answer.read())
+                async for data in _events(answer.content):
+                    piece, whole = reader.read(data)
+                    if piece.output_ids or piece.text:
+                        await take(piece)
+                    if whole is not None:
+                        return whole
+            raise UpstreamLost(f"{base_url} ended the stream early")
+        except UpstreamLost as lost:
+            lost.partial = reader.partial()
+            raise
+
+    async def relay(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
+        """The server's whole answer to a request that somebody else made.
+
+        Raises:
+            UpstreamLost: The server did not finish the call.
+            RequestRefused: It says the request is wrong, or took too long.
+        """
+        async with self._guarded(base_url, rid, timeout_s):
+            status, answer = await self._post(f"{base_url}/generate", body)
+        _check(base_url, status, answer)
+        return answer
 
     @asynccontextmanager
     async def _guarded(self, base_url: str, rid: str, timeout_s: float) -> AsyncIterator[None]:

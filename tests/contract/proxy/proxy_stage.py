@@ -80,6 +80,12 @@ class Stage:
         return self._log_path.read_text()
 
     @property
+    def pid(self) -> int:
+        """Of the proxy."""
+        assert self._process is not None
+        return self._process.pid
+
+    @property
     def url(self) -> str:
         endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
         assert endpoint is not None

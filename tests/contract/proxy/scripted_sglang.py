@@ -37,7 +37,7 @@ class Script:
     output_ids: list[int] | None = None
     """Instead of the canonical encoding of `text`."""
     fault: str = ""
-    """`hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up`: what goes wrong, once."""
+    """What goes wrong: `hang_up`, `500`, `400`, `garbage`, `abort`, `late_hang_up:<pieces>`."""
     piece_tokens: int = 1
     """Tokens in each piece of a stream."""
     piece_delay_s: float = 0.0
@@ -63,11 +63,15 @@ class ScriptedSGLang:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        app.router.add_get("/model_info", self._info)
         self._runner, self.url = await _listen(app, port)
 
     async def stop(self) -> None:
         assert self._runner is not None
         await self._runner.cleanup()
+
+    async def _info(self, request: web.Request) -> web.Response:
+        return web.json_response({"model_path": "tiny", "weight_version": self.version})
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])
@@ -100,12 +104,13 @@ class ScriptedSGLang:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
         whole = self._payload(body, script)
-        for piece in self.pieces(body, script):
+        for count, piece in enumerate(self.pieces(body, script), start=1):
             if body["rid"] in self.aborted:
                 piece = self._cut(whole, piece)
             await response.write(b"data: " + msgspec.json.encode(piece) + b"\n\n")
-            if script.fault == "late_hang_up":
+            if script.fault == f"late_hang_up:{count}":
                 assert request.transport is not None
+                await asyncio.sleep(0.05)  # so that what was written leaves
                 request.transport.abort()
                 return response
             if piece["meta_info"]["finish_reason"] is not None:

@@ -49,7 +49,8 @@ class LoneProxy:
         self.process.stdout.close()
 
     def kill(self):
-        self.process.kill()
+        if self.process.poll() is None:
+            self.process.kill()
         self.process.wait()
         self.process.stdout.close()
 
@@ -62,6 +63,20 @@ class LoneProxy:
         opened = self.post("/rl/start_session", {"task_id": "try"})
         assert opened.status_code == 200, opened.text
         return opened.json()["session_id"], opened.json()["api_key"]
+
+
+@pytest.fixture
+def lone():
+    """Starts proxies, and leaves none behind."""
+    started = []
+
+    def start(*args, **kwargs):
+        started.append(LoneProxy(*args, **kwargs))
+        return started[-1]
+
+    yield start
+    for proxy in started:
+        proxy.kill()
 
 
 @pytest.fixture
@@ -79,8 +94,8 @@ def sglang(loop):
     loop.run(server.stop())
 
 
-def test_it_records_what_an_agent_says_and_exports_it(tmp_path, sglang):
-    proxy = LoneProxy(tmp_path, sglang.url)
+def test_it_records_what_an_agent_says_and_exports_it(tmp_path, lone, sglang):
+    proxy = lone(tmp_path, sglang.url)
     assert proxy.key_file.stat().st_mode & 0o777 == 0o600
     assert f"{proxy.url}/rl/start_session" in proxy.welcome
     session_id, key = proxy.open_session()
@@ -97,8 +112,8 @@ def test_it_records_what_an_agent_says_and_exports_it(tmp_path, sglang):
     proxy.stop()
 
 
-def test_it_knows_no_tickets(tmp_path, sglang):
-    proxy = LoneProxy(tmp_path, sglang.url)
+def test_it_knows_no_tickets(tmp_path, lone, sglang):
+    proxy = lone(tmp_path, sglang.url)
     ref = {"ticket_id": 1, "attempt": 0}
     opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
     finished = proxy.post("/rl/finish_ticket", {"ref": ref, "session_ids": ["x"]})
@@ -107,13 +122,15 @@ def test_it_knows_no_tickets(tmp_path, sglang):
     proxy.stop()
 
 
-def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(tmp_path, sglang):
+def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(
+    tmp_path, lone, sglang
+):
     for name, arguments, status in (
         ("kept", ("--journal", str(tmp_path / "journal")), 200),
         ("lost", (), 401),
     ):
         (tmp_path / name).mkdir()
-        proxy = LoneProxy(tmp_path / name, sglang.url, arguments=arguments)
+        proxy = lone(tmp_path / name, sglang.url, arguments=arguments)
         _, key = proxy.open_session()
         first = proxy.post("/v1/chat/completions", {"messages": HELLO}, key).json()
         proxy.kill()
@@ -126,8 +143,8 @@ def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(tmp
     assert again[: len(first)] == first
 
 
-def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, sglang):
-    proxy = LoneProxy(tmp_path, sglang.url)
+def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, lone, sglang):
+    proxy = lone(tmp_path, sglang.url)
     _, key = proxy.open_session()
     sglang.script = lambda request: Script(delay_s=1.0)
     with ThreadPoolExecutor(1) as agent:
@@ -142,12 +159,12 @@ def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, sglan
     proxy.process.stdout.close()
 
 
-def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, loop):
+def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, lone, loop):
     late = ScriptedSGLang(byte_level_tokenizer())
     loop.run(late.start())
     url = late.url
     loop.run(late.stop())
-    proxy = LoneProxy(tmp_path, url)
+    proxy = lone(tmp_path, url)
     assert httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] == 0
     _, key = proxy.open_session()
     port = int(url.rpartition(":")[2])
@@ -155,6 +172,27 @@ def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, loop):
     assert proxy.post("/v1/chat/completions", {"messages": HELLO}, key).status_code == 200
     proxy.stop()
     loop.run(late.stop())
+
+
+def test_a_stream_goes_on_at_another_upstream(tmp_path, lone, loop, sglang):
+    other = ScriptedSGLang(byte_level_tokenizer())
+    loop.run(other.start())
+    proxy = lone(tmp_path, sglang.url, other.url)
+    while httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] < 2:
+        time.sleep(0.02)
+    for server in (sglang, other):
+        server.script = lambda request: Script("hello world the quick", fault="late_hang_up:3")
+    _, key = proxy.open_session()
+    with OpenAI(base_url=f"{proxy.url}/v1", api_key=key) as agent:
+        for chunk in agent.chat.completions.create(model="any", messages=HELLO, stream=True):
+            if chunk.choices and chunk.choices[0].delta.content:
+                for server in (sglang, other):
+                    server.script = lambda request: Script(" brown fox")
+    assert chunk.choices[0].finish_reason == "stop"
+    (first,), (second,) = sglang.requests, other.requests
+    assert len(second["input_ids"]) == len(first["input_ids"]) + 3
+    proxy.stop()
+    loop.run(other.stop())
 
 
 @pytest.mark.parametrize(

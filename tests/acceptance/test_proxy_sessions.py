@@ -1,0 +1,219 @@
+"""Many sessions at once through one proxy, and a proxy killed amid them.
+
+Writes benchmarks/results/proxy_sessions.json.
+"""
+
+import asyncio
+import json
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from areal_hpc.proxy.events import decode_event
+from areal_hpc.proxy.exporting import exported_interactions
+from areal_hpc.proxy.sessions import SessionBook
+from areal_hpc.session.audit import audit_prompt, prompt_ids
+from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.tree import ids_of
+from areal_hpc.shards.journal import read_journal
+from areal_hpc.wire.proxy import ExportReply, ExportRequest
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "proxy_sessions.json"
+SESSIONS, TURNS = 1000, 8
+KILLED_SESSIONS = 64
+TEXT = "hello world the quick brown fox jumps over lazy dog what is answer careful agent"
+WORDS = TEXT.split()
+pytestmark = pytest.mark.timeout(1500)
+
+
+def reply_to(request: dict[str, Any]) -> Script:
+    """Another one for each prompt."""
+    rng = random.Random(sum(request["input_ids"]) * 1009 + len(request["input_ids"]))
+    text = " ".join(rng.choices(WORDS, k=rng.randrange(1, 40)))
+    return Script(text, finish=rng.choice(["eos", "eos", "length"]), delay_s=rng.random() * 0.05)
+
+
+class Agent:
+    """Speaks turn by turn, and remembers every reply that it saw the end of."""
+
+    def __init__(self, number: int, session_id: str, key: str) -> None:
+        self.number = number
+        self.session_id = session_id
+        self._headers = {"authorization": f"Bearer {key}"}
+        self.messages: list[dict[str, Any]] = [
+            {"role": "system", "content": f"You are agent {number}."}
+        ]
+        self.seen: dict[str, str] = {}
+        self.errors = 0
+
+    async def speak(self, http: aiohttp.ClientSession, url: str, turns: int) -> None:
+        for turn in range(turns):
+            question = {"role": "user", "content": f"{WORDS[turn % 7]} {self.number} {turn}?"}
+            body = {"messages": [*self.messages, question], "max_tokens": 64}
+            async with http.post(
+                f"{url}/v1/chat/completions", json=body, headers=self._headers
+            ) as answer:
+                if answer.status != 200:
+                    self.errors += 1
+                    return
+                reply = await answer.json()
+            message = reply["choices"][0]["message"]
+            self.seen[reply["id"]] = message["content"]
+            self.messages += [question, {"role": "assistant", "content": message["content"]}]
+
+    async def end(self, http: aiohttp.ClientSession, url: str) -> None:
+        async with http.post(f"{url}/rl/end_session", json={}, headers=self._headers) as answer:
+            self.errors += answer.status != 200
+
+
+def open_agents(stage: Stage, count: int) -> list[Agent]:
+    return [Agent(number, *stage.open_session()) for number in range(count)]
+
+
+async def play(agents: list[Agent], url: str, turns: int) -> None:
+    """All at once."""
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        await asyncio.gather(*(agent.speak(http, url, turns) for agent in agents))
+
+
+async def end_all(agents: list[Agent], url: str) -> None:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=64)) as http:
+        await asyncio.gather(*(agent.end(http, url) for agent in agents))
+
+
+def remembered(stage: Stage) -> SessionBook:
+    """What the journal holds."""
+    (journal,) = stage.journal_dir.glob("*/journal")
+    book = SessionBook()
+    for record in read_journal(journal):
+        book.apply(decode_event(record.payload))
+    return book
+
+
+def memory_mb(stage: Stage, name: str) -> float:
+    (line,) = (
+        one
+        for one in Path(f"/proc/{stage.pid}/status").read_text().splitlines()
+        if one.startswith(f"{name}:")
+    )
+    return int(line.split()[1]) / 1024
+
+
+def write_results(**figures: object) -> None:
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    RESULTS.write_text(json.dumps({**known, **figures}, indent=2) + "\n")
+
+
+def export(stage: Stage, agent: Agent) -> ExportReply:
+    reply = stage.post("/export_trajectories", {"session_id": agent.session_id})
+    assert reply.status_code == 200, reply.text
+    return msgspec.json.decode(reply.content, type=ExportReply)
+
+
+def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, context_tokens=16384)
+    stage.sglang.script = reply_to
+    template = ChatTemplate.from_model_dir(stage.model_dir)
+    encoder = TokenEncoder.from_model_dir(stage.model_dir)
+    idle_mb, peaks_mb, seconds, errors, mismatches, interactions = 0.0, [], 0.0, 0, 0, 0
+    try:
+        idle_mb = memory_mb(stage, "VmRSS")
+        for _ in range(2):
+            stage.sglang.requests.clear()
+            agents = open_agents(stage, SESSIONS)
+            began = time.monotonic()
+            asyncio.run(play(agents, stage.url, TURNS))
+            seconds = time.monotonic() - began
+            book = remembered(stage)
+            sent = {tuple(request["input_ids"]) for request in stage.sglang.requests}
+            for agent in agents:
+                tree = book.sessions[agent.session_id].tree
+                assert [one.interaction_id for one in tree] == list(agent.seen)
+                for one in tree:
+                    interactions += 1
+                    read = prompt_ids(tree, one)
+                    mismatches += tuple(read) not in sent
+                    mismatches += bool(audit_prompt(tree, one, template, encoder))
+                    said = [*ids_of(one.output_ids)]
+                    if one.closed:
+                        said.pop()
+                    mismatches += encoder.decode(said) != agent.seen[one.interaction_id]
+            asyncio.run(end_all(agents, stage.url))
+            errors += sum(agent.errors for agent in agents)
+            for agent in agents:
+                assert len(export(stage, agent).interactions) >= 1
+            peaks_mb.append(memory_mb(stage, "VmHWM"))
+        health = stage.http.get(f"{stage.url}/healthz").json()
+        left_mb = memory_mb(stage, "VmRSS")
+    finally:
+        stage.close()
+    write_results(
+        sessions=SESSIONS,
+        turns=TURNS,
+        interactions_of_both_waves=interactions,
+        errors=errors,
+        token_mismatches=mismatches,
+        seconds_of_last_wave=round(seconds, 1),
+        proxy_mb_idle=round(idle_mb, 1),
+        proxy_mb_peak_by_wave=[round(peak, 1) for peak in peaks_mb],
+        proxy_mb_after_all=round(left_mb, 1),
+    )
+    assert (errors, mismatches, interactions) == (0, 0, 2 * SESSIONS * TURNS)
+    assert health["sessions"] == 0
+    assert peaks_mb[0] < 600
+    assert peaks_mb[1] < 1.15 * peaks_mb[0]
+
+
+async def play_until_killed(stage: Stage, agents: list[Agent], after_s: float) -> None:
+    timeout = aiohttp.ClientTimeout(total=None)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+        url = stage.url
+        speaking = [asyncio.ensure_future(agent.speak(http, url, 1000)) for agent in agents]
+        await asyncio.sleep(after_s)
+        await asyncio.to_thread(stage.kill_proxy)
+        for ended in await asyncio.gather(*speaking, return_exceptions=True):
+            assert isinstance(ended, aiohttp.ClientError), ended
+
+
+def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
+    stage = Stage(tmp_path, context_tokens=1 << 17)
+    stage.sglang.script = reply_to
+    seen = 0
+    try:
+        agents = open_agents(stage, KILLED_SESSIONS)
+        for kill in range(3):
+            asyncio.run(play_until_killed(stage, agents, after_s=1.5 + 0.4 * kill))
+            book = remembered(stage)
+            for agent in agents:
+                tree = book.sessions[agent.session_id].tree
+                for interaction_id, content in agent.seen.items():
+                    assert tree[interaction_id].reply["content"] == content
+            seen = sum(len(agent.seen) for agent in agents)
+            stage.start_proxy()
+        asyncio.run(play(agents, stage.url, 1))
+        assert sum(agent.errors for agent in agents) == 0
+        book = remembered(stage)
+        asyncio.run(end_all(agents, stage.url))
+        for agent in agents:
+            tree = book.sessions[agent.session_id].tree
+            expected = exported_interactions(tree, ExportRequest(agent.session_id))
+            assert export(stage, agent).interactions == expected
+    finally:
+        stage.close()
+    write_results(
+        killed_sessions=KILLED_SESSIONS,
+        kills=3,
+        replies_seen_before_the_last_kill=seen,
+        replies_seen_and_lost=0,
+    )
+    assert seen > 3 * KILLED_SESSIONS

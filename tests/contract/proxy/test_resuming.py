@@ -1,0 +1,135 @@
+"""Replicas die while they speak: another goes on, and what is recorded is what was sampled."""
+
+import time
+
+import pytest
+
+from areal_hpc.session.tree import ids_of
+from areal_hpc.wire.replicas import ReplicaView
+from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+
+BEGINNING, END = "hello world the quick", " brown fox jumps"
+ASK = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def pair(stage):
+    """The stage's server, which has the session, and another one."""
+    other = ScriptedSGLang(stage.tokenizer, version="1.1")
+    stage.loop.run(other.start())
+    stage.route_to(stage.sglang.url)
+    yield stage.sglang, other
+    stage.route_to(stage.sglang.url)
+    stage.loop.run(other.stop())
+
+
+def both_serve(stage, home, other, version="1.0"):
+    """`home` dies soon, so the relay calls it failed from then on."""
+    stage.relay.replicas = [
+        ReplicaView(0, 1, "serving", home.url, version),
+        ReplicaView(1, 1, "serving", other.url, "1.1"),
+    ]
+    polls = stage.relay.polls
+    while stage.relay.polls < polls + 2:
+        time.sleep(0.01)
+
+
+def speak(stage, key, **more):
+    """The text that came, whether it ended well, and the log-probabilities."""
+    text, error, logprobs = "", None, []
+    with stage.client(key).with_options(max_retries=0) as client:
+        stream = client.chat.completions.create(model="m", messages=ASK, stream=True, **more)
+        try:
+            for chunk in stream:
+                for choice in chunk.choices:
+                    text += choice.delta.content or ""
+                    if choice.logprobs is not None:
+                        logprobs += [one.logprob for one in choice.logprobs.content]
+        except Exception as caught:
+            error = caught
+    return text, error, logprobs
+
+
+def dies_after(pieces, **more):
+    return lambda request: Script(
+        BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2, **more
+    )
+
+
+def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(stage, pair):
+    home, other = pair
+    _, key = stage.open_session()
+    assert stage.chat(key, ASK).status_code == 200
+    home.script = dies_after(3)
+    other.script = lambda request: Script(END, piece_tokens=2)
+    both_serve(stage, home, other)
+    home.requests.clear()
+    text, error, logprobs = speak(stage, key, logprobs=True, max_tokens=50)
+    assert error is None
+    (first,), (second,) = home.requests, other.requests
+    said = second["input_ids"][len(first["input_ids"]) :]
+    assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
+    assert len(said) == 6
+    assert second["sampling_params"]["max_new_tokens"] == 50 - 6
+    assert second["sampling_params"]["sampling_seed"] == first["sampling_params"]["sampling_seed"]
+    recorded = stage.journaled(key)[-1]
+    ids = ids_of(recorded.output_ids).tolist()
+    end_ids = stage.tokenizer.encode(END, add_special_tokens=False).ids
+    assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
+    assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END
+    spans = [(span.version, span.start, span.end) for span in recorded.spans]
+    assert spans == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
+    expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids) + 1)]]
+    assert logprobs == pytest.approx(expected)
+    assert (recorded.finish_reason, recorded.closed) == ("stop", True)
+
+
+def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(stage, pair):
+    home, other = pair
+    _, key = stage.open_session()
+    versions = [("0.9", 0, 2), ("1.0", 2, 4)]
+    home.script = lambda request: Script("hello world", fault="abort", finish="length")
+    home.script = lambda request: Script(
+        "hello world", fault="abort", finish="length", versions=versions
+    )
+    other.script = lambda request: Script(END)
+    both_serve(stage, home, other)
+    text, error, _ = speak(stage, key)
+    assert error is None
+    assert text == "hello world" + END
+    (recorded,) = stage.journaled(key)
+    count = recorded.output_tokens
+    spans = [(span.version, span.start, span.end) for span in recorded.spans]
+    assert spans == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stop": ["quick brown"]},
+        {"frequency_penalty": 0.5},
+        {"extra_body": {"regex": ".*"}},
+    ],
+)
+def test_what_another_replica_cannot_go_on_with_ends_with_an_error(stage, pair, more):
+    home, other = pair
+    _, key = stage.open_session()
+    count = len(stage.tokenizer.encode(BEGINNING, add_special_tokens=False).ids)
+    home.script = dies_after((count + 1) // 2)
+    both_serve(stage, home, other)
+    text, error, _ = speak(stage, key, **more)
+    assert text
+    assert "was lost" in str(error)
+    assert other.requests == []
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
+
+
+def test_tokens_of_an_unknown_version_are_not_gone_on_with(stage, pair):
+    home, other = pair
+    _, key = stage.open_session()
+    home.script = dies_after(2)
+    both_serve(stage, home, other, version="0.9")  # the server says 1.0 by now
+    text, error, _ = speak(stage, key)
+    assert text
+    assert "was lost" in str(error)
+    assert other.requests == []
