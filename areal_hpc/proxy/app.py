@@ -22,6 +22,7 @@ from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
+from areal_hpc.proxy.relaying import GenerateRelay
 from areal_hpc.proxy.routes import (
     Handler,
     Result,
@@ -66,6 +67,7 @@ class ProxyApp:
         book: SessionBook,
         caller: ModelCaller,
         control: Control,
+        relay: GenerateRelay | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
         self._max_request_bytes = max_request_bytes
@@ -73,6 +75,7 @@ class ProxyApp:
         self._book = book
         self._caller = caller
         self._control = control
+        self._relay = relay
         self._guards: dict[str, Callable[[str], object]] = {
             "admin": self._require_admin,
             "session": self._session,
@@ -128,7 +131,9 @@ class ProxyApp:
             ),
             "/grant_capacity": admin(_ignoring_key(control.grant_capacity)),
             "/rl/set_reward": session(control.set_reward, wire.SetRewardRequest),
+            "/rl/record": session(control.record, wire.RecordRequest),
             "/rl/end_session": session(control.end_session),
+            "/generate": Route("POST", "session", self._generate),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -221,6 +226,12 @@ class ProxyApp:
         return handler
 
     # Routes -------------------------------------------------------------------------------
+
+    async def _generate(self, key: str, body: bytes) -> bytes:
+        session = self._open_session(key)
+        if self._relay is None:
+            raise RequestRefused(404, "there is no route /generate")
+        return await self._relay.generate(session, body)
 
     async def _health(self, key: str, body: bytes) -> bytes:
         return self._control.health()

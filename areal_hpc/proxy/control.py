@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from areal_hpc.proxy.events import (
+    InteractionAdded,
     RewardSet,
     SessionDropped,
     SessionEnded,
@@ -29,6 +30,7 @@ from areal_hpc.session.rewards import (
     final_reward,
     rewarded_interaction,
 )
+from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
     AwaitSessionRequest,
@@ -41,6 +43,8 @@ from areal_hpc.wire.proxy import (
     OfferReply,
     OfferRequest,
     ProxyHealth,
+    RecordReply,
+    RecordRequest,
     SealReply,
     SetRewardReply,
     SetRewardRequest,
@@ -176,6 +180,20 @@ class Control:
             raise RequestRefused(400, str(error), key="reward") from error
         self._recorder.record(RewardSet(session.session_id, interaction.interaction_id, reward))
         return msgspec.json.encode(SetRewardReply(interaction.interaction_id))
+
+    def record(self, session: Session, body: bytes) -> bytes:
+        """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
+        request = _decode(body, RecordRequest)
+        if session.ended:
+            raise RequestRefused(403, "the session has ended")
+        for raw in request.interactions:
+            one = _decode(bytes(raw), Interaction)
+            if one.interaction_id in session.tree:
+                continue
+            if one.parent_id is not None and one.parent_id not in session.tree:
+                raise RequestRefused(400, f"no interaction {one.parent_id!r}", key="interactions")
+            self._recorder.record(InteractionAdded(session.session_id, one))
+        return msgspec.json.encode(RecordReply(len(session.tree)))
 
     def end_session(self, session: Session, body: bytes) -> bytes:
         """Close the session to requests. Repeating it is harmless."""

@@ -17,6 +17,7 @@ from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rollout.visit import await_visit
+from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
@@ -91,8 +92,10 @@ class Driver:
             "valid": SamplingDefaults(**evaluation_sampling.model_dump()),
         }
         how = rollout.agent
+        # The clients of a workflow have passed rewards back already.
+        discount = 0.0 if isinstance(agent, RolloutWorkflow) else how.turn_discount
         self._export = ExportSettings(
-            how.export_style, how.turn_discount, how.credit, how.drop_retry_orphans
+            how.export_style, discount, how.credit, how.drop_retry_orphans
         )
         self._agent = agent
         self._tasks = tasks

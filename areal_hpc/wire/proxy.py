@@ -9,6 +9,7 @@ sessions of their own, end them and export them; those routes and names are ARea
 |--------------------|---------|---------------------|---------------------|
 | /rl/start_session  | admin   | StartSessionRequest | StartSessionReply   |
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
+| /rl/record         | session | RecordRequest       | RecordReply         |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
 | /rl/offer_session  | admin   | OfferRequest        | OfferReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from msgspec import Struct, field
+from msgspec import Raw, Struct, field
 
 from areal_hpc.wire.ledger import TicketRef
 
@@ -117,6 +118,19 @@ class SetRewardReply(Struct, frozen=True):
     """Where the reward went."""
 
     interaction_id: str
+
+
+class RecordRequest(Struct, frozen=True):
+    """Model calls that a client within the driver recorded, each after the one it extends."""
+
+    interactions: list[Raw]
+    """`session.tree.Interaction` in JSON."""
+
+
+class RecordReply(Struct, frozen=True):
+    """How many interactions the session has now."""
+
+    interaction_count: int
 
 
 class EndSessionReply(Struct, frozen=True):

@@ -17,6 +17,7 @@ from areal_hpc.rollout.driver import Driver, Peers
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.telemetry import EventLog, read_json_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings
@@ -144,6 +145,20 @@ def test_the_recipe_decides_how_sessions_become_rows(tmp_path: Path) -> None:
     cell.run()
     settings = {session.started.export for session in cell.proxy.sessions.values()}
     assert settings == {ExportSettings("individual", 0.9, "arrival", True)}
+
+
+class Workflow(RolloutWorkflow):
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        raise NotImplementedError("nothing is exported here")
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        return await Steady().run(data, **extra_kwargs)
+
+
+def test_a_workflows_own_discount_is_not_applied_again(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Workflow(), tickets(1), agent={"turn_discount": 0.9})
+    cell.run()
+    assert {one.started.export.turn_discount for one in cell.proxy.sessions.values()} == {0.0}
 
 
 def test_slots_are_kept_busy_and_never_exceeded(tmp_path: Path) -> None:

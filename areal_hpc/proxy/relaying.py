@@ -1,0 +1,66 @@
+"""`/generate` of a session: for clients in a driver that make and record their own model calls."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+
+from areal_hpc.proxy.generation import UpstreamLost
+from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.routing import Router
+from areal_hpc.proxy.sessions import Session
+from areal_hpc.proxy.upstream import Upstream
+
+
+class _Request(msgspec.Struct):
+    """What must be known of a request that is passed on as it is."""
+
+    input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+    rid: Annotated[str, msgspec.Meta(min_length=1)]
+    stream: bool = False
+
+
+class GenerateRelay:
+    """Passes requests of sessions on to the replica that each session sticks to."""
+
+    def __init__(
+        self, router: Router, upstream: Upstream, vocab_size: int, timeout_s: float
+    ) -> None:
+        self._router = router
+        self._upstream = upstream
+        self._vocab_size = vocab_size
+        self._timeout_s = timeout_s
+
+    async def generate(self, session: Session, body: bytes) -> bytes:
+        """The replica's answer.
+
+        Raises:
+            RequestRefused: The request is none for this model; or (502) the replica was lost, and
+                another will answer when the request is repeated.
+        """
+        try:
+            request = msgspec.json.decode(body, type=_Request)
+        except msgspec.DecodeError as error:
+            raise RequestRefused(400, str(error)) from error
+        if request.stream:
+            raise RequestRefused(400, "replies are passed on whole", key="stream")
+        # SGLang dies of an id outside its vocabulary.
+        if not request.input_ids or max(request.input_ids) >= self._vocab_size:
+            message = f"expected ids below {self._vocab_size}, and one at least"
+            raise RequestRefused(400, message, key="input_ids")
+        give_up_at = time.monotonic() + self._timeout_s
+        replica = await self._router.pick(session.session_id, give_up_at)
+        left_s = max(1.0, give_up_at - time.monotonic())
+        self._router.began(replica)
+        session.in_flight += 1
+        try:
+            return await self._upstream.relay(replica.url, request.rid, body, left_s)
+        except UpstreamLost as lost:
+            self._router.lost(replica)
+            raise RequestRefused(502, f"the replica was lost: {lost}") from lost
+        finally:
+            session.in_flight -= 1
+            session.touch()
+            self._router.ended(replica)

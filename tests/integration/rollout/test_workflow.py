@@ -1,0 +1,124 @@
+"""A workflow with clients of its own: what they recorded becomes the episode's rows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_hpc.rollout.agent import load_agent
+from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.subproc import SubprocessAgent
+from areal_hpc.rollout.workflow import RolloutWorkflow
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest, SamplingDefaults
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import CELL
+
+PATH = "examples.frameworks.recording_clients.TwoTries"
+TASK = {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"}
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    stage = Stage(tmp_path_factory.mktemp("stage"))
+    yield stage
+    stage.close()
+
+
+def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
+    spec = EpisodeSpec(
+        task_id="train",
+        data=dict(TASK),
+        ref=TicketRef(ticket_id, 0),
+        episode=0,
+        sampling=SamplingDefaults(),
+        seed=1,
+        timeout_s=60.0,
+        export=ExportSettings("individual", turn_discount=0.0),  # as a driver asks for workflows
+    )
+
+    async def episode() -> EpisodeOutcome:
+        peer = Peer(stage.layout.rendezvous_dir, f"proxy-{CELL}", stage.admin_key)
+        http_client = open_http_client(30.0)
+        try:
+            return await run_episode(spec, agent, peer, http_client)
+        finally:
+            await http_client.aclose()
+            await peer.close()
+
+    return asyncio.run(episode())
+
+
+def test_rows_are_what_the_clients_exported(stage: Stage) -> None:
+    agent = load_agent(PATH, {"tokenizer": str(stage.model_dir)})
+    stage.sglang.requests.clear()
+    outcome = play(stage, agent, 1)
+    assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason
+    request = FinishTicketRequest(TicketRef(1, 0), [outcome.session_id])
+    assert stage.post("/rl/finish_ticket", request).json() == {"rows": 4}
+    assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
+    (settled,) = stage.ledger.settled
+    assert sorted(settled.rewards) == [pytest.approx(0.9), pytest.approx(0.9), 1.0, 1.0]
+    rows = ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows)
+    prompts = sorted(request["input_ids"] for request in stage.sglang.requests)
+    read = [row.input_ids_T[: np.argmax(row.loss_mask_T)].tolist() for row in rows]
+    assert sorted(read) == prompts
+    assert {row.meta["splices"][-1] for row in rows} == {"root", "spliced"}
+
+
+class Mistaken(RolloutWorkflow):
+    """Returns something that no client exported."""
+
+    def __init__(self, returned: Any) -> None:
+        self.returned = returned
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        return self.returned
+
+
+@pytest.mark.parametrize("returned", [None, {}, {"id": 1.0}, 0.5])
+def test_what_no_client_exported_fails_the_episode(stage: Stage, returned: Any) -> None:
+    outcome = play(stage, load_agent(Mistaken(returned), {}), 2)
+    assert outcome.status == "failed"
+    assert "arun_episode returned" in outcome.reason
+
+
+def test_a_workflow_is_not_run_elsewhere_than_in_the_driver(stage: Stage) -> None:
+    agent = SubprocessAgent(PATH, {"tokenizer": str(stage.model_dir)}, 1)
+    outcome = play(stage, agent, 3)
+    agent.close()
+    assert "mode=inline" in outcome.reason
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"input_ids": [10**6]}, "input_ids"),
+        ({"input_ids": []}, "input_ids"),
+        ({"stream": True}, "stream"),
+    ],
+)
+def test_ids_that_would_kill_the_engine_never_reach_it(
+    stage: Stage, more: dict[str, Any], param: str
+) -> None:
+    _, key = stage.open_session()
+    body = {"input_ids": [5], "rid": "r", "sampling_params": {}, **more}
+    answer = stage.post("/generate", body, key)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_an_interaction_needs_the_one_it_extends(stage: Stage) -> None:
+    _, key = stage.open_session(TicketRef(4, 0))
+    stage.ask(key, "hi")
+    (one,) = stage.journaled(key)
+    orphan = msgspec.structs.replace(one, interaction_id="orphan", parent_id="nobody")
+    answer = stage.post("/rl/record", {"interactions": [orphan]}, key)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "interactions")
