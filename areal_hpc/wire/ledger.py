@@ -19,20 +19,22 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 TRAIN: Literal["train"] = "train"
 EVAL: Literal["eval"] = "eval"
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+"""A number that a journal can hold. JSON knows wider ones."""
 
 
 class TicketRef(Struct, frozen=True):
     """One issue of one ticket. Evaluation tickets count from 0 within their `eval_step`."""
 
-    ticket_id: int
-    attempt: int
-    eval_step: int = -1
+    ticket_id: Int64
+    attempt: Int64
+    eval_step: Int64 = -1
     """-1 for a training ticket, else the step whose weights are evaluated."""
 
 

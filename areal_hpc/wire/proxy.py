@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from msgspec import Raw, Struct, field
 
-from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.ledger import Int64, TicketRef
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -34,8 +34,8 @@ class SamplingDefaults(Struct, frozen=True):
 
     temperature: float = 1.0
     top_p: float = 1.0
-    top_k: int = -1
-    max_new_tokens: int = 512
+    top_k: Int64 = -1
+    max_new_tokens: Int64 = 512
 
 
 class ExportSettings(Struct, frozen=True):
@@ -52,9 +52,9 @@ class StartSessionRequest(Struct, frozen=True):
 
     task_id: str
     ref: TicketRef | None = None
-    episode: int = 0
+    episode: Int64 = 0
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
-    seed: int = 0
+    seed: Int64 = 0
     export: ExportSettings = field(default_factory=ExportSettings)
     api_key: str = ""
     """The key the session shall have; a new one when empty. Not kept."""

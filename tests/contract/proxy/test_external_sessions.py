@@ -143,3 +143,10 @@ def test_sessions_are_limited_and_the_limit_can_be_raised(tmp_path):
 def test_an_unknown_style_is_a_fault_of_the_request(stage, style):
     opened = start(stage).json()
     assert export(stage, opened["session_id"], style=style).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["seed", "episode"])
+def test_numbers_that_no_journal_could_hold_are_refused(stage, field):
+    answer = stage.post("/rl/start_session", {"task_id": "try", field: 2**70})
+    assert answer.status_code == 400
+    assert field in answer.json()["error"]["message"]
