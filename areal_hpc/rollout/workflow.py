@@ -66,7 +66,7 @@ def _recorded(exported: object) -> list[Interaction]:
     Raises:
         AgentError: This is not what a client exports.
     """
-    rows = list(exported.values()) if isinstance(exported, Mapping) else [exported]
+    rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
     if not all(hasattr(row, "plan") for row in rows):
         raise AgentError(
             f"arun_episode returned {exported!r:.200}, expected what export_interactions returns"
