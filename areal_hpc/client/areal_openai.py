@@ -17,6 +17,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from areal_hpc.client.engine import Engine, EngineRouter
+from areal_hpc.client.parsers import shared_parsers
 from areal_hpc.client.recorded import RecordedInteraction
 from areal_hpc.client.tokenizer import session_tokenizer
 from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
@@ -51,6 +52,8 @@ class ArealOpenAI(AsyncOpenAI):
         engine_max_tokens: Longest prompt plus reply; as the tokenizer says when None.
         chat_template_type: `concat` permits the export of that name. Tokens of earlier turns
             are re-used verbatim in both.
+        serve_python: Interpreter of SGLang's environment, where the parsers run; `auto`: the
+            checkout's own.
         request_timeout_s: Longest time one call may take.
     """
 
@@ -63,6 +66,7 @@ class ArealOpenAI(AsyncOpenAI):
         engine_max_tokens: int | None = None,
         chat_template_type: Literal["hf", "concat"] = "hf",
         *,
+        serve_python: str = "auto",
         request_timeout_s: float = 3600.0,
     ) -> None:
         if chat_template_type not in ("hf", "concat"):
@@ -86,7 +90,7 @@ class ArealOpenAI(AsyncOpenAI):
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
         self._is_discounted = False
-        app = _InProcessApp(self._engine, model, recorder, request_timeout_s)
+        app = _InProcessApp(self._engine, model, recorder, serve_python, request_timeout_s)
         super().__init__(
             api_key=key,
             base_url=BASE_URL,
@@ -223,11 +227,13 @@ class _InProcessApp:
         engine: Engine,
         model: ServedModel,
         recorder: VolatileRecorder,
+        serve_python: str,
         request_timeout_s: float,
     ) -> None:
         self._engine = engine
         self._model = model
         self._recorder = recorder
+        self._serve_python = serve_python
         self._request_timeout_s = request_timeout_s
         self._app: ProxyApp | None = None
 
@@ -240,12 +246,14 @@ class _InProcessApp:
         recorder, router = self._recorder, EngineRouter(self._engine.url)
         upstream = self._engine.upstream()
         limits = ProxyConfig(request_timeout_s=self._request_timeout_s)
+        model = self._model
+        parsers = shared_parsers(model.tool_call_parser, model.reasoning_parser, self._serve_python)
         return ProxyApp(
             admin_key=new_key(),
             max_request_bytes=MOST_REQUEST_BYTES,
-            model=self._model,
+            model=model,
             book=recorder.book,
-            caller=ModelCaller(self._model, router, upstream, recorder, limits),
+            caller=ModelCaller(model, router, upstream, recorder, limits, parsers),
             control=Control(recorder, router, None, max_sessions=1),
         )
 

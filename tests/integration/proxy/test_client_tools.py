@@ -1,0 +1,52 @@
+"""Clients in a process share one process of SGLang's parsers, and get tool calls taken apart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_hpc.client.areal_openai import ArealOpenAI
+from areal_hpc.client.parsers import close_parsers
+from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+from tests.integration.proxy.test_tool_calls import ADD, CALL, QUESTION
+from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
+
+
+def parser_processes() -> int:
+    children = psutil.Process().children(recursive=True)
+    return sum("areal_hpc.inference.reply_parsers" in child.cmdline() for child in children)
+
+
+def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path / "model")
+
+    async def ask(url: str) -> Any:
+        client = ArealOpenAI(url, model_dir, tool_call_parser="qwen25", reasoning_parser="qwen3")
+        create = client.chat.completions.create
+        reply = await create(model="m", messages=QUESTION, tools=[ADD], tool_choice="required")
+        await client.close()
+        (row,) = client.export_interactions().values()
+        return reply.choices[0], row.output_message_list[0]
+
+    async def play() -> None:
+        said = Script(f"<think>\nadd them\n</think>\n\n{CALL}")
+        server = ScriptedSGLang(byte_level_tokenizer(), lambda request: said)
+        await server.start()
+        for choice, recorded in await asyncio.gather(ask(server.url), ask(server.url)):
+            (call,) = choice.message.tool_calls
+            assert json.loads(call.function.arguments) == {"x": 3, "y": 4}
+            assert (choice.finish_reason, choice.message.reasoning_content) == (
+                *("tool_calls", "add them"),
+            )
+            assert recorded["tool_calls"][0]["function"]["name"] == "add"
+        assert "structural_tag" in server.requests[0]["sampling_params"]
+        assert parser_processes() == 1
+        await close_parsers()
+        assert parser_processes() == 0
+        await server.stop()
+
+    asyncio.run(asyncio.wait_for(play(), 100))
