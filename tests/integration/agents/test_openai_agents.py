@@ -1,10 +1,9 @@
 """The OpenAI Agents SDK: a tool, and hand-offs, over chat completions and over responses."""
 
-import pytest
-
 from tests.integration.agents.theatre import (
     FORCED,
     INDIVIDUAL,
+    Scene,
     Theatre,
     assert_a_tool_was_used,
 )
@@ -14,18 +13,25 @@ INSTRUCTIONS = ["hand sums over", "then hand over", "check solutions"]
 TRANSFERS = ["transfer_to_solver", "transfer_to_checker"]
 
 
-@pytest.mark.parametrize("use_responses", [False, True], ids=["chat", "responses"])
-def test_a_tool_and_a_team_are_recorded_turn_by_turn(theatre: Theatre, use_responses: bool) -> None:
-    kwargs = {**FORCED, "use_responses": use_responses}
-    tool, team = theatre.play(
+def test_tools_and_teams_are_recorded_turn_by_turn_in_both_dialects(theatre: Theatre) -> None:
+    styles = [{**FORCED, "use_responses": use_responses} for use_responses in (False, True)]
+    scenes = theatre.play(
         "frameworks",
-        {"workflow": f"{SDK}.ToolAgent", "kwargs": kwargs},
-        {"workflow": f"{SDK}.TeamAgent", "kwargs": kwargs, "export": INDIVIDUAL},
+        *({"workflow": f"{SDK}.ToolAgent", "kwargs": style} for style in styles),
+        *(
+            {"workflow": f"{SDK}.TeamAgent", "kwargs": style, "export": INDIVIDUAL}
+            for style in styles
+        ),
     )
-    assert_a_tool_was_used(tool)
-    prefix = "resp_" if use_responses else "chatcmpl-"
-    assert all(turn.interaction_id.startswith(prefix) for turn in (*tool.turns, *team.turns))
+    for scene, prefix in zip(scenes, ["chatcmpl-", "resp_"] * 2, strict=True):
+        assert all(turn.interaction_id.startswith(prefix) for turn in scene.turns)
+    for tool in scenes[:2]:
+        assert_a_tool_was_used(tool)
+    for team in scenes[2:]:
+        assert_a_team_handed_over(team)
 
+
+def assert_a_team_handed_over(team: Scene) -> None:
     # Each agent of the team has instructions of its own, so each begins a conversation ...
     assert [turn.parent_id for turn in team.turns] == [None, None, None]
     for turn, instructions in zip(team.turns, INSTRUCTIONS, strict=True):
