@@ -44,7 +44,7 @@ pytestmark = [
 ]
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "fuzz.json"
-REQUESTS_A_ROUTE = 60
+REQUESTS_A_ROUTE = 40
 """Of each kind: as described, sound, and wrong."""
 SESSION_PLAYS = 400
 STEPS_A_PLAY = 40
@@ -58,8 +58,12 @@ SOUND: dict[str, dict[str, Any]] = {
     "/responses": {"input": "hello"},
     "/rl/set_reward": {"reward": 1.0},
     "/rl/start_session": {"task_id": "try"},
+    "/rl/offer_session": {"session": {"task_id": "try"}, "task": {}, "wait_s": 0.01},
+    "/rl/await_session": {"session_id": "none", "wait_s": 0.01},
 }
 """What makes a request a sound one, whatever else it has."""
+LONG_POLLS = ("/rl/offer_session", "/rl/await_session")
+"""Routes that keep a request as long as it says."""
 HANG_S = 10.0
 """A request that takes longer counts as one that hangs: the scripted model needs milliseconds."""
 CHECKS = [
@@ -108,11 +112,10 @@ def test_no_request_breaks_the_proxy(stage: Stage) -> None:
     began = time.monotonic()
     routes = {one.path: fuzz(stage, one) for one in operations(stage)}
     total = sum((Counter(counts) for counts in routes.values()), Counter())
-    assert total["answered"] > 500
-    assert total["refused"] > 500
+    assert total["200"] > 500
+    assert total.total() - total["200"] > 500
     seconds = round(time.monotonic() - began, 1)
-    summary = {"hangs": 0, "server_errors": 0, "requests": total["answered"] + total["refused"]}
-    write("requests", {**summary, "routes": routes, "seconds": seconds})
+    write("requests", {"by_status": total, "by_route": routes, "seconds": seconds})
     assert stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"] == 0
 
 
@@ -127,11 +130,16 @@ def fuzz(stage: Stage, operation: Any) -> dict[str, int]:
         answer = case.call(base_url=stage.url, headers=headers, timeout=HANG_S)
         assert answer.status_code < 500, (case.path, case.body, answer.text)
         case.validate_response(answer, checks=CHECKS, headers=headers)
-        counts["answered" if answer.status_code == 200 else "refused"] += 1
+        counts[str(answer.status_code)] += 1
+
+    def send_allowed(case: Any) -> None:
+        if operation.path in LONG_POLLS:
+            case.body["wait_s"] = 0.01
+        send(case)
 
     allowed = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     examples = settings(QUIET, max_examples=REQUESTS_A_ROUTE)
-    examples(given(allowed)(send))()
+    examples(given(allowed)(send_allowed))()
     if not operation.body:
         return dict(counts)
     wrong = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
@@ -150,9 +158,8 @@ def fuzz(stage: Stage, operation: Any) -> dict[str, int]:
 
 def key_for(stage: Stage, path: str) -> str:
     """A key that opens the route; sessions are new, so that each request finds one open."""
-    if path in ("/rl/start_session", "/rl/finish_ticket", "/rl/seal"):
-        return stage.admin_key
-    if path in ("/export_trajectories", "/grant_capacity"):
+    by_session = path in ("/rl/set_reward", "/rl/end_session")
+    if not by_session and path.startswith(("/rl/", "/export_trajectories", "/grant_capacity")):
         return stage.admin_key
     _, key = stage.open_session()
     if path == "/rl/set_reward":
@@ -335,8 +342,10 @@ def machine(stage: Stage, counts: Counter[str]) -> type[RuleBasedStateMachine]:
             if style == "individual":
                 for reply_id in session.replies:
                     reward = rows[reply_id]["reward"] or 0.0
-                    assert reward == session.rewards.get(reply_id, 0.0), reply_id
-                    counts["rewards_exported"] += reply_id in session.rewards
+                    expected = session.rewards.get(reply_id, 0.0)
+                    counts["rewards_expected"] += expected != 0.0
+                    counts["rewards_exported"] += expected != 0.0 and reward == expected
+                    assert reward == expected, reply_id
             assert post("/rl/set_reward", {"reward": 1.0}, session.key).status_code == 401
 
         def teardown(self) -> None:
@@ -356,6 +365,4 @@ def test_no_order_of_calls_loses_a_reward(stage: Stage) -> None:
     while stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"]:
         assert time.monotonic() < give_up_at, "a call hangs"
         time.sleep(0.05)
-    seconds = round(time.monotonic() - began, 1)
-    found = {"server_errors": 0, "lost_rewards": 0, "hangs": 0}
-    write("sessions", {**counts, **found, "seconds": seconds})
+    write("sessions", {**counts, "seconds": round(time.monotonic() - began, 1)})
