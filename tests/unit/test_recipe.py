@@ -66,6 +66,19 @@ def test_values_that_do_not_fit_together_are_all_reported() -> None:
     assert "n_samples=1" in message
 
 
+def test_an_agent_is_named_unless_programs_come() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, ["rollout.workflow=''"])
+    assert [problem.key for problem in caught.value.problems] == ["rollout.workflow"]
+    online = "rollout.agent.mode=online"
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, [online])
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["rollout.workflow", "valid_dataset"]
+    recipe = load(QUICKSTART, [online, "rollout.workflow=''", "valid_dataset=null"])
+    assert recipe.rollout.workflow == ""
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
