@@ -42,6 +42,10 @@ class Process:
     def pid(self) -> int:
         return self._child.pid
 
+    @property
+    def is_alive(self) -> bool:
+        return self._child.poll() is None
+
     def line(self) -> str:
         """The next one that it prints."""
         assert self._child.stdout is not None
@@ -187,7 +191,11 @@ def start_litellm(upstream: Address, folder: Path, port: int) -> tuple[LiteLLM, 
         *(str(python.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1"),
         *("--port", str(port), "--num_workers", "1", "--telemetry", "False"),
     ]
-    env = {"LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    env = {
+        "LITELLM_LOG": "ERROR",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would ask the internet
+        "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # the easiest work for it
+    }
     process = Process(argv, folder / "litellm.log", core=CORES[0], **env)
     give_up_at = time.monotonic() + LITELLM_START_S
     while True:
@@ -195,9 +203,9 @@ def start_litellm(upstream: Address, folder: Path, port: int) -> tuple[LiteLLM, 
             urllib.request.urlopen(f"http://127.0.0.1:{port}/health/liveliness", timeout=2).close()
             break
         except OSError:
-            if time.monotonic() > give_up_at:
+            if time.monotonic() > give_up_at or not process.is_alive:
                 process.stop()
-                raise
+                raise RuntimeError((folder / "litellm.log").read_text()[-2000:]) from None
             time.sleep(0.5)
     address = Address("127.0.0.1", port)
     return LiteLLM(process, address), LiteLLMLogprobs(process, address)

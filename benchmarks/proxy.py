@@ -73,9 +73,10 @@ Point = tuple[str, str, int]
 class Bench:
     """The parts that last for all rounds."""
 
-    def __init__(self, folder: Path, *, litellm_port: int | None, share: float) -> None:
+    def __init__(self, folder: Path, share: float) -> None:
         self._folder = folder
         self._share = share
+        self._processes: list[Process] = []
         texts = Texts(seed=0)
         self.model_dir = texts.write_model_dir(folder / "model", CONTEXT_TOKENS)
         self.reply, answers = _reply(texts)
@@ -87,16 +88,18 @@ class Bench:
         log = folder / "servers.log"
         written = answers.write(folder / "answers.json")
         server, self.upstream = start_server("upstream", str(written), log, core=CORES[-1])
+        self._processes.append(server)
         url = f"http://{self.upstream.host}:{self.upstream.port}"
         relay, relay_address = start_server("relay", url, log, core=CORES[0])
+        self._processes.append(relay)
         self.lasting: list[Side] = [Direct(server, self.upstream), Floor(relay, relay_address)]
-        self._processes: list[Process] = [server, relay]
-        if litellm_port is not None:
-            sides = start_litellm(self.upstream, folder, litellm_port)
-            self.lasting += sides
-            self._processes.append(sides[0].process)
         self.samples: dict[Point, list[Sample]] = defaultdict(list)
         self.turns_us: dict[int, list[float]] = defaultdict(list)
+
+    def add_litellm(self, port: int) -> None:
+        sides = start_litellm(self.upstream, self._folder, port)
+        self.lasting += sides
+        self._processes.append(sides[0].process)
 
     def _count(self, dialogues: int) -> int:
         return max(1, round(dialogues * self._share))
@@ -243,8 +246,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         port = None if arguments.no_litellm else arguments.litellm_port
-        bench = Bench(Path(folder), litellm_port=port, share=arguments.share)
+        bench = Bench(Path(folder), arguments.share)
         try:
+            if port is not None:
+                bench.add_litellm(port)
             uvloop.run(measure(bench, arguments.rounds))
         finally:
             bench.close()
