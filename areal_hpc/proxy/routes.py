@@ -90,11 +90,12 @@ def _operation(
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
     refusal = {"application/json": {"schema": {"$ref": REFERENCE.format(name="Refusal")}}}
     operation: dict[str, Any] = {
+        "x-opened-by": route.opened_by,
         "responses": {
             "200": {"description": "The answer.", "content": answer},
             "4XX": {"description": "The request is at fault.", "content": refusal},
             "5XX": {"description": "The moment is at fault.", "content": refusal},
-        }
+        },
     }
     if route.opened_by != "anyone":
         operation["security"] = [{name: []} for name in _KEYS]
