@@ -111,7 +111,7 @@ async def upstream(answers: Path) -> None:
     bodies = {
         name: json.dumps(one).encode() for name, one in json.loads(answers.read_text()).items()
     }
-    bodies["nothing"] = b""
+    bodies["nothing"] = b"{}"
     _Upstream.answers = {
         name: b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
         % (len(body), body)

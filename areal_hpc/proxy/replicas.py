@@ -64,6 +64,14 @@ class _ModelInfo(msgspec.Struct):
     weight_version: str = ""
 
 
+def _version_in(info: bytes) -> str:
+    """Nothing if it does not say: then no reply that it began can be gone on with."""
+    try:
+        return msgspec.json.decode(info, type=_ModelInfo).weight_version
+    except msgspec.DecodeError:
+        return ""
+
+
 class ListedReplicas:
     """Servers by address. One serves while `/ready` does not deny it.
 
@@ -90,10 +98,9 @@ class ListedReplicas:
                     return ReplicaView(index, 1, "starting", url)
             async with http.get(f"{url}/model_info") as answer:
                 info = await answer.read() if answer.status == 200 else b"{}"
-            version = msgspec.json.decode(info, type=_ModelInfo).weight_version
-        except (aiohttp.ClientError, OSError, msgspec.DecodeError):
+        except (aiohttp.ClientError, OSError):
             return ReplicaView(index, 1, "failed", url)
-        return ReplicaView(index, 1, "serving", url, version)
+        return ReplicaView(index, 1, "serving", url, _version_in(info))
 
     async def close(self) -> None:
         """Close pooled connections."""
