@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ CHECKOUT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(
-    ("name", "keys"),
+    ("name", "few", "keys"),
     [
         (
             "shards",
+            ("--pairs", "1", "--trajectories", "8"),
             {
                 "seal_over_raw",
                 "read_over_raw",
@@ -24,6 +26,7 @@ CHECKOUT = Path(__file__).parents[2]
         ),
         (
             "packing",
+            ("--pairs", "1", "--trajectories", "8"),
             {
                 "pack_s",
                 "advantage_s",
@@ -32,13 +35,25 @@ CHECKOUT = Path(__file__).parents[2]
                 "areal_over_ours_advantage",
             },
         ),
+        (
+            "proxy",
+            ("--rounds", "1", "--share", "0.01", "--no-litellm"),  # it would be installed
+            {
+                "cpu_us_1k",
+                "cpu_us_8k",
+                "floor_cpu_us_1k",
+                "added_p50_ms_c1",
+                "turn64_over_turn2",
+                "requests_per_s_core_1k",
+            },
+        ),
     ],
 )
 def test_the_last_line_of_a_benchmark_is_one_json_object_of_its_figures(
-    name: str, keys: set[str], tmp_path: Path
+    name: str, few: Sequence[str], keys: set[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "results.json"
-    arguments = ["--pairs", "1", "--trajectories", "8", "--out", str(out)]
+    arguments = [*few, "--out", str(out)]
     done = subprocess.run(
         [sys.executable, "-m", "areal_hpc", "bench", name, *arguments],
         cwd=CHECKOUT,
