@@ -21,11 +21,13 @@ START_TIMEOUT_S = 110.0
 
 
 @contextmanager
-def serving(model_dir: Path, log_path: Path, *extra_args: str) -> Iterator[str]:
+def serving(
+    model_dir: Path, log_path: Path, *extra_args: str, context_tokens: int = 1024
+) -> Iterator[str]:
     """The address of a server of that model, in float32, ready for requests."""
     ports = free_ports()
     command = replica_command(
-        InferenceConfig(dtype="float32", context_tokens=1024, extra_args=extra_args),
+        InferenceConfig(dtype="float32", context_tokens=context_tokens, extra_args=extra_args),
         python=interpreter_of("serve", "auto"),
         model_path=str(model_dir),
         device="cpu",
