@@ -26,6 +26,7 @@ from areal_hpc.trainer import cpu
 from areal_hpc.trainer.architecture import read_architecture
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.huggingface import Checkpoint, hf_specs, load_hf
 from areal_hpc.trainer.learner import Learner
@@ -121,7 +122,10 @@ def _train(
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
     if finished and conductor:
+        epoch_fence(layout.epochs_dir, learner.state.epoch)()
         layout.finished.touch()
+        sync_path(layout.finished)
+        sync_path(layout.finished.parent)
         conductor.finish()
     if conductor:
         conductor.close()
