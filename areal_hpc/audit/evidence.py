@@ -18,7 +18,7 @@ from areal_hpc.wire.ledger import BatchManifest
 
 
 class CommitRecord(msgspec.Struct, frozen=True):
-    """What `trainer.json` of a commit says about batches (`trainer.checkpoint.TrainerState`)."""
+    """What `trainer.json` of a commit says about batches (`trainer.commits.store.TrainerState`)."""
 
     step: int = 0
     epoch: int = 0

@@ -11,8 +11,8 @@ from areal_hpc.errors import ArealError, ShardError
 from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.fence import SupersededError
-from areal_hpc.trainer.huggingface import export_hf
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.model.huggingface import export_hf
 from areal_hpc.trainer.optimizer import GradientError
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
 

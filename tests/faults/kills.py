@@ -50,7 +50,7 @@ POINTS = {
         "areal_hpc.trainer.learner:Learner._advance", "before", "the optimizer has stepped"
     ),
     "commit": Point(
-        "areal_hpc.trainer.checkpoint:CommitStore._put_in_place",
+        "areal_hpc.trainer.commits.store:CommitStore._put_in_place",
         "before",
         "a commit is written but not visible",
     ),

@@ -24,8 +24,11 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
-from areal_hpc.trainer import checkpoint, experience, sharded
-from areal_hpc.trainer.checkpoint import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.batch import experience
+from areal_hpc.trainer.commits import sharded
+from areal_hpc.trainer.commits import store as checkpoint
+from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
@@ -33,7 +36,6 @@ from areal_hpc.trainer.optimizer import GradientError, apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.step import Tally
-from areal_hpc.trainer.writer_peer import WriterPeer
 from tests.integration.trainer.replay_worker import Replay, Scenario, digests, make_learner
 
 Found = dict[str, Any]

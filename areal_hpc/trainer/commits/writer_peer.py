@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.commit_writer import Remove, Write, Written
+from areal_hpc.trainer.commits.writer import Remove, Write, Written
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class WriterPeer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.trainer.commit_writer",
+            [sys.executable, "-m", "areal_hpc.trainer.commits.writer",
              str(self._memory), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from areal_hpc.errors import ArealError, ClusterError, ShardError
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model.policy import Policy
 
 OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
 """Opens a stream that takes what would be a rank's data file."""

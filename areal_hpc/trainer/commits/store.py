@@ -26,13 +26,13 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
-from areal_hpc.trainer import sharded
+from areal_hpc.trainer.commits import sharded
+from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
-from areal_hpc.trainer.writer_peer import WriterPeer
 from areal_hpc.weights.version import Fork
 
 MARKER = "COMMITTED"
