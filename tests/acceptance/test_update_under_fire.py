@@ -116,7 +116,7 @@ class Field:
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while any(view.version != version for view in self.views()):
             assert time.monotonic() < give_up_at, [self.views(), *map(Cell.logs, self.cells)]
-            if any(view.state == "ready" or view.version for view in self.views()):
+            if any(is_up(view) and view.version != version for view in self.views()):
                 self.sender.publish(step, path, at_least=0)
                 sends += 1
             time.sleep(1.0)
@@ -190,6 +190,11 @@ class Field:
         """Forward everything again."""
         for gate in self._gates:
             gate.trap = None
+
+
+def is_up(view: ReplicaView) -> bool:
+    """It can be sent weights."""
+    return view.state in ("ready", "serving")
 
 
 @pytest.fixture(scope="module")
