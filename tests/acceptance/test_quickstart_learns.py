@@ -58,7 +58,8 @@ def mean_of(ends: list[float]) -> dict[str, Any]:
     """Mean over three seeds with its 95 % interval (Student's t)."""
     mean = statistics.mean(ends)
     half = STUDENT_975_OF_2 * statistics.stdev(ends) / math.sqrt(len(ends))
-    return {"mean": round(mean, 4), "interval": [round(mean - half, 4), round(mean + half, 4)]}
+    low, high = max(0.0, mean - half), min(1.0, mean + half)
+    return {"mean": round(mean, 4), "interval": [round(low, 4), round(high, 4)]}
 
 
 def table_of(measured: dict[str, Any]) -> str:
