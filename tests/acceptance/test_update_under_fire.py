@@ -47,11 +47,10 @@ PHASES = {
     "verify": ("weights_checker", 1, True),
 }
 """(route, which call of it, struck while the call is under way; else before it)."""
-UNTOUCHED = ("join", "paused")
+UNTOUCHED = ("paused",)
 """Phases in which the replicas still hold the old weights, and answer when the sender dies.
 
-A replica that begins to join when the sender is dead already calls it for minutes, deaf to all
-else: its cell restarts it."""
+A replica that joins calls the dead sender for minutes, deaf to all else: its cell restarts it."""
 HANGING = "scheduler, which hangs"
 PARTIES = ("sender", "sender, next one at once", "server", "scheduler", HANGING, "cell")
 
