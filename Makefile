@@ -48,7 +48,7 @@ contract: setup ## formats and edges that must not move
 integration: frameworks ## real servers, real processes
 	$(PYTEST) tests/integration
 
-acceptance: setup ## train the recipes with several seeds (half an hour)
+acceptance: setup ## kill, compare and train at length, and write the tables (two hours)
 	$(PYTEST) tests/acceptance
 
 parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)

@@ -14,7 +14,7 @@ from areal_hpc.dataset import DatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe import Recipe
 from areal_hpc.tiny_model import tiny_config
-from areal_hpc.trainer.architecture import misfits, parse_architecture
+from areal_hpc.trainer.model.architecture import misfits, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from areal_hpc import doctor, prepare
 from areal_hpc.cluster.jobspec import JobSpec, Launch
@@ -28,8 +28,10 @@ STOP_MARGIN_S = 3.0
 
 
 FRUITLESS_ENDS = 2
-"""Times in a row that a job may be ended from outside without the run getting any further. After
-a crash of its own the run must have got further every time."""
+"""Times in a row that a job may be ended from outside without having been of use: the run got no
+further. After a crash of its own it must have been of use every time."""
+HEALTHY_S = 600.0
+"""A cell that lived this long was of use, whatever the run did meanwhile."""
 
 
 class Reporter(Protocol):
@@ -144,16 +146,22 @@ def _held(lock: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def is_worth_another_try(code: int, fruitless: int) -> bool:
-    """True if a job that ended too early should be submitted again.
+def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "without", "fail"]:
+    """What to do about a job that ended too early.
 
     Args:
         code: What it ended with; ClusterError's for an end from outside.
-        fruitless: Ends in a row, this one included, before which the run got no further.
+        fruitless: Ends in a row, this one included, before which it was of no use.
+        other_cells: Cells that could do its work; 0 for the trainer.
+
+    Returns:
+        To submit it again, to go on without it, or to let the run fail.
     """
     if code == RecipeError.exit_code:
-        return False
-    return fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0)
+        return "fail"
+    if fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0):
+        return "again"
+    return "without" if other_cells else "fail"
 
 
 @dataclass(slots=True)
@@ -163,8 +171,9 @@ class _Job:
     spec: JobSpec
     handle: JobHandle
     begun_at_step: int
+    submitted_at: float
     fruitless: int = 0
-    """Submissions in a row after which the run got no further."""
+    """Submissions in a row that were of no use."""
 
 
 class _Foreground:
@@ -192,7 +201,8 @@ class _Foreground:
         self._jobs = []
         try:
             for spec in stage.jobs:
-                self._jobs.append(_Job(spec, self._submit(spec), self._step()))
+                handle = self._submit(spec)
+                self._jobs.append(_Job(spec, handle, self._step(), time.monotonic()))
             self._watch(stage)
         finally:
             stop_jobs(
@@ -227,7 +237,7 @@ class _Foreground:
             if self._stop.is_set():
                 raise Interrupted
             self._reporter.watch(stage.name)
-            for job in self._jobs:
+            for job in list(self._jobs):
                 failure = self._failure(job)
                 if failure is not None and not stage.done_marker.exists():
                     self._submit_again(job, failure)
@@ -235,18 +245,24 @@ class _Foreground:
         self._reporter.watch(stage.name)
 
     def _submit_again(self, job: _Job, failure: JobFailedError) -> None:
-        """Give a job another try while that helps.
+        """Give a job another try while that helps; do without a cell while there are others.
 
         Raises:
-            JobFailedError: It will not: the recipe is at fault, or the run gets no further.
+            JobFailedError: The recipe is at fault, or the run gets no further.
         """
-        step = self._step()
-        job.fruitless = 0 if step > job.begun_at_step else job.fruitless + 1
-        if not is_worth_another_try(failure.code, job.fruitless):
+        step, now = self._step(), time.monotonic()
+        is_cell = job is not self._jobs[0]
+        was_of_use = step > job.begun_at_step or (is_cell and now - job.submitted_at >= HEALTHY_S)
+        job.fruitless = 0 if was_of_use else job.fruitless + 1
+        decision = decide(failure.code, job.fruitless, len(self._jobs) - 2 if is_cell else 0)
+        if decision == "fail":
             raise failure
-        self._reporter.say(f"again    {failure.problems[0].message.splitlines()[0]}")
+        self._reporter.say(f"{decision:8} {failure.problems[0].message.splitlines()[0]}")
         job.handle.kill()
-        job.handle, job.begun_at_step = self._submit(job.spec), step
+        if decision == "without":
+            self._jobs.remove(job)
+        else:
+            job.handle, job.begun_at_step, job.submitted_at = self._submit(job.spec), step, now
 
     def _failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""

@@ -13,14 +13,14 @@ import torch
 import transformers
 
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer.architecture import parse_architecture
+from areal_hpc.trainer.batch.experience import ADVANTAGE, BEHAVIOUR
+from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.experience import ADVANTAGE, BEHAVIOUR
-from areal_hpc.trainer.huggingface import load_hf
-from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.model.architecture import parse_architecture
+from areal_hpc.trainer.model.huggingface import load_hf
+from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective import policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.parallel import open_world
 from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, run_passes, train_once
 

@@ -32,8 +32,8 @@ from torch.nn import functional
 
 import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.shards.writer import seal
-from areal_hpc.trainer.experience import ADVANTAGE, Batch, make_rows, read_batch
-from areal_hpc.trainer.packing import Pack, Row, Split, build_pack, padded_length, plan_packs
+from areal_hpc.trainer.batch.experience import ADVANTAGE, Batch, make_rows, read_batch
+from areal_hpc.trainer.batch.packing import Pack, Row, Split, build_pack, padded_length, plan_packs
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from areal_hpc.wire.ledger import BatchManifest
 
 
 class CommitRecord(msgspec.Struct, frozen=True):
-    """What `trainer.json` of a commit says about batches (`trainer.checkpoint.TrainerState`)."""
+    """What `trainer.json` of a commit says about batches (`trainer.commits.store.TrainerState`)."""
 
     step: int = 0
     epoch: int = 0
@@ -55,20 +56,25 @@ def read_evidence(layout: RunLayout) -> Evidence:
     for drop in read_drops(layout):
         drops.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(layout.index_dir)
-    files = layout.shards_dir.iterdir() if layout.shards_dir.is_dir() else ()
     batch_size, offpolicyness, total_steps = _limits(layout)
     return Evidence(
         commit,
         manifests,
         drops,
         shards,
-        {path.name: path.stat().st_size for path in files},
+        dict(_sizes(layout.shards_dir)),
         is_finished,
         total_steps,
         batch_size,
         offpolicyness,
         problems,
     )
+
+
+def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
+    for path in directory.iterdir() if directory.is_dir() else ():
+        with suppress(FileNotFoundError):  # got its final name just now; the index has it by then
+            yield path.name, path.stat().st_size
 
 
 def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:

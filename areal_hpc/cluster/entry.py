@@ -1,6 +1,6 @@
 """`python -m areal_hpc.cluster.entry ENTRY CONFIG.json`: the main of every process of a job.
 
-Keep this module light: `spawn` children (the checkpoint writer's, for one) import it again.
+Keep this module light: the writer of commits, which must not import torch, uses it too.
 """
 
 from __future__ import annotations

@@ -126,6 +126,7 @@ class Conductor:
         if self._schedule.evaluates(step) and "eval/reward" not in self._line:
             return self._await_evaluation()
         if self._schedule.exports(step) and self._exported_step < step:
+            self._fence()
             return Export()
         self._close_line()
         if step >= self._schedule.total_steps:

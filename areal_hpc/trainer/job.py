@@ -23,16 +23,17 @@ from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.architecture import read_architecture
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import epoch_fence
-from areal_hpc.trainer.huggingface import Checkpoint, hf_specs, load_hf
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model import DTYPES, build_policy
+from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.model.huggingface import ModelDirectory, hf_specs, load_hf
+from areal_hpc.trainer.model.policy import DTYPES, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.schedule import Schedule
@@ -121,7 +122,10 @@ def _train(
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
     if finished and conductor:
+        epoch_fence(layout.epochs_dir, learner.state.epoch)()
         layout.finished.touch()
+        sync_path(layout.finished)
+        sync_path(layout.finished.parent)
         conductor.finish()
     if conductor:
         conductor.close()
@@ -135,7 +139,7 @@ def _make_learner(
     config = job.trainer
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
-    load_hf(policy, Checkpoint(job.model_path).read)
+    load_hf(policy, ModelDirectory(job.model_path).read)
     fence = epoch_fence(layout.epochs_dir, epoch)
     return Learner(policy, config, layout, job.model_path, epoch=epoch, seed=job.seed, fence=fence)
 

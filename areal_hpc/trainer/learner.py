@@ -11,9 +11,7 @@ import torch
 
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.telemetry import PhaseTimer
-from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
-from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.experience import (
+from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
     BEHAVIOUR,
     CURRENT,
@@ -21,12 +19,14 @@ from areal_hpc.trainer.experience import (
     make_rows,
     read_batch,
 )
-from areal_hpc.trainer.huggingface import save_hf
+from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.metrics import Line, finite
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model.huggingface import save_hf
+from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective import policy_loss
 from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
-from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
     MicroBatch,

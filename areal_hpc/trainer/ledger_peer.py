@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -33,7 +34,9 @@ START_TIMEOUT_S = 120.0
 PATIENCE_S = 120.0
 """How long the ledger may be away. Its supervisor restarts it within seconds."""
 TRY_S = 2.0
-"""After this long without an answer its address is looked up again."""
+"""After this long without a connection its address is looked up again."""
+ANSWER_S = 15.0
+"""A ledger that takes longer for what needs no waiting hangs."""
 CONFLICT = 409
 
 
@@ -59,7 +62,7 @@ class LedgerPeer:
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""
-        return self._call("/batch", BatchRequest(self._epoch, step, wait_s), BatchReply)
+        return self._call("/batch", BatchRequest(self._epoch, step, wait_s), BatchReply, wait_s)
 
     def publish(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
@@ -68,7 +71,7 @@ class LedgerPeer:
     def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
         """Ask for the evaluation of `step`, or how far it is."""
         request = EvaluateRequest(self._epoch, step, n_tasks, wait_s)
-        return self._call("/evaluate", request, EvaluateReply)
+        return self._call("/evaluate", request, EvaluateReply, wait_s)
 
     def finish(self) -> None:
         """The run is complete."""
@@ -79,19 +82,23 @@ class LedgerPeer:
         if self._client is not None:
             self._client.close()
 
-    def _call(self, route: str, request: msgspec.Struct, reply: type[Reply]) -> Reply:
-        tries = int(PATIENCE_S / TRY_S)
+    def _call(
+        self, route: str, request: msgspec.Struct, reply: type[Reply], wait_s: float = 0.0
+    ) -> Reply:
+        give_up_at = float("inf")
         while True:
-            tries -= 1
             client = self._client or self._connect()
             try:
-                return client.call(route, request, reply, patience_s=TRY_S)
+                return client.call(
+                    route, request, reply, patience_s=TRY_S, timeout_s=wait_s + ANSWER_S
+                )
             except HttpRefused as refusal:
                 if refusal.status == CONFLICT:
                     raise SupersededError(refusal.body) from refusal
                 raise
             except ClusterError as error:
-                if tries <= 0 or self._is_stopping():
+                give_up_at = min(give_up_at, time.monotonic() + PATIENCE_S)
+                if time.monotonic() >= give_up_at or self._is_stopping():
                     raise
                 logger.info("looking for the ledger again: %s", error)
                 client.close()

@@ -7,12 +7,14 @@ import time
 import msgspec
 
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.errors import ArealError, ShardError
 from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor
-from areal_hpc.trainer.huggingface import export_hf
+from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.model.huggingface import export_hf
 from areal_hpc.trainer.optimizer import GradientError
-from areal_hpc.trainer.ranks import any_rank, from_rank_zero
+from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
 
 
 def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -> bool:
@@ -22,14 +24,20 @@ def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -
         learner: This rank's part.
         conductor: Rank 0's; None on the other ranks.
         stop: A stop asked of any rank is a stop of all.
+
+    Raises:
+        ArealError: The conductor cannot go on, or a batch cannot be trained on. A commit in the
+            writing has been finished first: what was trained is worth keeping.
     """
     while True:
         if any_rank(stop.requested):
             stop.request()
         _follow_commit(learner, conductor, wait=False)
-        command = _agree(conductor)
+        command, trouble = _agree(conductor)
         if isinstance(command, Stop):
             _follow_commit(learner, conductor, wait=True)
+            if trouble is not None:
+                raise trouble
             return command.finished
         _act(command, learner, conductor)
 
@@ -42,11 +50,18 @@ def _follow_commit(learner: Learner, conductor: Conductor | None, *, wait: bool)
         conductor.committed(time.perf_counter() - began)
 
 
-def _agree(conductor: Conductor | None) -> Command:
-    """Rank 0's next command, on every rank."""
-    message = msgspec.json.encode(conductor.next()) if conductor else None
+def _agree(conductor: Conductor | None) -> tuple[Command, ArealError | None]:
+    """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
+    message, trouble = None, None
+    if conductor:
+        try:
+            message = msgspec.json.encode(conductor.next())
+        except SupersededError:
+            raise  # a successor may already have taken over: nothing is ours to finish
+        except ArealError as error:
+            message, trouble = msgspec.json.encode(Stop(finished=False)), error
     command: Command = msgspec.json.decode(from_rank_zero(message), type=Command)
-    return command
+    return command, trouble
 
 
 def _act(command: Command, learner: Learner, conductor: Conductor | None) -> None:
@@ -54,7 +69,7 @@ def _act(command: Command, learner: Learner, conductor: Conductor | None) -> Non
         case Train(manifest):
             try:
                 report = learner.train(manifest)
-            except GradientError:  # on all ranks alike: what was trained before is worth keeping
+            except (GradientError, ShardError, OtherRankFailed):  # on all ranks alike
                 _follow_commit(learner, conductor, wait=True)
                 raise
             if conductor:

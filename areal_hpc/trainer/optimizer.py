@@ -12,7 +12,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from areal_hpc.errors import ArealError
 from areal_hpc.trainer.config import OptimizerConfig
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.ranks import any_rank
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.batch.packing import Row
 
 Messages = list[dict[str, Any]]
 

@@ -17,12 +17,12 @@ from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.architecture import read_architecture
-from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
-from areal_hpc.trainer.huggingface import Checkpoint, load_hf, save_hf
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model import DTYPES, Policy, build_policy
+from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
+from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import any_rank, one_report
@@ -104,7 +104,7 @@ class SftTrainer:
         self._commits = CommitStore(layout.warmup_dir, KEPT_COMMITS)
         self._tokenizer = Tokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
-        load_hf(policy, Checkpoint(job.model_path).read)
+        load_hf(policy, ModelDirectory(job.model_path).read)
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._committed = 0
         self._parent: str | None = None

@@ -14,14 +14,11 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from areal_hpc.trainer.logprobs import token_logprobs
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, Row, build_pack, plan_packs
+from areal_hpc.trainer.model.logprobs import token_logprobs
+from areal_hpc.trainer.model.packed_attention import PackedAttention
+from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.optimizer import optimizer_step
-from areal_hpc.trainer.packed_attention import PackedAttention
-from areal_hpc.trainer.packing import Pack, Row, build_pack, plan_packs
-
-TEMPERATURE = "temperature"
-"""The channel that, where a batch has it, divides the logits."""
 
 
 @dataclass(slots=True, eq=False)

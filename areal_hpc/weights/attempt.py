@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from areal_hpc.errors import WeightSyncError
@@ -16,10 +17,17 @@ Step = Callable[[GroupSwap], None]
 
 
 class Attempt:
-    """One update under way: the groups that still take part, and why others do not."""
+    """One update under way: the groups that still take part, and why others do not.
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
+    Args:
+        pool: Has a thread for each group.
+        step_s: What a group may take for one step; one that takes longer drops out.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
         self._pool = pool
+        self._step_s = step_s
+        self._step_ends_at = 0.0
         self.live: list[GroupSwap] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
@@ -33,24 +41,31 @@ class Attempt:
 
     def start(self, step: Step) -> list[tuple[GroupSwap, Future[None]]]:
         """Begin one step with all groups; `settle` ends it."""
+        self._step_ends_at = time.monotonic() + self._step_s
         return [(swap, self._pool.submit(step, swap)) for swap in self.live]
 
     def settle(self, steps: list[tuple[GroupSwap, Future[None]]]) -> None:
-        """Wait for the step of each group; those that failed drop out."""
+        """Wait for the step of each group; those that failed, or are late, drop out."""
+        failures: dict[GroupSwap, WeightSyncError] = {}
         for swap, step in steps:
             try:
-                step.result()
+                step.result(max(0.0, self._step_ends_at - time.monotonic()))
+            except TimeoutError:
+                failures[swap] = WeightSyncError(f"a step took longer than {self._step_s:.0f} s")
             except WeightSyncError as error:
-                self._drop(swap, error)
+                failures[swap] = error
+        self._drop(failures)
 
     def give_up(self) -> None:
         """The sender itself failed: nobody got complete weights."""
-        for swap in [*self.live]:
-            self._drop(swap, WeightSyncError("the sender failed"))
+        self._drop({swap: WeightSyncError("the sender failed") for swap in self.live})
 
-    def _drop(self, swap: GroupSwap, error: WeightSyncError) -> None:
-        log.warning("left out of this update: %s", error)
-        self.live.remove(swap)
-        for key in swap.keys:
-            self.failed[key] = WeightSyncError(f"{key} did not get the update: {error}")
-        swap.give_up()
+    def _drop(self, failures: Mapping[GroupSwap, WeightSyncError]) -> None:
+        for swap, error in failures.items():
+            log.warning("left out of this update: %s", error)
+            self.live.remove(swap)
+            for key in swap.keys:
+                self.failed[key] = WeightSyncError(f"{key} did not get the update: {error}")
+        # All at once: each may take seconds to be told, and the groups that go on wait.
+        for told in [self._pool.submit(swap.give_up) for swap in failures]:
+            told.result()

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights import deadlines
 from areal_hpc.weights.plan import Bucket
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.version import WeightVersion
@@ -22,10 +23,6 @@ from areal_hpc.wire.replicas import (
 )
 
 Reply = TypeVar("Reply")
-
-_PROMPT_S = 30.0
-"""Deadline of calls that move no weights: a server that hangs must not hold the others up."""
-_GIVE_UP_S = 2.0
 
 
 class _ModelInfo(msgspec.Struct):
@@ -52,7 +49,9 @@ class ReplicaControl:
     restarted, or does not answer within the deadline.
     """
 
-    def __init__(self, key: ReplicaKey, admin_key: str, epoch: int, deadline_s: float) -> None:
+    def __init__(
+        self, key: ReplicaKey, admin_key: str, epoch: int, update_timeout_s: float
+    ) -> None:
         self.key = key
         self._client = httpx.Client(
             base_url=f"{key.relay_url}/replicas/{key.index}",
@@ -60,12 +59,12 @@ class ReplicaControl:
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
                 EPOCH_HEADER: str(epoch),
-                DEADLINE_HEADER: str(deadline_s),
+                DEADLINE_HEADER: str(deadlines.silence_s(update_timeout_s)),
             },
-            timeout=deadline_s,
             trust_env=False,
         )
-        self._prompt_s = min(_PROMPT_S, deadline_s)
+        self._update_timeout_s = update_timeout_s
+        self._prompt_s = deadlines.prompt_s(update_timeout_s)
 
     def fence(self) -> None:
         """Take the replica out of service. Asks the relay alone, so a stuck SGLang is fenced."""
@@ -73,7 +72,7 @@ class ReplicaControl:
 
     def give_up(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self._post("fence", FenceRequest(stays=True), min(_GIVE_UP_S, self._prompt_s))
+        self._post("fence", FenceRequest(stays=True), min(deadlines.GIVE_UP_S, self._prompt_s))
 
     def pause(self, mode: str) -> None:
         """Stop generation; requests stay and new ones wait."""
@@ -111,7 +110,7 @@ class ReplicaControl:
 
     def leave_group(self, name: str) -> None:
         """Forget an update group."""
-        self._post("destroy_weights_update_group", {"group_name": name})
+        self._post("destroy_weights_update_group", {"group_name": name}, self._prompt_s)
 
     def receive(self, bucket: Bucket, group_name: str, version: WeightVersion | None) -> None:
         """Receive and load one bucket. Returns when it is loaded.
@@ -169,11 +168,13 @@ class ReplicaControl:
         return self._send(route, {}, self._prompt_s).status_code < 400
 
     def _send(self, route: str, body: object, timeout_s: float | None) -> httpx.Response:
+        timeout_s = timeout_s or self._update_timeout_s
+        connect_s = min(deadlines.CONNECT_S, timeout_s)
         try:
             return self._client.post(
                 f"/{route}",
                 content=msgspec.json.encode(body),
-                timeout=timeout_s or self._client.timeout,
+                timeout=httpx.Timeout(timeout_s, connect=connect_s),
             )
         except httpx.HTTPError as error:
             raise WeightSyncError(

@@ -19,6 +19,7 @@ from areal_hpc.weights.census import Census
 from areal_hpc.weights.checksum import Digests, rank_digests
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
+from areal_hpc.weights.deadlines import step_s
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
@@ -27,7 +28,8 @@ from areal_hpc.weights.version import WeightVersion
 
 log = logging.getLogger(__name__)
 
-_CALLS_AT_ONCE = 32
+_GROUPS_AT_ONCE = 1024
+"""A thread for each group, made when needed: one that hangs must not keep others from a step."""
 
 
 class Publisher:
@@ -55,7 +57,7 @@ class Publisher:
         self._admin_key = admin_key
         self._backend = backend
         self._device = device
-        self._pool = ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="publisher")
+        self._pool = ThreadPoolExecutor(_GROUPS_AT_ONCE, thread_name_prefix="publisher")
         self._swaps: dict[tuple[ReplicaKey, ...], GroupSwap] = {}
         self._suspects: set[tuple[str, int]] = set()
         self._serial = itertools.count()
@@ -110,7 +112,7 @@ class Publisher:
         replicas: Sequence[ReplicaKey],
     ) -> UpdateReport:
         timer = PhaseTimer()
-        update = Attempt(self._pool)
+        update = Attempt(self._pool, step_s(self._config.update_timeout_s))
         with timer.phase("join"):
             self._gather(update, version, replicas)
         try:
@@ -212,8 +214,8 @@ class Publisher:
 
     def close(self) -> None:
         """Leave all groups. Replicas go on serving what they have."""
-        for swap in self._swaps.values():
-            swap.close()
+        for left in [self._pool.submit(swap.close) for swap in self._swaps.values()]:
+            left.result()
         self._swaps.clear()
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._census.close()

@@ -126,14 +126,19 @@ class GroupSwap:
     def close(self) -> None:
         """Part in order: members forget the group, then this end leaves it."""
 
-        def leave(member: ReplicaControl) -> None:
+        def leave(member: ReplicaControl) -> bool:
             try:
                 member.leave_group(self._group.name)
             except WeightSyncError as error:
                 log.info("not told to leave its update group: %s", error)
+                return False
+            return True
 
-        self._all(leave)
-        self._group.close()
+        have_left = [*self._calls.map(leave, self._members)]
+        if all(have_left):
+            self._group.close()
+        else:
+            self._group.abandon()  # to leave in order could mean to wait for the member
         self._release()
 
     def abandon(self) -> None:
@@ -143,12 +148,16 @@ class GroupSwap:
 
     def give_up(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
-        self._group.abandon()
-        for member in self._members:  # not through the pool, whose calls may be stuck
+
+        def tell(member: ReplicaControl) -> None:
             try:
                 member.give_up()
             except WeightSyncError as error:
                 log.info("not told that it was given up: %s", error)
+
+        self._group.abandon()
+        with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
+            calls.map(tell, self._members)
         self._release()
 
     def _release(self) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.huggingface import export_hf, hf_specs
+from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
 from areal_hpc.trainer.parallel import close_world
 from areal_hpc.weights.bucket import BucketBuffer, largest_bytes
 from areal_hpc.weights.checksum import word_hash

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.parallel import close_world
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report, wall_ratio

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +50,7 @@ POINTS = {
         "areal_hpc.trainer.learner:Learner._advance", "before", "the optimizer has stepped"
     ),
     "commit": Point(
-        "areal_hpc.trainer.checkpoint:CommitStore._put_in_place",
+        "areal_hpc.trainer.commits.store:CommitStore._put_in_place",
         "before",
         "a commit is written but not visible",
     ),
@@ -143,7 +142,8 @@ class KilledRun(SmallRun):
             for event in events
             if event["event"] == "published" and event["replicas"] and event["time"] > struck_at
         ]
-        return round(min(later, default=time.time()) - struck_at, 1)
+        assert later, f"no weights were given after the kill: {self.said()}"
+        return round(min(later) - struck_at, 1)
 
 
 def warmed_up_model(root: Path) -> Path:

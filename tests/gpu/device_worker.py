@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.experience import ADVANTAGE
-from areal_hpc.trainer.huggingface import export_hf, hf_specs
-from areal_hpc.trainer.logprobs import token_logprobs
-from areal_hpc.trainer.packing import Row, zig_zag
+from areal_hpc.trainer.batch.experience import ADVANTAGE
+from areal_hpc.trainer.batch.packing import Row, zig_zag
+from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
+from areal_hpc.trainer.model.logprobs import token_logprobs
+from areal_hpc.trainer.model.segments import plan_segments
 from areal_hpc.trainer.parallel import close_world
-from areal_hpc.trainer.segments import plan_segments
 from areal_hpc.trainer.step import MicroBatch, Tally, run_passes
 from areal_hpc.weights.bucket import BucketBuffer, largest_bytes, unpack
 from areal_hpc.weights.checksum import word_hash

@@ -1,25 +1,31 @@
-"""Which jobs are submitted again."""
+"""What becomes of jobs that end too early."""
 
 from __future__ import annotations
 
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch import FRUITLESS_ENDS, is_worth_another_try
+from areal_hpc.launch import FRUITLESS_ENDS, decide
 
 KILLED = 137
 
 
 @pytest.mark.parametrize("code", [KILLED, AgentError.exit_code])
 def test_a_crash_must_follow_some_progress(code: int) -> None:
-    assert is_worth_another_try(code, fruitless=0)
-    assert not is_worth_another_try(code, fruitless=1)
+    assert decide(code, fruitless=0, other_cells=0) == "again"
+    assert decide(code, fruitless=1, other_cells=0) == "fail"
 
 
 def test_an_end_from_outside_may_come_to_nothing_a_few_times() -> None:
-    assert is_worth_another_try(ClusterError.exit_code, FRUITLESS_ENDS)
-    assert not is_worth_another_try(ClusterError.exit_code, FRUITLESS_ENDS + 1)
+    assert decide(ClusterError.exit_code, FRUITLESS_ENDS, other_cells=0) == "again"
+    assert decide(ClusterError.exit_code, FRUITLESS_ENDS + 1, other_cells=0) == "fail"
 
 
-def test_a_recipe_that_is_wrong_stays_wrong() -> None:
-    assert not is_worth_another_try(RecipeError.exit_code, fruitless=0)
+def test_one_cell_of_several_can_be_done_without() -> None:
+    assert decide(KILLED, fruitless=1, other_cells=1) == "without"
+    assert decide(KILLED, fruitless=0, other_cells=1) == "again"
+
+
+@pytest.mark.parametrize("other_cells", [0, 3])
+def test_a_recipe_that_is_wrong_stays_wrong(other_cells: int) -> None:
+    assert decide(RecipeError.exit_code, 0, other_cells) == "fail"

@@ -27,7 +27,7 @@ from areal_hpc.wire.replicas import ReplicaView
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
-START_TIMEOUT_S = 100.0
+START_TIMEOUT_S = 200.0
 
 
 def tiny_qwen3(seed: int, *, tied: bool = False) -> Qwen3ForCausalLM:

@@ -23,9 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_outlives_its_proxy_its_ledger_and_its_trainer(model: Path, tmp_path: Path) -> None:
     kills = [Kill("proxy", "seal"), Kill("ledger", "step"), Kill("trainer", "commit")]
     run = KilledRun(tmp_path, model, kills)
-    launches = run.run_to_the_end(most_launches=2)
+    run.run_to_the_end(most_launches=2)
     assert run.struck().keys() == {kill.name for kill in kills}, run.said()
-    assert launches <= 2
     run.assert_complete()
     await_none_left(run, 20.0)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,11 +21,14 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import AgentError, ArealError, ShardError
+from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
-from areal_hpc.trainer import checkpoint, experience, sharded
-from areal_hpc.trainer.checkpoint import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.batch import experience
+from areal_hpc.trainer.commits import sharded
+from areal_hpc.trainer.commits import store as checkpoint
+from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
@@ -31,7 +36,6 @@ from areal_hpc.trainer.optimizer import GradientError, apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.step import Tally
-from areal_hpc.trainer.writer_peer import WriterPeer
 from tests.integration.trainer.replay_worker import Replay, Scenario, digests, make_learner
 
 Found = dict[str, Any]
@@ -119,6 +123,57 @@ def stop_waits(scenario: Scenario, layout: RunLayout) -> Found:
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     finished = run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
     return {"finished": finished, "visible": names(layout)}
+
+
+class Helpless:
+    """A conductor that cannot go on."""
+
+    def next(self) -> Any:
+        raise ClusterError("the ledger stays away")
+
+    def committed(self, seconds: float) -> None:
+        """The commit under way is durable."""
+
+
+def failure_waits(scenario: Scenario, layout: RunLayout) -> Found:
+    """The conductor fails while a commit is in the writing."""
+    learner = begin(scenario, layout)
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
+    learner.begin_commit({})
+    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
+    conductor = Helpless() if dist.get_rank() == 0 else None
+    try:
+        run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+    except ClusterError as error:
+        return {"error": str(error), "visible": names(layout)}
+    return {"visible": names(layout)}
+
+
+def disk_is_full(scenario: Scenario, layout: RunLayout) -> Found:
+    """Files of this process end at 20 kB."""
+    learner = begin(scenario, layout)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+    try:
+        learner.begin_commit({})
+    except ArealError as error:
+        return {"error": str(error), "kind": type(error).__name__, "visible": names(layout)}
+    return {}
+
+
+def commit_is_damaged(scenario: Scenario, layout: RunLayout) -> Found:
+    """A data file of the latest commit was cut short."""
+    begin(scenario, layout).close()
+    latest = CommitStore(layout.checkpoints_dir, keep=2).latest()
+    assert latest is not None
+    for path in latest.path.glob("*.distcp"):
+        os.truncate(path, path.stat().st_size // 2)
+    try:
+        make_learner(scenario, layout)
+    except ArealError as error:
+        return {"error": str(error), "kind": type(error).__name__}
+    return {}
 
 
 def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
@@ -318,7 +373,7 @@ def adamw_fault(scenario: Scenario, layout: RunLayout) -> Found:
         sharded.load(policy, optimizer, commit.path)
 
     mends = {
-        "none": mock.patch.object(sharded, "DATA_SUFFIX", sharded.DATA_SUFFIX),
+        "none": nullcontext(),
         "primed moments": mock.patch("areal_hpc.trainer.learner.load_commit", load_unprimed),
         "step count": mock.patch.object(sharded, "_keeping_step", lambda part, load: load),
         "step tensors": mock.patch.object(sharded, "_unshare_steps"),

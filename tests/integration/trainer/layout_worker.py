@@ -17,14 +17,20 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.architecture import parse_architecture
-from areal_hpc.trainer.checkpoint import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.huggingface import Checkpoint, export_hf, hf_specs, load_hf, save_hf
-from areal_hpc.trainer.model import Policy, build_policy
-from areal_hpc.trainer.naming import HfTensor
+from areal_hpc.trainer.model.architecture import parse_architecture
+from areal_hpc.trainer.model.huggingface import (
+    ModelDirectory,
+    export_hf,
+    hf_specs,
+    load_hf,
+    save_hf,
+)
+from areal_hpc.trainer.model.naming import HfTensor
+from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.packing import Row
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.step import (
     MicroBatch,
@@ -223,7 +229,7 @@ class Case:
         """Take the third step from another layout's commit: the largest differences to its own."""
         policy, loss = self.resume(CommitStore(folder / self.family / "commits", keep=2))
         report = json.loads((folder / "report.json").read_text())
-        expected = Checkpoint(folder / self.family / "after_step_3")
+        expected = ModelDirectory(folder / self.family / "after_step_3")
         return {
             "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
             "weight_gap": max(

@@ -33,15 +33,15 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.architecture import read_architecture
 from areal_hpc.trainer.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
-from areal_hpc.trainer.huggingface import Checkpoint, load_hf
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.metrics import Line, MetricsLog
-from areal_hpc.trainer.model import Policy, build_policy
+from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf
+from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.schedule import Schedule
@@ -113,7 +113,7 @@ def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
     )
     arch = read_architecture(layout.tiny_model_dir)
     policy = build_policy(arch, config.parallel, torch.float32, torch.device("cpu"))
-    load_hf(policy, Checkpoint(layout.tiny_model_dir).read)
+    load_hf(policy, ModelDirectory(layout.tiny_model_dir).read)
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
     epoch = int(from_rank_zero(taken))
     fence = epoch_fence(layout.epochs_dir, epoch)

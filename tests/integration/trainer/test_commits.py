@@ -72,6 +72,26 @@ def test_the_end_of_the_loop_waits_for_the_commit(ranks: RankServer, layout: Run
     assert found_by(ranks, layout, "stop_waits") == {"finished": True, "visible": BOTH}
 
 
+def test_a_failure_waits_for_the_commit(ranks: RankServer, layout: RunLayout) -> None:
+    outcome = inspect(ranks, layout, "failure_waits", 2)
+    assert [report["visible"] for report in outcome.reports] == [BOTH, BOTH]
+    assert "the ledger stays away" in outcome.reports[0]["error"]
+
+
+def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "disk_is_full")
+    assert found["kind"] == "ClusterError"
+    assert "could not be written" in found["error"]
+    assert "quota" in found["error"]
+    assert found["visible"] == FIRST
+
+
+def test_a_damaged_commit_is_named(ranks: RankServer, layout: RunLayout) -> None:
+    found = found_by(ranks, layout, "commit_is_damaged")
+    assert found["kind"] == "ShardError"
+    assert "step_00000001" in found["error"]
+
+
 def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunLayout) -> None:
     found = found_by(ranks, layout, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}

@@ -13,7 +13,7 @@ import transformers
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.export import choose_commit, export_commit
+from areal_hpc.trainer.commits.export import choose_commit, export_commit
 from tests.contract.parity_table import FAMILIES, LOGPROB_BOUND
 from tests.integration.sglang_server import serving
 from tests.integration.trainer.conftest import ALL
@@ -114,7 +114,8 @@ def exported(findings: dict[str, Findings], root: Path, tmp_path_factory: Any) -
 def test_sglang_scores_an_exported_commit_as_the_trainer_did(
     findings: dict[str, Findings], exported: Path
 ) -> None:
-    with serving(exported, exported.parent / "log", "--skip-tokenizer-init") as url:
+    log_path = exported.parent / "log"
+    with serving(exported, log_path, "--skip-tokenizer-init", context_tokens=256) as url:
 
         def score(ids_T: Any) -> list[float]:
             request = {

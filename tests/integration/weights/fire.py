@@ -55,11 +55,17 @@ class Gate:
         self._cell = cell
         self._lock = threading.Lock()
         self.trap: Trap | None = None
+        self.lost: set[int] = set()
+        """Replicas for which calls go unanswered, as if their node had vanished."""
         gate = self
 
         class Handler(http.server.BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
             disable_nagle_algorithm = True
+
+            def handle(self) -> None:
+                with suppress(ConnectionError):  # of a caller that was killed
+                    super().handle()
 
             def do_GET(self) -> None:
                 gate.forward(self, b"")
@@ -78,8 +84,10 @@ class Gate:
         rendezvous.publish(directory, f"relay-{cell.name}", url)
 
     def pass_on(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
-        """Forward a call, unless the trap is for it."""
+        """Forward a call, unless the trap is for it or the replica is lost."""
         _, _, index, route = call.path.split("/")
+        if int(index) in self.lost:
+            return
         with self._lock:
             trap = self.trap
             is_meant = trap is not None and (trap.route, trap.index) == (route, int(index))

@@ -1,10 +1,9 @@
 """Updates of two replicas at once: in one group, in place, and with a party lost on the way."""
 
 import itertools
-import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,9 @@ from tests.integration.weights.fire import Reader, Sender, Trap, gates
 pytestmark = pytest.mark.timeout(300)
 
 CPU = torch.device("cpu")
+IN_FLIGHT_S = 0.3
+HANG_TIMEOUT_S = 8.0
+"""Of each wait in an update in which somebody is waited for in vain."""
 FIRST_IDS = itertools.count(20)
 """A prompt that begins like none before it: an update in place leaves the old cache in use."""
 
@@ -39,13 +41,18 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
 
 
 @contextmanager
-def publishing(cell: Cell, **weights: Any) -> Iterator[Publisher]:
-    """The next start of a trainer."""
+def publishing(
+    cell: Cell, directory: Path | None = None, *, update_timeout_s: float = 20, **weights: Any
+) -> Iterator[Publisher]:
+    """The next start of a trainer, which finds relays in `directory`."""
     cell.epoch += 1
-    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20, **weights)
-    publisher = Publisher(config, cell.layout.rendezvous_dir, 1, cell.admin_key, "gloo", CPU)
-    yield publisher
-    publisher.close()
+    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=update_timeout_s, **weights)
+    directory = directory or cell.layout.rendezvous_dir
+    publisher = Publisher(config, directory, 1, cell.admin_key, "gloo", CPU)
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 def publish(publisher: Publisher, version: WeightVersion, model: Qwen3ForCausalLM) -> UpdateReport:
@@ -110,17 +117,29 @@ def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
             assert_serves(cell, index, tiny_qwen3(4), new)
 
 
-def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(cell: Cell) -> None:
+def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
+    cell: Cell, tmp_path: Path
+) -> None:
     before = [cell.replica(index) for index in range(2)]
-    with publishing(cell, replicas_per_group=2) as publisher:
-        version, model = WeightVersion(cell.epoch, 0), tiny_qwen3(5)
-        publish(publisher, version, tiny_qwen3(5)).raise_if_failed()
-        cell.scheduler(1).send_signal(signal.SIGSTOP)
-        killer = threading.Timer(1.0, cell.scheduler(1).kill)
+
+    def kill_while_it_receives(forward: Callable[[], None]) -> None:
+        scheduler = cell.scheduler(1)
+        scheduler.suspend()
+        killer = threading.Timer(IN_FLIGHT_S, scheduler.kill)
         killer.start()
+        forward()
+        killer.join()
+
+    with (
+        gates([cell], tmp_path / "gates") as (gate,),
+        publishing(cell, tmp_path / "gates", replicas_per_group=2) as publisher,
+    ):
+        publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(5)).raise_if_failed()
+        gate.trap = Trap("update_weights_from_distributed", 2, 1, kill_while_it_receives)
         version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(6)
         report = publish(publisher, version, model)
-        killer.join()
+        assert gate.trap.seen == 2
+        gate.trap = None
         assert {key.place for key in report.failed} == {("cell-0", 0), ("cell-0", 1)}
         assert cell.replica(0).state == "ready", "its group failed, and it was fenced"
         report = publish(publisher, version, model)
@@ -131,6 +150,53 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(cell:
             assert_serves(cell, index, model, version)
     assert cell.replica(0).incarnation == before[0].incarnation
     assert cell.replica(1).incarnation > before[1].incarnation
+
+
+def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
+    cell: Cell, tmp_path: Path
+) -> None:
+    before = [cell.replica(index) for index in range(2)]
+    with (
+        gates([cell], tmp_path / "gates") as (gate,),
+        publishing(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
+    ):
+        publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(7)).raise_if_failed()
+        gate.trap = Trap("update_weights_from_distributed", 2, 1, lambda forward: gate.lost.add(1))
+        version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(8)
+        assert [key.place for key in publish(publisher, version, model).ok] == [("cell-0", 0)]
+        assert_serves(cell, 0, model, version)
+        gate.lost.clear()
+        publish(publisher, version, model).raise_if_failed()
+        assert_serves(cell, 1, model, version)
+    assert [cell.replica(index).incarnation for index in range(2)] == [
+        past.incarnation for past in before
+    ]
+
+
+def test_a_member_that_hangs_for_good_is_replaced_and_the_others_are_not(
+    cell: Cell, tmp_path: Path
+) -> None:
+    before = [cell.replica(index) for index in range(2)]
+
+    def hang(forward: Callable[[], None]) -> None:
+        cell.scheduler(1).suspend()
+        forward()
+
+    with (
+        gates([cell], tmp_path / "gates") as (gate,),
+        publishing(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
+    ):
+        gate.trap = Trap("end_weight_update", 1, 1, hang)
+        version, model = WeightVersion(cell.epoch, 0), tiny_qwen3(9)
+        assert [key.place for key in publish(publisher, version, model).ok] == [("cell-0", 0)]
+        assert_serves(cell, 0, model, version)
+        gate.trap = None
+        cell.await_replica(
+            lambda view: view.incarnation > before[1].incarnation and view.state == "ready", 1
+        )
+        publish(publisher, version, model).raise_if_failed()
+        assert_serves(cell, 1, model, version)
+    assert cell.replica(0).incarnation == before[0].incarnation
 
 
 def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(

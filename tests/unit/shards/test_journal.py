@@ -42,7 +42,7 @@ def test_a_record_can_be_read_as_soon_as_append_returns(path: Path, writer: Jour
     assert list(read_journal(path)) == [JournalRecord(7, b"tokens")]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(RECORDS, RECORDS)
 def test_records_survive_closing_and_opening_again(
     first: list[JournalRecord], second: list[JournalRecord]
@@ -56,7 +56,7 @@ def test_records_survive_closing_and_opening_again(
         assert (reading.whole_bytes, reading.torn_bytes) == (path.stat().st_size, 0)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(RECORDS.filter(bool), st.data())
 def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
     records: list[JournalRecord], data: st.DataObject
@@ -77,7 +77,7 @@ def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
         assert reading.torn_bytes == 0
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(RECORDS.filter(bool), st.data())
 def test_no_record_with_a_flipped_bit_is_ever_returned(
     records: list[JournalRecord], data: st.DataObject

@@ -35,7 +35,7 @@ def seal_in(layout: RunLayout, rows: list[Trajectory], writer: str = "cell-0") -
     return seal(rows, layout.shards_dir, layout.index_dir, writer)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(trajectories(), min_size=1, max_size=5))
 def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -82,7 +82,7 @@ def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunLayout) ->
 
 
 @given(st.lists(st.integers(0, 9), max_size=12))
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_choice_of_rows_is_read_as_it_was_sealed(
     ten_rows: ShardReader, rows: list[int]
 ) -> None:
@@ -209,7 +209,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
         ShardReader(tmp_path / "cell-0-000000.h5")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:

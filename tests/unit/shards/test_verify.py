@@ -64,7 +64,7 @@ def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
     return layout
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 def test_a_flipped_byte_anywhere_is_found_and_its_file_named(
     module_layout: RunLayout, fraction: float, flip: int

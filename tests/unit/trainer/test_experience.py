@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.experience import ADVANTAGE, CURRENT, Batch, describe, make_rows
+from areal_hpc.trainer.batch.experience import ADVANTAGE, CURRENT, Batch, describe, make_rows
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion
 
@@ -33,7 +33,6 @@ def row(episode: int, stretches: list[tuple[int | None, int]], reward: float = 1
     )
 
 
-@settings(deadline=None)
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
 def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     rows: list[list[tuple[int | None, int]]],

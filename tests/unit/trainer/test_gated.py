@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_hpc.trainer import chunks
-from areal_hpc.trainer.gated import gated
+from areal_hpc.trainer.model import chunks
+from areal_hpc.trainer.model.gated import gated
 
 
 @pytest.mark.parametrize("chunk_values", [1, 1 << 18])

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer import chunks
-from areal_hpc.trainer.logprobs import token_logprobs
+from areal_hpc.trainer.model import chunks
+from areal_hpc.trainer.model.logprobs import token_logprobs
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.architecture import Architecture, Experts, misfits, parse_architecture
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.naming import (
+from areal_hpc.trainer.model.architecture import Architecture, Experts, misfits, parse_architecture
+from areal_hpc.trainer.model.naming import (
     hf_slices,
     name_table,
     ranks_of,

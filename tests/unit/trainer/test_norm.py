@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_hpc.trainer import chunks
-from areal_hpc.trainer.norm import RMSNorm
+from areal_hpc.trainer.model import chunks
+from areal_hpc.trainer.model.norm import RMSNorm
 
 
 @pytest.mark.parametrize("chunk_values", [1, 1 << 18])

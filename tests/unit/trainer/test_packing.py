@@ -1,10 +1,17 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.packing import Row, Split, build_pack, padded_length, plan_packs, zig_zag
+from areal_hpc.trainer.batch.packing import (
+    Row,
+    Split,
+    build_pack,
+    padded_length,
+    plan_packs,
+    zig_zag,
+)
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
 SPLITS = st.builds(Split, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
@@ -19,7 +26,6 @@ def row(length: int, seed: int = 0) -> Row:
     )
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
     lengths: list[int], ranks: int, max_tokens: int, split: Split
@@ -32,7 +38,6 @@ def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
     assert sorted(placed) == list(range(len(lengths)))
 
 
-@settings(deadline=None)
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_a_pack_over_the_limit_holds_one_sequence_that_is(
     lengths: list[int], ranks: int, max_tokens: int, split: Split
@@ -43,7 +48,6 @@ def test_a_pack_over_the_limit_holds_one_sequence_that_is(
             assert size <= max_tokens or len(pack) == 1
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.integers(1, 4))
 def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None:
     plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=Split())
@@ -51,7 +55,6 @@ def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None
     assert max(loads) - min(loads) <= max(lengths)
 
 
-@settings(deadline=None)
 @given(LENGTHS, SPLITS)
 def test_context_parallel_ranks_together_hold_every_token_once(
     lengths: list[int], split: Split
@@ -69,7 +72,6 @@ def test_context_parallel_ranks_together_hold_every_token_once(
     assert sorted(held[held > 0]) == sorted(expected)
 
 
-@settings(deadline=None)
 @given(LENGTHS, SPLITS)
 def test_each_scored_token_is_predicted_from_the_place_before_it(
     lengths: list[int], split: Split
@@ -109,7 +111,6 @@ def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
     assert len(pack.targets_N) == 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk(cp: int, chunk: int) -> None:
     length = 2 * cp * chunk

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.packing import zig_zag
-from areal_hpc.trainer.rectangles import (
+from areal_hpc.trainer.batch.packing import zig_zag
+from areal_hpc.trainer.model.rectangles import (
     LENGTH_RATIO,
     collect,
     plan_rectangles,

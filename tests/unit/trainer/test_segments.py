@@ -7,12 +7,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.packing import zig_zag
-from areal_hpc.trainer.rectangles import Rectangles, plan_rectangles
-from areal_hpc.trainer.segments import Segments, fits_flash_kernel, plan_segments
+from areal_hpc.trainer.batch.packing import zig_zag
+from areal_hpc.trainer.model.rectangles import Rectangles, plan_rectangles
+from areal_hpc.trainer.model.segments import Segments, fits_flash_kernel, plan_segments
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
@@ -68,7 +68,6 @@ def over_ranks(
     return torch.cat(attended)[gathered.argsort()]
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
 @pytest.mark.parametrize("plan", [plan_segments, plan_rectangles])
 def test_packed_attention_is_plain_attention_on_any_number_of_ranks(

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from areal_hpc.trainer.rectangles import gathered_places
+from areal_hpc.trainer.model.rectangles import gathered_places
 
 Ints = npt.NDArray[np.int64]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.architecture import read_architecture
-from areal_hpc.trainer.checkpoint import Commit, CommitStore
-from areal_hpc.trainer.committed import CommittedWeights
-from areal_hpc.trainer.model_files import FILE_BYTES, write_model
+from areal_hpc.trainer.commits.reader import CommittedWeights
+from areal_hpc.trainer.commits.store import Commit, CommitStore
+from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.model.model_files import FILE_BYTES, write_model
 
 
 def choose_commit(directory: Path, step: int | None) -> Commit:

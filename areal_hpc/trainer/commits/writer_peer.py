@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import select
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.commit_writer import Remove, Write, Written
+from areal_hpc.trainer.commits.writer import Remove, Write, Written
 
 logger = logging.getLogger(__name__)
 
@@ -39,11 +40,13 @@ class WriterPeer:
         self._memory = os.memfd_create("commit")
         self._request: Write | None = None
         self._tries = 0
+        self._doomed: list[Path] = []
+        """Directories that the writer was told to delete."""
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.trainer.commit_writer",
+            [sys.executable, "-m", "areal_hpc.trainer.commits.writer",
              str(self._memory), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -114,9 +117,12 @@ class WriterPeer:
         self._process = self._start()
         self._tries += 1
         self._send(self._request)
+        for directory in self._doomed:
+            self._send(Remove(str(directory)))
 
     def remove(self, directory: Path) -> None:
         """Delete a directory in the background, after what is in the writing."""
+        self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
         self._send(Remove(str(directory)))
 
     def _send(self, request: Write | Remove) -> None:
@@ -130,6 +136,8 @@ class WriterPeer:
         self._process.stdin.close()
         try:
             self._process.wait(LEAVE_TIMEOUT_S)
+            for directory in self._doomed:  # gone, unless the writer died before
+                shutil.rmtree(directory, ignore_errors=True)
         except subprocess.TimeoutExpired:
             logger.warning("the writer of commits is still deleting: ended")
             self._process.kill()

@@ -22,9 +22,11 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from areal_hpc.trainer.model import Policy
+from areal_hpc.errors import ArealError, ClusterError, ShardError
+from areal_hpc.trainer.model.policy import Policy
 
 OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
 """Opens a stream that takes what would be a rank's data file."""
@@ -39,24 +41,44 @@ def save(policy: Policy, optimizer: Any, directory: Path, open_copy: OpenCopy) -
 
     A collective. Nothing is forced to disk. Returns the name of this rank's data file, which the
     small files (rank 0's) already refer to.
+
+    Raises:
+        ClusterError: A rank could not write its part.
     """
     strategy = _SaveApart(open_copy)
     state = _sharded_state(policy, optimizer, is_loading=False)
-    dist_checkpointing.save(state, str(directory), strategy)
+    with _failing_as(ClusterError, "a commit could not be written", directory):
+        dist_checkpointing.save(state, str(directory), strategy)
     return strategy.data_name
 
 
 def load(policy: Policy, optimizer: Any, directory: Path) -> None:
-    """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    loaded = dist_checkpointing.load(
-        _sharded_state(policy, optimizer, is_loading=True),
-        str(directory),
-        TorchDistLoadShardedStrategy(),
-    )
+    """Restore weights and optimizer. A collective; the layout may differ from the saved one.
+
+    Raises:
+        ShardError: The checkpoint is damaged.
+    """
+    state = _sharded_state(policy, optimizer, is_loading=True)
+    with _failing_as(ShardError, "a commit cannot be read", directory):
+        loaded = dist_checkpointing.load(state, str(directory), TorchDistLoadShardedStrategy())
     policy.gpt.load_state_dict(loaded["model"])
     with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
         optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
+
+
+@contextmanager
+def _failing_as(error: type[ArealError], what: str, directory: Path) -> Iterator[None]:
+    """PyTorch collects the ranks' failures in an exception that `except Exception` lets pass."""
+    try:
+        yield
+    except CheckpointException as caught:
+        rank, (failure, _) = next(iter(caught.failures.items()))
+        raise error(
+            f"{what}: {type(failure).__name__} on rank {rank}: {failure}",
+            key=str(directory),
+            hint="check the room and the quota of the shared storage",
+        ) from caught
 
 
 def _sharded_state(policy: Policy, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.rectangles import Rectangles, plan_rectangles
-from areal_hpc.trainer.segments import Segments, plan_segments
+from areal_hpc.trainer.model.rectangles import Rectangles, plan_rectangles
+from areal_hpc.trainer.model.segments import Segments, plan_segments
 
 Ints = npt.NDArray[np.int64]
 

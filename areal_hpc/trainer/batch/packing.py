@@ -18,6 +18,9 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
 
+TEMPERATURE = "temperature"
+"""The channel that, where a batch has it, divides the logits."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:

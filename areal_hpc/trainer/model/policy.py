@@ -21,15 +21,15 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.architecture import Architecture, misfits
-from areal_hpc.trainer.attention import PackedCausalAttention
+from areal_hpc.trainer.batch.packing import Pack, Split
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.gated import gated
-from areal_hpc.trainer.head import ScoredGPT
-from areal_hpc.trainer.naming import OUTPUT, Parameter, name_table, padded_vocab
-from areal_hpc.trainer.norm import RMSNorm
-from areal_hpc.trainer.packed_attention import PackedAttention, plan_attention
-from areal_hpc.trainer.packing import Pack, Split
+from areal_hpc.trainer.model.architecture import Architecture, misfits
+from areal_hpc.trainer.model.attention import PackedCausalAttention
+from areal_hpc.trainer.model.gated import gated
+from areal_hpc.trainer.model.head import ScoredGPT
+from areal_hpc.trainer.model.naming import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.model.norm import RMSNorm
+from areal_hpc.trainer.model.packed_attention import PackedAttention, plan_attention
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

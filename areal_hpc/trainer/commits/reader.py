@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.architecture import Architecture
-from areal_hpc.trainer.model_files import HfSpec
-from areal_hpc.trainer.naming import Parameter, name_table, to_hf
+from areal_hpc.trainer.model.architecture import Architecture
+from areal_hpc.trainer.model.model_files import HfSpec
+from areal_hpc.trainer.model.naming import Parameter, name_table, to_hf
 
 _STORED_NAMES = {
     # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.

@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.advantage import episode_rewards, group_advantages
-from areal_hpc.trainer.packing import Row
+from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
+from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
-from areal_hpc.trainer.step import TEMPERATURE
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
 from areal_hpc.wire.ledger import BatchManifest

@@ -16,9 +16,8 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.model import Policy
-from areal_hpc.trainer.model_files import FILE_BYTES, HfSpec, write_model
-from areal_hpc.trainer.naming import (
+from areal_hpc.trainer.model.model_files import FILE_BYTES, HfSpec, write_model
+from areal_hpc.trainer.model.naming import (
     EMBEDDING,
     HfTensor,
     Parameter,
@@ -28,13 +27,14 @@ from areal_hpc.trainer.naming import (
     to_hf,
     to_megatron,
 )
+from areal_hpc.trainer.model.policy import Policy
 
 Slices = tuple[slice, ...]
 Read = Callable[[HfTensor, Slices], torch.Tensor]
 """Gives part of a Hugging Face tensor."""
 
 
-class Checkpoint:
+class ModelDirectory:
     """Tensors of a model directory by name, each read when asked for."""
 
     def __init__(self, model_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -63,7 +64,8 @@ def write_model(
         file_bytes: Size at which another file is begun; one file needs no index.
         on_file: Hears of progress.
     """
-    partial = target_dir.with_name(f".{target_dir.name}.partial")
+    # Another process may be writing the same model: the trainer, and a person who exports it.
+    partial = target_dir.with_name(f".{target_dir.name}.partial_{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
@@ -72,7 +74,7 @@ def write_model(
             shutil.copyfile(source_dir / name, partial / name)
     _name_dtype(partial / "config.json", specs[0][2])
     sync_tree(partial)
-    replaced = target_dir.with_name(f".{target_dir.name}.replaced")
+    replaced = target_dir.with_name(f".{target_dir.name}.replaced_{os.getpid()}")
     shutil.rmtree(replaced, ignore_errors=True)
     if target_dir.exists():
         target_dir.rename(replaced)

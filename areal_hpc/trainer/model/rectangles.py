@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from areal_hpc.trainer.packing import zig_zag
+from areal_hpc.trainer.batch.packing import zig_zag
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,8 +14,9 @@ from __future__ import annotations
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,13 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
-from areal_hpc.trainer import sharded
+from areal_hpc.trainer.commits import sharded
+from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
-from areal_hpc.trainer.model import Policy
+from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
-from areal_hpc.trainer.writer_peer import WriterPeer
 from areal_hpc.weights.version import Fork
 
 MARKER = "COMMITTED"
@@ -99,11 +100,11 @@ class CommitStore:
         """
         if not self._directory.is_dir():
             return []
-        commits = [
-            Commit(path, _read_state(path))
-            for path in self._directory.iterdir()
-            if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).exists()
-        ]
+        commits = []
+        for path in self._directory.iterdir():
+            if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).exists():
+                with suppress(FileNotFoundError):  # hidden just now by a trainer at work
+                    commits.append(Commit(path, _read_state(path)))
         return sorted(commits, key=lambda commit: (commit.state.epoch, commit.state.step))
 
     def latest(self) -> Commit | None:
@@ -151,7 +152,10 @@ class CommitStore:
         for path in self._directory.glob(".step_*"):
             written_by = re.search(r"\.epoch_(\d+)$", path.name)
             if written_by is None or int(written_by[1]) <= epoch:
-                shutil.rmtree(path, ignore_errors=True)  # its writer may be about to be killed
+                # Renamed first: an older trainer that is stuck must not make it visible half gone.
+                doomed = path.with_name(f".{step_name(0)}.{uuid.uuid4().hex}")
+                path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)  # its writer may be about to be killed
 
     # Writing ---------------------------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class CommitStore:
     def _put_in_place(self, partial: Path, commit: Commit) -> None:
         target = commit.path
         if target.exists():  # of an abandoned epoch, or of the one that replaced this
-            epoch = _read_state(target).epoch
+            epoch = _read_state(target).epoch if (target / MARKER).exists() else -1
             if epoch > commit.state.epoch:
                 raise SupersededError(
                     f"epoch {epoch} has committed {target.name} before epoch {commit.state.epoch}"

@@ -1,0 +1,1 @@
+"""From a manifest to packed rows with their advantages."""

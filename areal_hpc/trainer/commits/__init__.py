@@ -1,0 +1,1 @@
+"""What a restarted trainer needs, put on disk whole, and what can be read from it."""

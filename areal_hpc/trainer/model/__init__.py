@@ -1,0 +1,1 @@
+"""Megatron-core models, how they attend to packs, and Hugging Face's form of them."""

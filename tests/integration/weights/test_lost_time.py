@@ -1,0 +1,63 @@
+"""How long lost replicas may hold up an update: their relays take calls and say nothing."""
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from areal_hpc.weights.attempt import Attempt
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.control import ReplicaControl
+from areal_hpc.weights.group import UpdateGroup
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.version import WeightVersion
+
+UPDATE_TIMEOUT_S = 1.0
+
+
+@pytest.fixture
+def lost() -> Iterator[list[ReplicaKey]]:
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield [ReplicaKey(f"cell-{at}", 0, 1, 1, url, 0.0) for at in range(8)]
+
+
+def test_replicas_lost_together_cost_no_more_than_one(
+    lost: list[ReplicaKey], tmp_path: Path
+) -> None:
+    config = WeightsConfig(update_timeout_s=UPDATE_TIMEOUT_S)
+    publisher = Publisher(config, tmp_path, 8, "key", "gloo", torch.device("cpu"))
+    specs = [TensorSpec("norm.weight", (4,), "float32")]
+    began = time.monotonic()
+    weights = iter([("norm.weight", torch.zeros(4))])
+    report = publisher.publish(WeightVersion(1, 0), specs, weights, lost)
+    took_s = time.monotonic() - began
+    publisher.close()
+    assert [*report.failed] == lost
+    assert took_s < 7 * UPDATE_TIMEOUT_S, "one wait for the fence and one to say that it is over"
+
+
+def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> None:
+    punctual, late = (
+        GroupSwap(
+            UpdateGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
+            [ReplicaControl(key, "key", 1, UPDATE_TIMEOUT_S)],
+            "retract",
+        )
+        for key in lost[:2]
+    )
+    with ThreadPoolExecutor() as pool:
+        update = Attempt(pool, step_s=0.5)
+        update.live = [punctual, late]
+        update.each(lambda swap: time.sleep(1.0 if swap is late else 0.0))
+    assert update.live == [punctual]
+    assert [*update.failed] == [lost[1]]
+    assert "longer than" in str(update.failed[lost[1]])
+    punctual.abandon()
