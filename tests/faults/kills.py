@@ -12,7 +12,7 @@ from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import SmallRun
 
 FAULTS = Path(__file__).parent
-REST_S = 4.0
+REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
 
 LAUNCH_TIMEOUT_S = 900.0
@@ -72,7 +72,7 @@ class Kill:
 class KilledRun(SmallRun):
     """A small run, without warm-up, whose processes are killed one after another."""
 
-    def __init__(self, root: Path, model: Path, kills: list[Kill], steps: int = 8) -> None:
+    def __init__(self, root: Path, model: Path, kills: list[Kill], steps: int = 24) -> None:
         super().__init__(
             root / "runs",
             "warmup=null",

@@ -179,7 +179,6 @@ class ScriptedSGLang:
             "weight_versions": [
                 {"version": version, "start": start, "end": end} for version, start, end in versions
             ],
-            "e2e_latency": 0.01,
         }
         if count := body.get("top_logprobs_num"):
             meta["output_top_logprobs"] = [

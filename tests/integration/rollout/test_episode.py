@@ -130,7 +130,7 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
     ("agent", "said"),
     [
         (Returns(None), "returned None (NoneType), expected a finite float"),
-        (Returns(math.nan), "returned nan, expected a finite float"),
+        (Returns(math.nan), "returned nan (float), expected a finite float"),
         (Returns("good"), "returned 'good' (str)"),
         (Returns(1.0, calls=0), "the session has no interaction"),
         (Returns({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),

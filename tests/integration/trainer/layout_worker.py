@@ -240,9 +240,11 @@ class Case:
 
     def save(self) -> None:
         """Leave a model directory in several files."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.model.config.architectures = [type(self.model).__name__]  # SGLang reads it
-        self.model.config.save_pretrained(self.folder)
+        if dist.get_rank() == 0:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.model.config.architectures = [type(self.model).__name__]  # SGLang reads it
+            self.model.config.save_pretrained(self.folder)
+        dist.barrier()  # another rank may have to read it
         save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
