@@ -216,22 +216,21 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
         yield field
 
 
-@pytest.fixture(scope="module")
-def rows() -> Iterator[list[Row]]:
-    """What was seen, written out at the end if every case was run."""
-    seen: list[Row] = []
-    yield seen
-    if len(seen) == len(PARTIES) * len(PHASES):
-        order = [(party, phase) for party in PARTIES for phase in PHASES]
-        seen.sort(key=lambda row: order.index((row["party"], row["phase"])))
-        RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
-        write_table(seen)
+def keep(row: Row) -> None:
+    """Put a case in the place of what was seen of it before; the table waits for all cases."""
+    cases = [(party, phase) for party in PARTIES for phase in PHASES]
+    seen = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = {(one["party"], one["phase"]): one for one in [*seen, row]}
+    ordered = [rows[case] for case in cases if case in rows]
+    RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
+    if len(ordered) == len(cases):
+        write_table(ordered)
 
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("party", PARTIES)
 def test_whoever_is_killed_or_hangs_agents_get_only_verified_weights(
-    field: Field, rows: list[Row], party: str, phase: str
+    field: Field, party: str, phase: str
 ) -> None:
     field.next_sender()  # all phases, the joining of groups too, come in each update
     old, before = field.views()[0].version, field.views()
@@ -264,7 +263,7 @@ def test_whoever_is_killed_or_hangs_agents_get_only_verified_weights(
     elif phase in UNTOUCHED:
         assert row["restarted"] == []
     log.info("%s", row)
-    rows.append(row)
+    keep(row)
 
 
 def await_own_end(field: Field, old: str, before: list[ReplicaView], phase: str) -> float:
