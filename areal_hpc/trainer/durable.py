@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from areal_hpc.errors import ClusterError
+
 
 def sync_tree(directory: Path) -> None:
     """Force every file below, and the directories that name them, to disk."""
@@ -19,3 +21,12 @@ def sync_path(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def commit_refused(path: Path, reason: object) -> ClusterError:
+    """The error of a commit that the storage did not take."""
+    return ClusterError(
+        f"a commit could not be written: {reason}",
+        key=str(path),
+        hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
+    )

@@ -25,7 +25,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
-from areal_hpc.errors import ArealError, ClusterError, ShardError
+from areal_hpc.errors import ShardError
+from areal_hpc.trainer.durable import commit_refused
 from areal_hpc.trainer.model.policy import Policy
 
 OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
@@ -47,8 +48,10 @@ def save(policy: Policy, optimizer: Any, directory: Path, open_copy: OpenCopy) -
     """
     strategy = _SaveApart(open_copy)
     state = _sharded_state(policy, optimizer, is_loading=False)
-    with _failing_as(ClusterError, "a commit could not be written", directory):
+    try:
         dist_checkpointing.save(state, str(directory), strategy)
+    except CheckpointException as error:
+        raise commit_refused(directory, _first_failure(error)) from error
     return strategy.data_name
 
 
@@ -59,26 +62,24 @@ def load(policy: Policy, optimizer: Any, directory: Path) -> None:
         ShardError: The checkpoint is damaged.
     """
     state = _sharded_state(policy, optimizer, is_loading=True)
-    with _failing_as(ShardError, "a commit cannot be read", directory):
+    try:
         loaded = dist_checkpointing.load(state, str(directory), TorchDistLoadShardedStrategy())
+    except CheckpointException as error:
+        raise ShardError(
+            f"a commit cannot be read: {_first_failure(error)}",
+            key=str(directory),
+            hint="move it aside: the run then goes on from the commit before",
+        ) from error
     policy.gpt.load_state_dict(loaded["model"])
     with _replaced(optimizer, "_set_main_param_and_optimizer_states", _keeping_step):
         optimizer.load_state_dict(loaded["optimizer"])
     _unshare_steps(optimizer)
 
 
-@contextmanager
-def _failing_as(error: type[ArealError], what: str, directory: Path) -> Iterator[None]:
-    """PyTorch collects the ranks' failures in an exception that `except Exception` lets pass."""
-    try:
-        yield
-    except CheckpointException as caught:
-        rank, (failure, _) = next(iter(caught.failures.items()))
-        raise error(
-            f"{what}: {type(failure).__name__} on rank {rank}: {failure}",
-            key=str(directory),
-            hint="check the room and the quota of the shared storage",
-        ) from caught
+def _first_failure(collected: CheckpointException) -> str:
+    """One of the failures that PyTorch collects in what `except Exception` lets pass."""
+    rank, (failure, _) = next(iter(collected.failures.items()))
+    return f"{type(failure).__name__} on rank {rank}: {failure}"
 
 
 def _sharded_state(policy: Policy, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.commits import sharded
 from areal_hpc.trainer.commits.writer_peer import WriterPeer
-from areal_hpc.trainer.durable import sync_path
+from areal_hpc.trainer.durable import commit_refused, sync_path
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
@@ -294,12 +294,4 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _refused(path, error) from error
-
-
-def _refused(path: Path, error: OSError) -> ClusterError:
-    return ClusterError(
-        f"a commit could not be written: {error}",
-        key=str(path),
-        hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
-    )
+        raise commit_refused(path, error) from error

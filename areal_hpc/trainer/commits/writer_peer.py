@@ -18,6 +18,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.trainer.commits.writer import Remove, Write, Written
+from areal_hpc.trainer.durable import commit_refused
 
 logger = logging.getLogger(__name__)
 
@@ -93,12 +94,7 @@ class WriterPeer:
             return False
         reply = msgspec.json.decode(line, type=Written)
         if reply.error:
-            raise ClusterError(
-                f"a commit could not be written: {reply.error}",
-                key=self._request.path,
-                hint="make room on the shared storage, or check its quota with lfs quota or "
-                "quota -s",
-            )
+            raise commit_refused(Path(self._request.path), reply.error)
         logger.debug("%s took %.1f s", self._request.path, reply.seconds)
         self._request = None
         return True
