@@ -12,8 +12,7 @@ the task stream. It is in exactly one of these states:
 one. A ticket that a late cell settles counts once, whatever its attempt. The version that
 trains batch `step` is `step`; tickets of batches above the published step are unconsumed.
 
-Admission is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`),
-with every term read off the containers below, so that no counter can drift.
+Admission (`admission.py`) goes by the sizes of the containers below, so that no counter can drift.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from itertools import islice
 from typing import Literal
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.ledger.admission import TicketCounts, admissible
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
@@ -154,21 +154,20 @@ class Tickets:
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
-    def capacity(self) -> int:
-        """How many more tickets may be leased now; may be negative.
-
-        The least of three limits: concurrency, staleness (a ticket leased at version v joins a
-        batch no later than v + 1 + max_head_offpolicyness, in order of lease), and what the
-        remaining steps still need.
-        """
-        policy = self.policy
-        held = len(self._leased) + len(self._finished)
-        steps_to_form = policy.total_steps - self.formed_steps
-        return min(
-            policy.max_concurrent_tickets - len(self._leased),
-            (policy.max_head_offpolicyness + 1) * policy.batch_size - held - self.unconsumed,
-            steps_to_form * policy.batch_size - held - len(self._settled),
+    @property
+    def counts(self) -> TicketCounts:
+        """What admission goes by."""
+        return TicketCounts(
+            leased=len(self._leased),
+            finished=len(self._finished),
+            settled=len(self._settled),
+            batched=self.unconsumed - len(self._settled),
+            formed_steps=self.formed_steps,
         )
+
+    def capacity(self) -> int:
+        """How many more tickets may be leased now (`admission.admissible`)."""
+        return admissible(self.policy, self.counts)
 
     def has_finished(self, cell: str) -> bool:
         """True if a ticket that `cell` finished is not yet settled."""

@@ -1,0 +1,58 @@
+"""How many tickets may be leased now: one pure function of where the tickets are.
+
+The rule is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`).
+Every count is that of a state in which tickets are now, none that of an event: a ticket that was
+dropped or filtered, or that waits to be issued again, is in no count and takes room from nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from areal_hpc.ledger.policy import TicketPolicy
+
+
+@dataclass(frozen=True, slots=True)
+class TicketCounts:
+    """How many tickets are where. Those that wait to be issued again are in none of these."""
+
+    leased: int
+    """Running in some cell."""
+    finished: int
+    """Ended, in some cell's journal."""
+    settled: int
+    """Sealed, in no batch."""
+    batched: int
+    """In batches of steps that are not published."""
+    formed_steps: int
+    """Batches handed out so far."""
+
+    @property
+    def held(self) -> int:
+        """In the hands of cells."""
+        return self.leased + self.finished
+
+
+def admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
+    """How many more tickets may be leased now; never negative.
+
+    The least of three limits:
+
+    - concurrency: tickets running;
+    - staleness: a ticket leased at version v joins a batch no later than v + 1 +
+      max_head_offpolicyness if tickets settle in the order of their leases, so 0 is exactly
+      synchronous; one that takes longer keeps its place, which slows the others down;
+    - need: what the remaining steps still lack.
+    """
+    steps_to_form = policy.total_steps - counts.formed_steps
+    return max(
+        0,
+        min(
+            policy.max_concurrent_tickets - counts.leased,
+            (policy.max_head_offpolicyness + 1) * policy.batch_size
+            - counts.held
+            - counts.settled
+            - counts.batched,
+            steps_to_form * policy.batch_size - counts.held - counts.settled,
+        ),
+    )

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from areal_hpc.ledger.admission import TicketCounts, admissible
+from areal_hpc.ledger.policy import TicketPolicy
+
+small = st.integers(0, 30)
+policies = st.builds(
+    TicketPolicy,
+    batch_size=st.integers(1, 8),
+    max_head_offpolicyness=st.integers(0, 4),
+    max_concurrent_tickets=st.integers(1, 12),
+    total_steps=st.integers(1, 6),
+    cell_timeout_s=st.just(30.0),
+)
+counts = st.builds(
+    TicketCounts,
+    leased=small,
+    finished=small,
+    settled=small,
+    batched=small,
+    formed_steps=st.integers(0, 6),
+)
+
+
+def outstanding(now: TicketCounts) -> int:
+    return now.held + now.settled + now.batched
+
+
+@given(policies, counts)
+def test_what_is_granted_is_never_negative_and_keeps_every_bound(
+    policy: TicketPolicy, now: TicketCounts
+) -> None:
+    assume(now.formed_steps <= policy.total_steps)
+    granted = admissible(policy, now)
+    assert granted >= 0
+    if granted:
+        after = replace(now, leased=now.leased + granted)
+        assert after.leased <= policy.max_concurrent_tickets
+        assert outstanding(after) <= (policy.max_head_offpolicyness + 1) * policy.batch_size
+        needed = (policy.total_steps - now.formed_steps) * policy.batch_size
+        assert after.held + after.settled <= needed
+
+
+@given(policies, counts)
+def test_one_ticket_more_would_break_a_bound(policy: TicketPolicy, now: TicketCounts) -> None:
+    """Nothing is held back without a reason."""
+    assume(now.formed_steps <= policy.total_steps)
+    more = admissible(policy, now) + 1
+    after = replace(now, leased=now.leased + more)
+    needed = (policy.total_steps - now.formed_steps) * policy.batch_size
+    assert (
+        after.leased > policy.max_concurrent_tickets
+        or outstanding(after) > (policy.max_head_offpolicyness + 1) * policy.batch_size
+        or after.held + after.settled > needed
+    )
+
+
+@given(policies, counts)
+def test_bound_zero_is_exactly_synchronous(policy: TicketPolicy, now: TicketCounts) -> None:
+    """Nothing is granted for the next batch while this one is not published."""
+    policy = replace(policy, max_head_offpolicyness=0)
+    if now.batched >= policy.batch_size:
+        assert admissible(policy, now) == 0
+    assert outstanding(now) + admissible(policy, now) <= max(outstanding(now), policy.batch_size)
+
+
+@given(policies, counts, st.sampled_from(["leased", "finished", "settled"]))
+def test_a_ticket_that_leaves_starves_nobody(
+    policy: TicketPolicy, now: TicketCounts, state: str
+) -> None:
+    """Dropped, filtered or waiting: its place is free at once, whatever state it was in."""
+    assume(getattr(now, state) > 0)
+    without = replace(now, **{state: getattr(now, state) - 1})
+    assert admissible(policy, without) >= admissible(policy, now)
+    staleness_binds = policy.max_concurrent_tickets - now.leased > admissible(policy, now) > 0
+    if staleness_binds:
+        assert admissible(policy, without) == admissible(policy, now) + 1
+
+
+@given(policies, counts)
+def test_the_run_can_always_go_on(policy: TicketPolicy, now: TicketCounts) -> None:
+    """Somebody can act: a cell, a seal, the trainer, or whoever asks for a ticket."""
+    assume(now.formed_steps <= policy.total_steps)
+    assume(outstanding(now) <= (policy.max_head_offpolicyness + 1) * policy.batch_size)
+    cells_work = now.held > 0
+    batch_forms = now.settled >= policy.batch_size
+    trainer_publishes = now.batched > 0
+    is_over = now.formed_steps == policy.total_steps
+    assert cells_work or batch_forms or trainer_publishes or is_over or admissible(policy, now) > 0
