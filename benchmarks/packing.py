@@ -34,8 +34,9 @@ import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.shards.writer import seal
 from areal_hpc.trainer.batch.experience import ADVANTAGE, Batch, make_rows, read_batch
 from areal_hpc.trainer.batch.packing import Pack, Row, Split, build_pack, padded_length, plan_packs
+from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trajectory import Trajectory
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 from benchmarks._pairs import (
     Side,
@@ -51,7 +52,7 @@ from benchmarks._trajectories import FIRST_VERSION, N_SAMPLES, make_trajectories
 SHORTEST_TOKENS = 180
 MAX_TOKENS = 32_768
 CURRENT = WeightVersion.unpack(FIRST_VERSION + 2)
-MIN_REWARD_STD = 1e-4
+OBJECTIVE = ObjectiveConfig()
 PAGE_TOKENS = 256
 LAYOUTS = (Split(), Split(tp=2), Split(cp=2), Split(tp=2, cp=2), Split(tp=8, cp=4))
 """Padding is counted under each."""
@@ -76,10 +77,10 @@ class Ours:
         return read_batch(self.manifest, self.folder)
 
     def rows(self) -> list[Row]:
-        return make_rows(self.batch, CURRENT, MIN_REWARD_STD)
+        return make_rows(self.batch, CURRENT, [Fork(1, 0)], OBJECTIVE)
 
     def pack(self) -> list[Pack]:
-        rows = make_rows(self.read(), CURRENT, MIN_REWARD_STD)
+        rows = make_rows(self.read(), CURRENT, [Fork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
         (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=Split())
         channels = list(rows[0].channels)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_hpc.config import StageConfig
 
@@ -51,16 +51,48 @@ class OptimizerConfig(StageConfig):
 
 
 class ObjectiveConfig(StageConfig):
-    """The clipped, decoupled policy-gradient objective."""
+    """The clipped policy-gradient objective; pi_b is the policy that sampled a token."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
     """The ratio to the proximal policy is clipped below 1 - this."""
     clip_high: Annotated[float, Field(gt=0)] = 0.28
     """The ratio to the proximal policy is clipped above 1 + this."""
-    behaviour_weight_cap: Annotated[float, Field(gt=0)] = 5.0
-    """Largest importance weight from the sampling policy to the proximal one."""
+    proximal: Literal["recompute", "log_linear", "none"] = "recompute"
+    """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
+    correction: Literal["clamp", "mask", "none"] = "clamp"
+    """Tokens weigh proximal / pi_b clamped to bounds (TIS), masked outside (IcePop), or all 1."""
+    correction_level: Literal["token", "sequence"] = "token"
+    """Bounds are on each token, or on the row's mean (of ratios: the geometric one)."""
+    correction_metric: Literal["ratio", "kl"] = "ratio"
+    """Bounds are on the ratio proximal / pi_b, or on an estimate of their divergence."""
+    correction_low: Annotated[float, Field(ge=0)] = 0.0
+    """Lower bound; 0 is none."""
+    correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    """Upper bound."""
     min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
     """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> ObjectiveConfig:
+        if self.correction == "none":
+            return self
+        low, high = self.correction_low, self.correction_high
+        if self.proximal == "none":
+            raise ValueError(
+                "with proximal=none the sampling policy is the proximal one and no weight between "
+                f"them is left for correction={self.correction}: set correction=none"
+            )
+        if self.correction_metric == "kl":
+            if self.correction == "clamp":
+                raise ValueError("correction=clamp needs correction_metric=ratio: use mask with kl")
+            if low != 0:
+                raise ValueError(f"a divergence is bounded above only, got correction_low={low}")
+        elif not low <= 1 <= high:
+            raise ValueError(
+                "the bounds of a ratio must enclose 1, that of equal policies, got "
+                f"correction_low={low} and correction_high={high}"
+            )
+        return self
 
 
 class TrainerConfig(StageConfig):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -13,6 +14,7 @@ from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
+    AGE,
     BEHAVIOUR,
     CURRENT,
     describe,
@@ -25,7 +27,8 @@ from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.metrics import Line, finite
 from areal_hpc.trainer.model.huggingface import save_hf
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.objective import SUMS as LOSS_SUMS
+from areal_hpc.trainer.objective import interpolate, policy_loss
 from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
@@ -41,7 +44,7 @@ from areal_hpc.wire.ledger import BatchManifest
 logger = logging.getLogger(__name__)
 
 PROXIMAL = "proximal"
-SUMS = ("loss", "tokens", "places", "clipped", "metered")
+SUMS = (*LOSS_SUMS, "tokens", "places", "metered")
 MAXIMA = ("weight", "mismatch")
 
 
@@ -108,7 +111,7 @@ class Learner:
         with timer.phase("read"):
             batch = read_batch(manifest, self._layout.shards_dir)
         with timer.phase("pack"):
-            rows = make_rows(batch, self.version, config.objective.min_reward_std)
+            rows = make_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
                 make_micro_batches(
                     self.policy, part, list(rows[0].channels), config.max_tokens_per_microbatch
@@ -138,7 +141,11 @@ class Learner:
             "grad_norm": grad_norm,
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
+            "behaviour/weight_mean": sums["weight"] / tokens,
             "behaviour/weight_max": maxima["weight"],
+            "behaviour/outside_fraction": sums["outside"] / tokens,
+            "behaviour/effective_fraction": effective_fraction(sums),
+            "behaviour/kl": sums["kl"] / tokens,
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/metered_tokens": int(sums["metered"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / sums["places"],
@@ -153,12 +160,13 @@ class Learner:
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """
         tally = Tally()
-        if len(parts) > 1:
+        if len(parts) > 1 and self._config.objective.proximal == "recompute":
             everything = [batch for part in parts for batch in part]
             tally.add(run_passes(self.policy, everything, self._remember, backward=False))
         norms = []
-        for part in parts:
-            seen, norm = train_once(self.policy, self._optimizer, part, self._loss, rate)
+        for number, part in enumerate(parts):
+            loss = partial(self._loss, taken=number / len(parts))
+            seen, norm = train_once(self.policy, self._optimizer, part, loss, rate)
             tally.add(seen)
             norms.append(norm)
         return tally.over_all_ranks(SUMS, MAXIMA), max(norms)
@@ -168,28 +176,37 @@ class Learner:
         batch.channels_N[PROXIMAL] = logprobs_N
         return logprobs_N.sum(), meter(batch, logprobs_N)
 
-    def _loss(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
-        proximal_N = batch.channels_N.get(PROXIMAL)
+    def _loss(
+        self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
+    ) -> tuple[torch.Tensor, Tally]:
+        """The loss of a micro-batch after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
         loss = policy_loss(
             logprobs_N,
-            held_N if proximal_N is None else proximal_N,
+            self._proximal(batch, held_N, taken),
             batch.channels_N[BEHAVIOUR],
             batch.channels_N[ADVANTAGE],
+            batch.rows,
             self._config.objective,
         )
+        sums, weight_max = loss.measured()
         tally = Tally(
-            {
-                "loss": loss.total.item(),
-                "tokens": len(logprobs_N),
-                "places": batch.places,
-                "clipped": loss.clipped.item(),
-            },
-            {"weight": loss.weight_max.item()},
+            {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
-        if proximal_N is None:
+        if taken == 0 and PROXIMAL not in batch.channels_N:
             tally.add(meter(batch, held_N))
         return loss.total, tally
+
+    def _proximal(self, batch: MicroBatch, held_N: torch.Tensor, taken: float) -> torch.Tensor:
+        """Log-probabilities under the policy that ratios are taken to [N]."""
+        match self._config.objective.proximal:
+            case "none":
+                return batch.channels_N[BEHAVIOUR]
+            case "log_linear":
+                behaviour_N, age_N = batch.channels_N[BEHAVIOUR], batch.channels_N[AGE]
+                return interpolate(held_N, behaviour_N, age_N, taken)
+            case "recompute":
+                return batch.channels_N.get(PROXIMAL, held_N)
 
     def _advance(self, manifest: BatchManifest) -> None:
         self.state = msgspec.structs.replace(
@@ -223,6 +240,12 @@ class Learner:
         """Write the weights as a Hugging Face model. A collective."""
         target = self._layout.export(step_name(self.state.step))
         save_hf(self.policy, self._model_path, target)
+
+
+def effective_fraction(sums: Mapping[str, float]) -> float:
+    """Tokens of equal weight that would say as much, as a share of all: Kish's sample size."""
+    squares = sums["applied_squared"] * sums["tokens"]
+    return sums["applied"] ** 2 / squares if squares else 0.0
 
 
 def meter(batch: MicroBatch, logprobs_N: torch.Tensor) -> Tally:

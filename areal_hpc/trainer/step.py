@@ -15,6 +15,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, Row, build_pack, plan_packs
+from areal_hpc.trainer.correction import Rows
 from areal_hpc.trainer.model.logprobs import token_logprobs
 from areal_hpc.trainer.model.packed_attention import PackedAttention
 from areal_hpc.trainer.model.policy import Policy
@@ -28,6 +29,7 @@ class MicroBatch:
     input_ids_1T: torch.Tensor
     labels_N: torch.Tensor
     channels_N: dict[str, torch.Tensor]
+    rows: Rows
     attention: PackedAttention
     places: int
     """Tokens of the pass, padding included."""
@@ -104,6 +106,9 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
         input_ids_1T=move(pack.input_ids_T)[None],
         labels_N=move(pack.labels_N),
         channels_N={name: move(values) for name, values in pack.channels_N.items()},
+        rows=Rows(
+            move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
+        ),
         attention=policy.attention(pack),
         places=len(pack.input_ids_T),
     )

@@ -17,6 +17,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
+from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
@@ -24,9 +25,9 @@ from areal_hpc.wire.ledger import BatchManifest
 
 logger = logging.getLogger(__name__)
 
-ADVANTAGE, BEHAVIOUR, CURRENT = "advantage", "behaviour", "current"
+ADVANTAGE, BEHAVIOUR, CURRENT, AGE = "advantage", "behaviour", "current", "age"
 """Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
-current weights did the sampling."""
+current weights did the sampling, and how many versions old those that did it are."""
 
 SHARD_PATIENCE_S = 60.0
 """How long a shard may take to become visible on another node of a shared file system."""
@@ -84,22 +85,49 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
     return [next(found[ticket.shard]) for ticket in manifest.tickets for _ in ticket.rows]
 
 
-def make_rows(batch: Batch, current: WeightVersion, min_reward_std: float) -> list[Row]:
+def make_rows(
+    batch: Batch, current: WeightVersion, forks: Sequence[Fork], objective: ObjectiveConfig
+) -> list[Row]:
     """Rows with the channels that the objective needs."""
-    advantages_B = group_advantages(batch.rewards, batch.groups, batch.episodes, min_reward_std)
+    advantages_B = group_advantages(
+        batch.rewards, batch.groups, batch.episodes, objective.min_reward_std
+    )
     tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
+    held = [version.packed for version in same_weights(current, forks)]
     rows = []
     for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
         size = trajectory.num_tokens
         channels = {
             ADVANTAGE: np.full(size, advantage, dtype=np.float32),
             BEHAVIOUR: trajectory.logprobs_T,
-            CURRENT: (trajectory.versions_T == current.packed).astype(np.float32),
+            CURRENT: np.isin(trajectory.versions_T, held).astype(np.float32),
         }
+        if objective.proximal == "log_linear":
+            channels[AGE] = _ages(trajectory.versions_T, current, forks)
         if tempered:
             channels[TEMPERATURE] = np.full(size, _temperature(trajectory), dtype=np.float32)
         rows.append(Row(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
     return rows
+
+
+def same_weights(current: WeightVersion, forks: Sequence[Fork]) -> list[WeightVersion]:
+    """The names that the current weights have had: a restart gives those of a commit a new one."""
+    names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
+    return [
+        name
+        for name in sorted(names)
+        if name.epoch <= current.epoch and staleness(current, name, forks) == 0
+    ]
+
+
+def _ages(
+    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[Fork]
+) -> npt.NDArray[np.float32]:
+    """The staleness of each token; 0 where nobody sampled."""
+    ages_T = np.zeros(len(versions_T), dtype=np.float32)
+    for packed in _sampled_tokens(versions_T):
+        ages_T[versions_T == packed] = staleness(current, WeightVersion.unpack(packed), forks)
+    return ages_T
 
 
 def _temperature(trajectory: Trajectory) -> float:

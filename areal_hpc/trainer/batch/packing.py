@@ -64,6 +64,8 @@ class Pack:
     """Local places whose logits predict a token of the loss."""
     labels_N: Ints
     """The tokens they predict."""
+    rows_N: Ints
+    """The place of each one's sequence among those of the pack."""
     channels_N: dict[str, Floats]
     """The rows' channels at the predicted tokens."""
 
@@ -135,6 +137,7 @@ def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pa
         positions_T=positions_T,
         targets_N=targets_N,
         labels_N=ids_T[predicted_N],
+        rows_N=np.searchsorted(starts, predicted_N, side="right") - 1,
         channels_N={name: value[predicted_N] for name, value in values.items()},
     )
 

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.batch.experience import ADVANTAGE, CURRENT, Batch, describe, make_rows
+from areal_hpc.trainer.batch.experience import (
+    ADVANTAGE,
+    AGE,
+    CURRENT,
+    Batch,
+    describe,
+    make_rows,
+    same_weights,
+)
+from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion
 
@@ -50,7 +59,23 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
     rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
-    good, bad = make_rows(Batch(rows, [1.0, 0.0]), NOW, min_reward_std=1e-4)
+    good, bad = make_rows(Batch(rows, [1.0, 0.0]), NOW, [Fork(1, 0)], ObjectiveConfig())
+    assert AGE not in good.channels
     np.testing.assert_allclose(good.channels[ADVANTAGE], np.full(5, 0.5**0.5), rtol=1e-6)
     np.testing.assert_allclose(bad.channels[ADVANTAGE], np.full(2, -(0.5**0.5)), rtol=1e-6)
     assert good.channels[CURRENT].tolist() == [0, 0, 1, 0, 0]
+
+
+def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
+    rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
+    config = ObjectiveConfig(proximal="log_linear")
+    (found,) = make_rows(Batch(rows, [1.0]), NOW, [Fork(1, 0)], config)
+    assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
+
+
+def test_a_restart_renames_the_weights_of_the_commit_alone() -> None:
+    forks = [Fork(1, 0), Fork(2, 4), Fork(3, 9)]
+    assert same_weights(WeightVersion(2, 4), forks) == [WeightVersion(1, 4), WeightVersion(2, 4)]
+    # 1.5 was trained after the commit and lost: 2.5 are other weights of the same step.
+    assert same_weights(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
+    assert same_weights(WeightVersion(3, 9), forks) == [WeightVersion(2, 9), WeightVersion(3, 9)]

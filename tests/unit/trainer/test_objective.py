@@ -1,14 +1,21 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.correction import Rows
+from areal_hpc.trainer.objective import interpolate, policy_loss
 
-CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28, behaviour_weight_cap=5.0)
+CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28, correction="clamp", correction_high=5.0)
+
+
+def rows(tokens: int) -> Rows:
+    """All tokens in one row."""
+    return Rows(torch.zeros(tokens, dtype=torch.long), 1)
 
 
 def gradient(
@@ -16,8 +23,10 @@ def gradient(
 ) -> tuple[float, bool]:
     """d loss / d logprob of one token, and whether the clip acted."""
     logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
-    others = (torch.tensor([value], dtype=torch.float64) for value in (proximal, behaviour))
-    loss = policy_loss(logprobs, *others, torch.tensor([advantage], dtype=torch.float64), CONFIG)
+    others = (
+        torch.tensor([value], dtype=torch.float64) for value in (proximal, behaviour, advantage)
+    )
+    loss = policy_loss(logprobs, *others, rows(1), CONFIG)
     loss.total.backward()
     assert logprobs.grad is not None
     return logprobs.grad.item(), bool(loss.clipped)
@@ -52,9 +61,10 @@ def test_tokens_sampled_by_older_weights_are_reweighted_up_to_the_cap() -> None:
 
 def test_no_tokens_give_a_loss_of_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    loss = policy_loss(empty, empty, empty, empty, CONFIG)
-    assert loss.total.item() == 0.0
-    assert loss.weight_max.item() == 0.0
+    loss = policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
+    sums, weight_max = loss.measured()
+    assert set(sums.values()) == {0.0}
+    assert weight_max == 0.0
 
 
 LOGPROB = st.floats(-5.0, 0.0)
@@ -66,3 +76,57 @@ def test_the_gradient_never_points_against_the_advantage(
 ) -> None:
     value, _ = gradient(logprob, proximal, behaviour, advantage)
     assert value * advantage <= 0.0
+
+
+@given(st.lists(st.tuples(LOGPROB, LOGPROB, LOGPROB, st.floats(-3.0, 3.0)), max_size=8))
+def test_loss_and_gradient_are_those_of_a_plain_loop(
+    tokens: list[tuple[float, float, float, float]],
+) -> None:
+    config = ObjectiveConfig(correction="mask", correction_low=0.5, correction_high=2.0)
+    total, clipped, slopes = 0.0, 0, []
+    for logprob, proximal, behaviour, advantage in tokens:
+        ratio, weight = np.exp(logprob - proximal), np.exp(proximal - behaviour)
+        kept = weight if 0.5 <= weight <= 2.0 else 0.0
+        free = ratio * advantage
+        bound = np.clip(ratio, 1 - config.clip_low, 1 + config.clip_high) * advantage
+        total -= kept * min(free, bound)
+        clipped += bound < free
+        slopes.append(0.0 if bound < free else -kept * free)
+    columns = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 4).T.contiguous()
+    logprobs = columns[0].clone().requires_grad_()
+    loss = policy_loss(logprobs, *columns[1:], rows(len(tokens)), config)
+    loss.total.backward()
+    assert loss.total.item() == pytest.approx(total, abs=1e-9)
+    assert loss.clipped.item() == clipped
+    assert logprobs.grad is not None
+    np.testing.assert_allclose(logprobs.grad, slopes, rtol=1e-9, atol=1e-12)
+
+
+def test_without_correction_the_proximal_policy_alone_counts() -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
+    config = ObjectiveConfig(correction="none")
+    loss = policy_loss(
+        logprobs, torch.tensor([-1.0]), torch.tensor([-9.0]), torch.tensor([1.0]), rows(1), config
+    )
+    loss.total.backward()
+    assert logprobs.grad is not None
+    assert logprobs.grad.item() == -1.0
+    assert loss.measured()[0]["applied"] == 1.0
+
+
+def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:
+    held, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
+    ages = torch.tensor([0.0, 1.0, 3.0])
+    assert interpolate(held, behaviour, ages, 0.0) is held
+    # Half a step on: a fresh token's proximal policy is the one that sampled it; the others' are
+    # 1 / 1.5 and 3 / 3.5 of the way.
+    found = interpolate(held, behaviour, ages, 0.5)
+    np.testing.assert_allclose(found, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
+
+
+def test_with_a_whole_step_taken_the_estimate_is_areals() -> None:
+    """`areal/trainer/ppo/actor.py`: alpha = (v - 1 - v_behave) / (v - v_behave)."""
+    held, behaviour = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
+    # Sampled by 0 and 2, trained as version 4: the proximal one is 3, of ages 3 and 1.
+    found = interpolate(held, behaviour, torch.tensor([3.0, 1.0]), 1.0)
+    np.testing.assert_allclose(found, [-1.375, -2.1], rtol=1e-6)

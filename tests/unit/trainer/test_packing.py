@@ -93,6 +93,16 @@ def test_each_scored_token_is_predicted_from_the_place_before_it(
     assert sorted(found) == sorted(expected)
 
 
+@given(LENGTHS, SPLITS)
+def test_each_scored_token_names_its_sequence(lengths: list[int], split: Split) -> None:
+    rows = [row(length, seed) for seed, length in enumerate(lengths)]
+    for seed, one in enumerate(rows):
+        one.channels["place"][:] = seed
+    for rank in range(split.cp):
+        pack = build_pack(rows, ("place",), Split(split.tp, split.cp, rank))
+        assert pack.rows_N.tolist() == pack.channels_N["place"].tolist()
+
+
 def test_the_first_token_of_a_sequence_is_never_scored() -> None:
     pack = build_pack([Row(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), Split())
     assert pack.labels_N.tolist() == [6]

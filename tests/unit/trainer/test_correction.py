@@ -1,0 +1,131 @@
+"""Behaviour weights against a plain loop over tokens, and rows over ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.trainer.correction import Rows, correct
+
+SETTINGS: list[dict[str, Any]] = [
+    {"correction": "none"},
+    {"correction": "clamp", "correction_high": 2.0},
+    {"correction": "clamp", "correction_low": 0.5, "correction_high": 2.0},
+    {"correction": "clamp", "correction_level": "sequence", "correction_high": 1.1},
+    {"correction": "mask", "correction_low": 0.5, "correction_high": 5.0},
+    {"correction": "mask", "correction_level": "sequence", "correction_low": 0.9,
+     "correction_high": 1.1},
+    {"correction": "mask", "correction_metric": "kl", "correction_high": 0.1},
+    {"correction": "mask", "correction_metric": "kl", "correction_level": "sequence",
+     "correction_high": 0.2},
+]  # fmt: skip
+
+LOGPROB = st.floats(-4.0, -0.01)
+TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
+"""Proximal and behaviour log-probability of each token, and its row."""
+
+
+def slowly(
+    proximal: list[float], behaviour: list[float], row: list[int], config: ObjectiveConfig
+) -> dict[str, list[float]]:
+    """What `correct` should say, token by token, in double precision."""
+    logs = [p - b for p, b in zip(proximal, behaviour, strict=True)]
+    kls = [math.exp(x) - 1 - x for x in logs]
+
+    def mean(values: list[float], own: int) -> float:
+        return float(np.mean([v for v, other in zip(values, row, strict=True) if other == own]))
+
+    found: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
+    for log, kl, own in zip(logs, kls, row, strict=True):
+        by_row = config.correction_level == "sequence" and config.correction != "none"
+        raw = math.exp(log)
+        if by_row and config.correction_metric == "ratio":
+            raw = math.exp(mean(logs, own))
+        judged = raw
+        if config.correction_metric == "kl":
+            judged = mean(kls, own) if by_row else kl
+        outside = not config.correction_low <= judged <= config.correction_high
+        weight = raw
+        match config.correction:
+            case "none":
+                weight, outside = 1.0, False
+            case "mask":
+                weight = 0.0 if outside else raw
+            case "clamp":
+                weight = min(max(raw, config.correction_low), config.correction_high)
+        found["weight"].append(weight)
+        found["raw"].append(raw)
+        found["outside"].append(outside)
+    return found
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda one: "-".join(map(str, one.values())))
+@given(TOKENS)
+def test_weights_are_those_of_a_plain_loop(
+    settings: dict[str, Any], tokens: list[tuple[float, float, int]]
+) -> None:
+    config = ObjectiveConfig(**settings)
+    proximal, behaviour, row = ([token[i] for token in tokens] for i in range(3))
+    expected = slowly(proximal, behaviour, row, config)  # type: ignore[arg-type]
+    rows = Rows(torch.tensor(row, dtype=torch.long), 4)
+    found = correct(
+        torch.tensor(proximal, dtype=torch.float64),
+        torch.tensor(behaviour, dtype=torch.float64),
+        rows,
+        config,
+    )
+    np.testing.assert_allclose(found.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.raw_N, expected["raw"], rtol=1e-9)
+    np.testing.assert_allclose(found.kl_N, expected["kl"], rtol=1e-6, atol=1e-12)
+    assert found.outside_N.tolist() == expected["outside"]
+
+
+def test_a_row_is_judged_as_one() -> None:
+    proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
+    behaviour = torch.tensor([-1.0, -2.0, -1.0, -1.1])
+    rows = Rows(torch.tensor([0, 0, 1, 1]), 2)
+    settings = {"correction": "mask", "correction_low": 0.5, "correction_high": 1.5}
+    by_token = correct(proximal, behaviour, rows, ObjectiveConfig(**settings))
+    assert by_token.outside_N.tolist() == [False, True, False, False]
+    by_row = correct(
+        proximal, behaviour, rows, ObjectiveConfig(**settings, correction_level="sequence")
+    )
+    assert by_row.outside_N.tolist() == [True, True, False, False]
+    np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("settings", SETTINGS[1:])
+def test_what_is_not_a_number_is_not_masked_away(settings: dict[str, Any]) -> None:
+    rows = Rows(torch.tensor([0, 1]), 2)
+    behaviour = torch.tensor([float("nan"), -1.0])
+    found = correct(torch.tensor([-1.0, -1.0]), behaviour, rows, ObjectiveConfig(**settings))
+    assert found.weight_N[0].isnan()
+    assert found.weight_N[1] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"proximal": "none"}, "set correction=none"),
+        ({"correction_metric": "kl"}, "use mask with kl"),
+        (
+            {"correction": "mask", "correction_metric": "kl", "correction_low": 0.1},
+            "bounded above only",
+        ),
+        ({"correction_low": 1.2}, "must enclose 1"),
+        ({"correction_high": 0.9}, "must enclose 1"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ObjectiveConfig(**settings)
