@@ -113,6 +113,11 @@ class RunLayout:
         """Commits of the reinforcement-learning trainer."""
         return self.root / "checkpoints"
 
+    @property
+    def weights_dir(self) -> Path:
+        """One folder: the version that replicas load with `weights.transport=disk`."""
+        return self.root / "weights"
+
     def export(self, name: str) -> Path:
         """A model in Hugging Face format: `warmup` or `step_00000040`."""
         return self.root / "export" / name
@@ -141,6 +146,11 @@ class RunLayout:
     def curve(self) -> Path:
         """The learning curve as a picture."""
         return self.root / "learning_curve.png"
+
+    @property
+    def replay(self) -> Path:
+        """What `areal-hpc replay` was asked for, in the directory of a replay."""
+        return self.root / "replay.json"
 
     @property
     def finished(self) -> Path:

@@ -3,8 +3,9 @@
     fence -> pause_generation -> begin_weight_update -> ... -> continue_generation -> serve
     |--------- untouched -------|---------- changed ---------------------------------|
 
-Until `begin_weight_update` the server holds the weights that were verified last, whatever
-becomes of the sender. From there on nobody can vouch for them but by verifying them anew.
+Until `begin_weight_update`, or `update_weights_from_disk`, the server holds the weights that were
+verified last, whatever becomes of the sender. From there on nobody can vouch for them but by
+verifying them anew.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Custody:
     def called(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be relayed to SGLang."""
         self._calls_in_flight += 1
-        if route == "begin_weight_update":
+        if route in ("begin_weight_update", "update_weights_from_disk"):
             self._version, self.is_changed = "", True
             self._await_sender(now + deadline_s)
 

@@ -53,7 +53,8 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     replicas = make_replicas(job, layout)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    relay = RelayServer(RelayApp(job.cell, replicas, admin_key), advertised_host())
+    app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir)
+    relay = RelayServer(app, advertised_host())
     relay.start()
     rendezvous.publish(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
     try:

@@ -10,7 +10,9 @@ import asyncio
 import hmac
 import socket
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import aiohttp
@@ -18,12 +20,14 @@ import msgspec
 import uvicorn
 
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
+from areal_hpc.inference.stall import StallWatch
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
     INCARNATION_HEADER,
     RELAYED_ROUTES,
     FenceRequest,
+    LoadRequest,
     ReplicaList,
     ServeRequest,
 )
@@ -34,7 +38,8 @@ Send = Callable[[Mapping[str, Any]], Awaitable[None]]
 Request = TypeVar("Request")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
-_READ_WITH_GET = frozenset({"model_info"})
+_PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
+"""Routes that are read with GET, and their paths at SGLang."""
 _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
 """How long a call may go on whose caller has left."""
@@ -51,12 +56,23 @@ class _Refusal(Exception):
 
 
 class RelayApp:
-    """The ASGI application."""
+    """The ASGI application.
 
-    def __init__(self, cell: str, replicas: Sequence[Replica], admin_key: str) -> None:
+    Args:
+        cell: Its name.
+        replicas: Its replicas.
+        admin_key: The run's secret for control routes.
+        weights_dir: The only folder from which replicas may be told to load weights.
+    """
+
+    def __init__(
+        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
+    ) -> None:
         self._cell = cell
         self._replicas = replicas
         self._key = f"Bearer {admin_key}".encode()
+        self._weights_dir = weights_dir
+        self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -92,8 +108,13 @@ class RelayApp:
                 serve = _decode(await _body(receive), ServeRequest)
                 serving = self._replica(index).serve(_caller(headers), serve)
                 return 200, msgspec.json.encode(serving)
+            case "POST", ["replicas", index, "load"]:
+                load = self._load_body(_decode(await _body(receive), LoadRequest))
+                replica, route = self._replica(index), "update_weights_from_disk"
+                return await self._relay(replica, route, headers, load, receive)
             case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
-                return await self._relay(self._replica(index), route, headers, receive)
+                replica, body = self._replica(index), await _body(receive)
+                return await self._relay(replica, route, headers, body, receive)
         raise _Refusal(404, "no such route")
 
     def _replica(self, index: str) -> Replica:
@@ -101,15 +122,33 @@ class RelayApp:
             raise _Refusal(404, "no such replica")
         return self._replicas[int(index)]
 
+    def _load_body(self, request: LoadRequest) -> bytes:
+        """What SGLang is asked: it would load any path, so none but a folder's name is taken."""
+        folder = self._weights_dir / request.folder
+        if Path(request.folder).name != request.folder or not folder.is_dir():
+            raise _Refusal(400, f"no folder {request.folder!r} in {self._weights_dir}")
+        return msgspec.json.encode(
+            {
+                "model_path": str(folder),
+                "load_format": "safetensors",
+                "flush_cache": False,  # by a call of its own
+                "weight_version": request.version,
+            }
+        )
+
     async def _relay(
-        self, replica: Replica, route: str, headers: dict[bytes, bytes], receive: Receive
+        self,
+        replica: Replica,
+        route: str,
+        headers: dict[bytes, bytes],
+        body: bytes,
+        receive: Receive,
     ) -> tuple[int, bytes]:
         caller = _caller(headers)
-        body = await _body(receive)
         url = replica.called(caller, route)
-        accepted = False
+        accepted, asked_at = False, time.time()
         try:
-            status, content = await self._ask(f"{url}/{route}", route, body, caller, receive)
+            status, content = await self._ask(url, route, body, caller, receive)
             accepted = status < 400
         except TimeoutError:
             replica.gave_no_answer(caller, route)
@@ -118,7 +157,14 @@ class RelayApp:
             raise _Refusal(502, f"SGLang is away: {error}") from error
         finally:
             replica.answered(caller, route, accepted=accepted)
+        if accepted:
+            self._stalls[replica.index].accepted(route, body, url, asked_at)
         return status, content
+
+    async def _read_loads(self, url: str) -> bytes:
+        async with self._session().get(f"{url}/{_PATHS_READ['loads']}") as answer:
+            answer.raise_for_status()
+            return await answer.read()
 
     async def _ask(
         self, url: str, route: str, body: bytes, caller: Caller, receive: Receive
@@ -132,10 +178,13 @@ class RelayApp:
         """
 
         async def ask() -> tuple[int, bytes]:
-            method = "GET" if route in _READ_WITH_GET else "POST"
-            data = None if route in _READ_WITH_GET else body
+            method = "GET" if route in _PATHS_READ else "POST"
+            data = None if route in _PATHS_READ else body
             headers = {"content-type": "application/json"}
-            async with self._session().request(method, url, data=data, headers=headers) as answer:
+            path = _PATHS_READ.get(route, route)
+            async with self._session().request(
+                method, f"{url}/{path}", data=data, headers=headers
+            ) as answer:
                 return answer.status, await answer.read()
 
         asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(receive())

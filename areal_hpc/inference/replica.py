@@ -15,13 +15,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.custody import Custody
 from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.telemetry import EventLog
-from areal_hpc.wire.replicas import FenceRequest, ReplicaState, ReplicaView, ServeRequest
+from areal_hpc.wire.replicas import (
+    FenceRequest,
+    ReplicaState,
+    ReplicaView,
+    ServeRequest,
+    Stall,
+)
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +91,7 @@ class Replica:
         self._state: ReplicaState = "starting"
         self._custody = Custody()
         self._incarnation = self._last_incarnation()
+        self._stall: Stall | None = None
         self._epoch = 0
         self._pulse: Pulse | None = None
         self._ready_at = 0.0
@@ -100,7 +109,9 @@ class Replica:
         url = self._server.url if self._server else ""
         version = self._custody.version
         state = "serving" if version else self._state
-        return ReplicaView(self.index, self._incarnation, state, url, version, self._tp)
+        return ReplicaView(
+            self.index, self._incarnation, state, url, version, self._tp, self._stall
+        )
 
     def _last_incarnation(self) -> int:
         """Counted in log files, so that a restarted job goes on where its predecessor stopped."""
@@ -145,7 +156,7 @@ class Replica:
         )
         with self._lock:
             self._server, self._incarnation = server, incarnation
-            self._state, self._custody = "starting", Custody()
+            self._state, self._custody, self._stall = "starting", Custody(), None
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _await_ready(self, server: ServerProcess, now: float) -> None:
@@ -261,6 +272,12 @@ class Replica:
         with self._lock:
             if caller.incarnation == self._incarnation:
                 self._custody.gave_no_answer(route)
+
+    def note_stall(self, stall: Stall) -> None:
+        """Tokens come again after an update."""
+        with self._lock:
+            self._stall = stall
+        self._note("generation_resumed", **msgspec.structs.asdict(stall))
 
     def _check(self, caller: Caller) -> None:
         found = f"replica {self.index}"

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 
+import msgspec
 import torch
 
 from areal_hpc.cluster.preemption import StopRequest
@@ -19,7 +20,7 @@ from areal_hpc.errors import AgentError, ClusterError
 from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.ledger_peer import LedgerPeer
-from areal_hpc.trainer.metrics import Line, MetricsLog
+from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
@@ -77,6 +78,7 @@ class Conductor:
         self._backoff = Backoff()
         self._committed_step = version.step
         self._exported_step = -1
+        self._ticket_counts: Line = {}
         self._open_version(line)
         self._begin_step()
 
@@ -165,6 +167,8 @@ class Conductor:
         with self._timer.phase("wait"):
             reply = self._ledger.batch(self._version.step + 1, LONG_POLL_S)
         if reply.manifest is not None:
+            counts = msgspec.structs.asdict(reply.manifest.counts)
+            self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             return Train(reply.manifest)
         if reply.trouble:
             raise AgentError(reply.trouble, hint="read the driver's log in logs/latest")
@@ -176,6 +180,7 @@ class Conductor:
         seconds = round(time.monotonic() - self._began_at, 4)
         # A line reopened by a resume keeps the times of its first writing.
         known: Line = {"version": str(self._version), **self._timer.metrics()}
+        known |= describe_stalls(self._publisher.stalls)
         self._metrics.write(self._version.step, known | {"time/step_s": seconds} | self._line)
         self._is_line_open = False
         self._begin_step()
@@ -185,7 +190,7 @@ class Conductor:
     def trained(self, version: WeightVersion, report: Line) -> None:
         """A step was taken; `report` is what is known of its metrics."""
         self._version = version
-        self._open_version(report)
+        self._open_version(report | self._ticket_counts)
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
@@ -198,6 +203,8 @@ class Conductor:
         # From now, not from the look that found them: an update that keeps failing must leave
         # room for the rest of the loop.
         self._next_poll_at = now + REPLICA_POLL_S
+        if report.ok and not self._is_served:  # later ones are for replicas that came late
+            self._line |= {f"weights/{name}_s": took_s for name, took_s in report.seconds.items()}
         self._is_served = self._is_served or bool(report.ok)
         self._events.record(
             "published",

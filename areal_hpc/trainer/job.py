@@ -27,13 +27,11 @@ from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import epoch_fence
-from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.learner import Learner, make_learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, hf_specs, load_hf
-from areal_hpc.trainer.model.policy import DTYPES, build_policy
+from areal_hpc.trainer.model.huggingface import hf_specs
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.schedule import Schedule
@@ -117,7 +115,11 @@ def _train(
     """Every rank's part between joining and leaving the world; true when the run is complete."""
     is_first = dist.get_rank() == 0
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
-    learner = _make_learner(job, layout, device, int(from_rank_zero(taken)))
+    epoch = int(from_rank_zero(taken))
+    fence = epoch_fence(layout.epochs_dir, epoch)
+    learner = make_learner(
+        job.trainer, layout, job.model_path, device, epoch=epoch, seed=job.seed, fence=fence
+    )
     conductor = _make_conductor(job, layout, learner, device, stop) if is_first else None
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
@@ -131,17 +133,6 @@ def _train(
         conductor.close()
     learner.close()
     return finished
-
-
-def _make_learner(
-    job: TrainerJobConfig, layout: RunLayout, device: torch.device, epoch: int
-) -> Learner:
-    config = job.trainer
-    arch = read_architecture(job.model_path)
-    policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
-    load_hf(policy, ModelDirectory(job.model_path).read)
-    fence = epoch_fence(layout.epochs_dir, epoch)
-    return Learner(policy, config, layout, job.model_path, epoch=epoch, seed=job.seed, fence=fence)
 
 
 def _make_conductor(
@@ -166,7 +157,13 @@ def _make_conductor(
         metrics.reopened or learner.reopened_line,
         ledger=ledger,
         publisher=Publisher(
-            job.weights, layout.rendezvous_dir, job.cells, admin_key, backend, device
+            job.weights,
+            layout.rendezvous_dir,
+            job.cells,
+            admin_key,
+            backend,
+            device,
+            layout.weights_dir,
         ),
         specs=[
             TensorSpec(name, shape, str(dtype).removeprefix("torch."))

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.telemetry import append_json_line, read_json_lines
+from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.replicas import Stall
 
 Line = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
@@ -20,6 +23,29 @@ def finite(line: Line) -> Line:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in line.items()
     }
+
+
+def describe_stalls(stalls: Sequence[Stall]) -> Line:
+    """What the newest update known of cost those who generate.
+
+    Mostly the first tokens come after the line of its version was written: then the next line has
+    it, and `weights/stall_version` says of which version it is.
+    """
+    if not stalls:
+        return {}
+    newest = max((stall.version for stall in stalls), key=_order)
+    held = [stall for stall in stalls if stall.version == newest]
+    return {
+        "weights/stall_version": newest,
+        "weights/stall_s": max(stall.stall_s for stall in held),
+        "weights/reprefill_s": max(stall.reprefill_s for stall in held),
+        "weights/stalled_requests": sum(stall.requests for stall in held),
+        "weights/recomputed_tokens": sum(stall.recomputed_tokens for stall in held),
+    }
+
+
+def _order(version: str) -> WeightVersion:
+    return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 
 class MetricsLog:

@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.swap import Swap
 
 log = logging.getLogger(__name__)
 
-Step = Callable[[GroupSwap], None]
+SwapT = TypeVar("SwapT", bound=Swap)
+Step = Callable[[SwapT], None]
 
 
-class Attempt:
+class Attempt(Generic[SwapT]):
     """One update under way: the groups that still take part, and why others do not.
 
     Args:
@@ -27,31 +29,31 @@ class Attempt:
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
         self._pool = pool
         self._step_s = step_s
+        self._step_name = ""
         self._step_ends_at = 0.0
-        self.live: list[GroupSwap] = []
+        self.live: list[SwapT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def tp_sizes(self) -> set[int]:
-        """Tensor-parallel sizes of the replicas that take part."""
-        return {key.tp for swap in self.live for key in swap.keys}
-
-    def each(self, step: Step) -> None:
+    def each(self, name: str, step: Step[SwapT]) -> None:
         """Take one step with all groups at once; those that fail it drop out."""
-        self.settle(self.start(step))
+        self.settle(self.start(name, step))
 
-    def start(self, step: Step) -> list[tuple[GroupSwap, Future[None]]]:
+    def start(self, name: str, step: Step[SwapT]) -> list[tuple[SwapT, Future[None]]]:
         """Begin one step with all groups; `settle` ends it."""
+        self._step_name = name
         self._step_ends_at = time.monotonic() + self._step_s
         return [(swap, self._pool.submit(step, swap)) for swap in self.live]
 
-    def settle(self, steps: list[tuple[GroupSwap, Future[None]]]) -> None:
+    def settle(self, steps: list[tuple[SwapT, Future[None]]]) -> None:
         """Wait for the step of each group; those that failed, or are late, drop out."""
-        failures: dict[GroupSwap, WeightSyncError] = {}
+        failures: dict[SwapT, WeightSyncError] = {}
         for swap, step in steps:
             try:
                 step.result(max(0.0, self._step_ends_at - time.monotonic()))
             except TimeoutError:
-                failures[swap] = WeightSyncError(f"a step took longer than {self._step_s:.0f} s")
+                failures[swap] = WeightSyncError(
+                    f"to {self._step_name} took longer than {self._step_s:.0f} s"
+                )
             except WeightSyncError as error:
                 failures[swap] = error
         self._drop(failures)
@@ -60,7 +62,7 @@ class Attempt:
         """The sender itself failed: nobody got complete weights."""
         self._drop({swap: WeightSyncError("the sender failed") for swap in self.live})
 
-    def _drop(self, failures: Mapping[GroupSwap, WeightSyncError]) -> None:
+    def _drop(self, failures: Mapping[SwapT, WeightSyncError]) -> None:
         for swap, error in failures.items():
             log.warning("left out of this update: %s", error)
             self.live.remove(swap)

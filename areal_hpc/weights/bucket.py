@@ -6,6 +6,8 @@ uint8 vector, tensors end to end; names, dtypes and shapes travel beside it as J
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from areal_hpc.errors import WeightSyncError
@@ -84,6 +86,6 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     return {slot.spec.name: view(flat, slot) for slot in bucket.slots}
 
 
-def largest_bytes(buckets: list[Bucket]) -> int:
+def largest_bytes(buckets: Sequence[Bucket]) -> int:
     """The capacity one buffer needs for all `buckets`."""
     return max((bucket.size_bytes for bucket in buckets), default=0)

@@ -10,15 +10,22 @@ from areal_hpc.config import StageConfig
 
 
 class WeightsConfig(StageConfig):
-    """The broadcast from trainer ranks into SGLang."""
+    """From trainer ranks into SGLang."""
 
+    transport: Literal["broadcast", "disk"] = "broadcast"
+    """`disk` writes the weights into the run directory, from where replicas load them."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 1024 * 1024
     """Parameters travel in buckets of this size; a larger parameter gets its own."""
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
     """Replicas that share one process group, and so one failure."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
-    update_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """Deadline of every single wait in an update."""
+    on_update: Literal["interrupt", "finish", "abort"] = "interrupt"
+    """Generations in flight go on under the new weights, end before, or are continued elsewhere."""
+    # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
+    # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
+    # the checksums of all weights, which a CPU takes at more than 1 GB/s.
+    update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    """Deadline of each wait in an update: the slowest bucket and all checksums, and little more."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -18,11 +20,16 @@ from areal_hpc.wire.replicas import (
     EPOCH_HEADER,
     INCARNATION_HEADER,
     FenceRequest,
+    LoadRequest,
     ReplicaView,
     ServeRequest,
 )
 
+log = logging.getLogger(__name__)
+
 Reply = TypeVar("Reply")
+
+_LOOK_S = 0.05
 
 
 class _ModelInfo(msgspec.Struct):
@@ -40,6 +47,21 @@ class _RankChecksums(msgspec.Struct):
 
 class _CheckReply(msgspec.Struct):
     ranks: list[_RankChecksums]
+
+
+class _Load(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    """In use by requests, also by one between its prompt and its first token."""
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.num_running_reqs or self.num_waiting_reqs or self.num_used_tokens)
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
 
 
 class ReplicaControl:
@@ -81,6 +103,19 @@ class ReplicaControl:
     def resume(self) -> None:
         """Let requests go on."""
         self._post("continue_generation", {}, self._prompt_s)
+
+    def finish(self) -> None:
+        """Wait until no generation is under way, or as long as one wait may take.
+
+        The replica is fenced, so the proxy begins none once it has looked again.
+        """
+        give_up_at = time.monotonic() + self._update_timeout_s
+        while time.monotonic() < give_up_at:
+            loads = self._decode(self._post("loads", {}, self._prompt_s), _Loads).loads
+            if not any(load.is_busy for load in loads):
+                return
+            time.sleep(_LOOK_S)
+        log.info("%s: generations that have not ended are interrupted", self.key)
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
@@ -134,6 +169,15 @@ class ReplicaControl:
             },
         )
 
+    def load(self, folder: str, version: WeightVersion) -> None:
+        """Load all weights from a folder of the run's shared storage.
+
+        Args:
+            folder: Its name.
+            version: Tokens sampled from now on carry it.
+        """
+        self._post("load", LoadRequest(folder, str(version)))
+
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
         return self._decode(self._post("model_info", {}, self._prompt_s), _ModelInfo).weight_version
@@ -177,8 +221,9 @@ class ReplicaControl:
                 timeout=httpx.Timeout(timeout_s, connect=connect_s),
             )
         except httpx.HTTPError as error:
+            late = f" within {timeout_s:.0f} s" if isinstance(error, httpx.ReadTimeout) else ""
             raise WeightSyncError(
-                f"{self.key} did not answer {route} ({type(error).__name__}: {error})",
+                f"{self.key} did not answer {route}{late} ({type(error).__name__}: {error})",
                 hint="read that cell's log in logs/latest",
             ) from error
 

@@ -41,8 +41,11 @@ class UpdateReport:
     size_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of the phases `join`, `pause`, `transfer`, `verify` and `resume`; generation
-    stands still during all but the first."""
+    """Wall time of the phases; generation stands still during all but `join`.
+
+    `transfer` is gathering, packing and sending; `load` is what the slowest group waited for its
+    replicas after that; then come `verify`, `flush` (of the old weights' cache) and `resume`.
+    """
 
     def raise_if_failed(self) -> None:
         """Raise one error that names every replica left out.

@@ -1,6 +1,7 @@
 """The update of one group of replicas, step by step.
 
-    join -> pause -> (send each bucket) -> end -> verify -> resume
+    join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
+            pause -> load                      -> verify -> flush -> resume     from disk
 
 A replica is fenced before anything else is asked of it, so whichever step raises, its group's
 replicas are out of service. If no sender comes back in time, the cell restarts those whose
@@ -10,12 +11,14 @@ weights were begun to change and lets the others go on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.bucket import PackedBucket
 from areal_hpc.weights.checksum import Digests, compare
+from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.report import ReplicaKey
@@ -26,23 +29,125 @@ log = logging.getLogger(__name__)
 Call = Callable[[ReplicaControl], object]
 
 
-class GroupSwap:
-    """The replicas of one update group and the process group that reaches them.
+class Swap:
+    """Some replicas that take the steps of an update together.
 
-    Lives over many updates while its replicas do. Every method raises WeightSyncError when a
-    member fails or a deadline passes; the object is then of no more use but to be given up.
+    Every method raises WeightSyncError when a member fails or a deadline passes; the object is
+    then of no more use but to be given up.
+
+    Args:
+        members: The replicas.
+        config: What becomes of generations in flight.
+        name: For its threads.
     """
 
-    def __init__(self, group: UpdateGroup, members: Sequence[ReplicaControl], mode: str) -> None:
-        self._group = group
+    def __init__(self, members: Sequence[ReplicaControl], config: WeightsConfig, name: str) -> None:
         self._members = members
-        self._mode = mode
-        self._calls = ThreadPoolExecutor(len(members), thread_name_prefix=f"swap-{group.name}")
+        self._config = config
+        self.load_s = 0.0
+        """Seconds of this update in which the members loaded what they had received."""
+        self._calls = ThreadPoolExecutor(len(members), thread_name_prefix=f"swap-{name}")
 
     @property
     def keys(self) -> tuple[ReplicaKey, ...]:
         """Its replicas."""
         return tuple(member.key for member in self._members)
+
+    def finish(self) -> None:
+        """Let generations in flight end, as long as the deadline of a wait allows."""
+        self._all(lambda member: member.fence())
+        self._all(lambda member: member.finish())
+
+    def pause(self) -> None:
+        """Stop generation."""
+        mode = "abort" if self._config.on_update == "abort" else self._config.pause_mode
+        self.load_s = 0.0
+        self._all(lambda member: member.fence())
+        self._all(lambda member: member.pause(mode))
+
+    def verify(
+        self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
+    ) -> None:
+        """Check that every member holds what was sent.
+
+        Args:
+            version: What the server must stamp on tokens.
+            expected: Hashes by (tensor-parallel size, rank); None checks the version alone.
+        """
+
+        def check(member: ReplicaControl) -> None:
+            found = member.weight_version()
+            if found != str(version):
+                raise WeightSyncError(f"{member.key}: expected version {version}, got {found!r}")
+            if expected is not None:
+                for rank, checksums in member.checksums():
+                    who = f"{member.key}, rank {rank}"
+                    compare(expected[member.key.tp, rank], checksums, who)
+
+        self._all(check)
+
+    def flush(self) -> None:
+        """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
+        if self._config.pause_mode != "in_place":
+            self._all(lambda member: member.flush())
+
+    def resume(self, version: WeightVersion) -> None:
+        """Let generation go on under the new weights and open the replicas to agents."""
+
+        def release(member: ReplicaControl) -> None:
+            member.resume()
+            member.serve(version)
+
+        self._all(release)
+
+    def close(self) -> None:
+        """Part in order."""
+        self._release()
+
+    def abandon(self) -> None:
+        """Part at once; members that wait for bytes get an error instead."""
+        self._part()
+        self._release()
+
+    def give_up(self) -> None:
+        """Leave at once, and keep the members out of service until another update."""
+
+        def tell(member: ReplicaControl) -> None:
+            try:
+                member.give_up()
+            except WeightSyncError as error:
+                log.info("not told that it was given up: %s", error)
+
+        self._part()
+        with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
+            calls.map(tell, self._members)
+        self._release()
+
+    def _part(self) -> None:
+        """Nothing but calls ties these members."""
+
+    def _release(self) -> None:
+        self._calls.shutdown(wait=False, cancel_futures=True)
+        for member in self._members:
+            member.close()
+
+    def _all(self, call: Call) -> None:
+        """Make one call to every member at once."""
+        for future in [self._calls.submit(call, member) for member in self._members]:
+            future.result()
+
+
+class GroupSwap(Swap):
+    """The replicas of one update group, and the process group that reaches them.
+
+    Lives over many updates while its replicas do.
+    """
+
+    def __init__(
+        self, group: UpdateGroup, members: Sequence[ReplicaControl], config: WeightsConfig
+    ) -> None:
+        super().__init__(members, config, group.name)
+        self._group = group
 
     def join(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
@@ -67,8 +172,7 @@ class GroupSwap:
 
     def pause(self) -> None:
         """Stop generation and open the update session."""
-        self._all(lambda member: member.fence())
-        self._all(lambda member: member.pause(self._mode))
+        super().pause()
         self._all(lambda member: member.begin())
 
     def send(self, packed: PackedBucket, version: WeightVersion | None) -> None:
@@ -83,45 +187,15 @@ class GroupSwap:
             self._calls.submit(member.receive, packed.bucket, name, version)
             for member in self._members
         ]
-        self._together(
+        self.load_s += self._together(
             receiving, lambda refused: self._group.broadcast(packed.flat, refused=refused)
         )
 
     def end(self) -> None:
         """Close the update session: the server finishes what it loaded."""
+        began = time.monotonic()
         self._all(lambda member: member.end())
-
-    def verify(
-        self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None
-    ) -> None:
-        """Check that every member holds what was sent.
-
-        Args:
-            version: What the server must stamp on tokens.
-            expected: Hashes by (tensor-parallel size, rank); None checks the version alone.
-        """
-
-        def check(member: ReplicaControl) -> None:
-            found = member.weight_version()
-            if found != str(version):
-                raise WeightSyncError(f"{member.key}: expected version {version}, got {found!r}")
-            if expected is not None:
-                for rank, checksums in member.checksums():
-                    who = f"{member.key}, rank {rank}"
-                    compare(expected[member.key.tp, rank], checksums, who)
-
-        self._all(check)
-
-    def resume(self, version: WeightVersion) -> None:
-        """Let generation go on under the new weights and open the replicas to agents."""
-
-        def release(member: ReplicaControl) -> None:
-            if self._mode == "retract":  # in place, the old cache stays in use on purpose
-                member.flush()
-            member.resume()
-            member.serve(version)
-
-        self._all(release)
+        self.load_s += time.monotonic() - began
 
     def close(self) -> None:
         """Part in order: members forget the group, then this end leaves it."""
@@ -141,49 +215,45 @@ class GroupSwap:
             self._group.abandon()  # to leave in order could mean to wait for the member
         self._release()
 
-    def abandon(self) -> None:
-        """Leave at once; members that wait for bytes get an error instead."""
+    def _part(self) -> None:
         self._group.abandon()
-        self._release()
-
-    def give_up(self) -> None:
-        """Leave at once, and keep the members out of service until another update."""
-
-        def tell(member: ReplicaControl) -> None:
-            try:
-                member.give_up()
-            except WeightSyncError as error:
-                log.info("not told that it was given up: %s", error)
-
-        self._group.abandon()
-        with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
-            calls.map(tell, self._members)
-        self._release()
-
-    def _release(self) -> None:
-        self._calls.shutdown(wait=False, cancel_futures=True)
-        for member in self._members:
-            member.close()
-
-    def _all(self, call: Call) -> None:
-        """Make one call to every member at once."""
-        for future in [self._calls.submit(call, member) for member in self._members]:
-            future.result()
 
     def _together(
         self, calls: Sequence[Future[object]], own_part: Callable[[Callable[[], bool]], None]
-    ) -> None:
-        """Take this rank's part in a collective while the members are called to take theirs."""
+    ) -> float:
+        """Take this rank's part in a collective while the members are called to take theirs.
+
+        Returns:
+            Seconds for which the members were waited for after this rank's part.
+        """
 
         def refused() -> bool:
             return any(call.done() and call.exception() is not None for call in calls)
 
         try:
             own_part(refused)
-        except WeightSyncError:
-            for call in calls:
-                if call.done():
-                    call.result()  # a member's own words say more than ours
-            raise
+        except WeightSyncError as error:
+            missing = "; ".join(self._missing(calls)) or "all members answered"
+            raise WeightSyncError(
+                f"{error.problems[0].message}: {missing}",
+                hint="read the logs of those cells in logs/latest",
+            ) from error
+        began = time.monotonic()
         for call in calls:
             call.result()
+        return time.monotonic() - began
+
+    def _missing(self, calls: Sequence[Future[object]]) -> Iterator[str]:
+        """The members that refused or have not answered, and their ranks in the group."""
+        first_rank = 1
+        for member, call in zip(self._members, calls, strict=True):
+            tp = member.key.tp
+            ranks = f"rank {first_rank}" if tp == 1 else f"ranks {first_rank}-{first_rank + tp - 1}"
+            first_rank += tp
+            if not call.done():
+                yield f"{ranks}: {member.key} has not answered"
+                continue
+            try:
+                call.result()
+            except WeightSyncError as refusal:
+                yield f"{ranks}: {refusal.problems[0].message}"

@@ -13,6 +13,7 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
 | POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
+| POST /replicas/<i>/load         | as SGLang   | LoadRequest: all weights, from the run directory |
 | POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
 
 When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
@@ -38,6 +39,7 @@ RELAYED_ROUTES = frozenset(
         "weights_checker",
         "flush_cache",
         "model_info",
+        "loads",
     }
 )
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
@@ -48,6 +50,21 @@ DEADLINE_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
 """`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
+
+
+class Stall(Struct, frozen=True):
+    """What one update cost the requests that were in flight at a replica, by its cell's clock."""
+
+    version: str
+    """`epoch.step` that they went on with."""
+    stall_s: float
+    """From the order to pause until the first new token, or until newcomers were let in."""
+    reprefill_s: float
+    """The part of it after the order to go on."""
+    requests: int
+    """In flight, or waiting, when the pause began."""
+    recomputed_tokens: int
+    """Whose keys and values had to be computed again."""
 
 
 class ReplicaView(Struct, frozen=True):
@@ -63,6 +80,8 @@ class ReplicaView(Struct, frozen=True):
     """`epoch.step` while serving."""
     tp: int = 1
     """Tensor-parallel ranks: members it brings into an update group."""
+    stall: Stall | None = None
+    """That of its last update."""
 
 
 class ReplicaList(Struct, frozen=True):
@@ -83,3 +102,12 @@ class ServeRequest(Struct, frozen=True):
     """The replica holds the verified weights of `version`."""
 
     version: str
+
+
+class LoadRequest(Struct, frozen=True):
+    """The replica shall load the weights that lie in a folder of the run's `weights/`."""
+
+    folder: str
+    """Its name, which is no path."""
+    version: str
+    """`epoch.step`, stamped on tokens from then on."""

@@ -284,10 +284,12 @@ def test_a_call_under_way_is_waited_for_before_its_sender_has_vanished(make: Mak
     tick_until(replica, lambda view: view.state == "starting")
 
 
-def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(make: Make) -> None:
+def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
+    make: Make, tmp_path: Path
+) -> None:
     replica = make(server(POST_S=60.0), max_restarts=0)
     tick_until(replica, is_ready)
-    relay_server = RelayServer(RelayApp("cell-0", [replica], "key"), "127.0.0.1")
+    relay_server = RelayServer(RelayApp("cell-0", [replica], "key", tmp_path), "127.0.0.1")
     relay_server.start()
     headers = {
         "authorization": "Bearer key",

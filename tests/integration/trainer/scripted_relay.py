@@ -1,7 +1,8 @@
-"""`python -m tests.integration.trainer.scripted_relay CELL DIRECTORY [HANG_S]`: a relay by itself.
+"""`python -m tests.integration.trainer.scripted_relay CELL DIRECTORY [HANG_S [HELD]]`: a relay.
 
 It speaks the wire of `areal_hpc.wire.replicas` and takes its part in update groups, but has no
-model. With `HANG_S` it answers the joining of a group after so long, with an error.
+model. With `HANG_S` it answers the joining of a group after so long, with an error. In the folder
+`HELD` it notes each bucket that it received, and all but the last wait there until let go.
 """
 
 import http.server
@@ -22,6 +23,8 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
+HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
+HELD_AT_MOST_S = 20.0
 
 
 class Replica:
@@ -29,6 +32,7 @@ class Replica:
 
     version = served = ""
     group: Any = None
+    buckets = 0
 
     def view(self) -> ReplicaView:
         state = "serving" if self.served else "ready"
@@ -72,6 +76,18 @@ class Replica:
         )
         dist.broadcast(torch.empty(sum(sizes), dtype=torch.uint8), src=0, group=self.group)
         self.version = body["weight_version"] or self.version
+        if HELD is not None:
+            self.buckets += 1
+            (HELD / f"received-{self.buckets}").touch()
+            if not body["weight_version"]:
+                await_file(HELD / f"go-{self.buckets}")
+
+
+def await_file(path: Path) -> None:
+    give_up_at = time.monotonic() + HELD_AT_MOST_S
+    while not path.exists():
+        assert time.monotonic() < give_up_at, f"{path} never came"
+        time.sleep(0.01)
 
 
 REPLICA = Replica()

@@ -78,7 +78,9 @@ def start_relay(stack: ExitStack, directory: Path, cell: str, hang_s: float = 0.
 
 def make_conductor(stack: ExitStack, directory: Path, cells: int) -> Conductor:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
-    publisher = Publisher(weights, directory, cells, "key", "gloo", torch.device("cpu"))
+    publisher = Publisher(
+        weights, directory, cells, "key", "gloo", torch.device("cpu"), directory / "weights"
+    )
     conductor = Conductor(
         Schedule(1000, 1000, 0, 0, 0),
         WeightVersion(1, 0),

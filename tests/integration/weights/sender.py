@@ -53,6 +53,7 @@ def main() -> None:
         config["admin_key"],
         "gloo",
         torch.device("cpu"),
+        Path(config["rendezvous_dir"]).parent / "weights",
     )
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:

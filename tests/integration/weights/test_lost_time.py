@@ -33,7 +33,9 @@ def test_replicas_lost_together_cost_no_more_than_one(
     lost: list[ReplicaKey], tmp_path: Path
 ) -> None:
     config = WeightsConfig(update_timeout_s=UPDATE_TIMEOUT_S)
-    publisher = Publisher(config, tmp_path, 8, "key", "gloo", torch.device("cpu"))
+    publisher = Publisher(
+        config, tmp_path, 8, "key", "gloo", torch.device("cpu"), tmp_path / "weights"
+    )
     specs = [TensorSpec("norm.weight", (4,), "float32")]
     began = time.monotonic()
     weights = iter([("norm.weight", torch.zeros(4))])
@@ -49,15 +51,15 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
         GroupSwap(
             UpdateGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
             [ReplicaControl(key, "key", 1, UPDATE_TIMEOUT_S)],
-            "retract",
+            WeightsConfig(),
         )
         for key in lost[:2]
     )
     with ThreadPoolExecutor() as pool:
-        update = Attempt(pool, step_s=0.5)
+        update: Attempt[GroupSwap] = Attempt(pool, step_s=0.5)
         update.live = [punctual, late]
-        update.each(lambda swap: time.sleep(1.0 if swap is late else 0.0))
+        update.each("doze", lambda swap: time.sleep(1.0 if swap is late else 0.0))
     assert update.live == [punctual]
     assert [*update.failed] == [lost[1]]
-    assert "longer than" in str(update.failed[lost[1]])
+    assert "to doze took longer than" in str(update.failed[lost[1]])
     punctual.abandon()

@@ -39,7 +39,9 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
 @pytest.fixture(scope="module")
 def publisher(cell: Cell) -> Iterator[Publisher]:
     config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20)
-    publisher = Publisher(config, cell.layout.rendezvous_dir, 1, cell.admin_key, "gloo", CPU)
+    publisher = Publisher(
+        config, cell.layout.rendezvous_dir, 1, cell.admin_key, "gloo", CPU, cell.layout.weights_dir
+    )
     yield publisher
     publisher.close()
 
@@ -89,7 +91,9 @@ def test_published_weights_are_the_ones_that_answer(cell: Cell, publisher: Publi
     report = publish(publisher, model)
     assert_serves(cell, model, report.version)
     assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model))
-    assert set(report.seconds) == {"join", "pause", "transfer", "verify", "resume"}
+    phases = {"join", "pause", "transfer", "load", "verify", "flush", "resume"}
+    assert set(report.seconds) == phases
+    assert all(spent >= 0 for spent in report.seconds.values())
     assert publisher.outdated(report.version) == []
     assert publisher.outdated(WeightVersion(2, report.version.step)) == list(report.ok)
 
@@ -142,7 +146,9 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publishe
     slot = next(slot for slot in bucket.slots if slot.spec.name == target)
     packed.flat[slot.offset] ^= 1
     control = ReplicaControl(key, cell.admin_key, 1, 20)
-    swap = GroupSwap(UpdateGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], "retract")
+    swap = GroupSwap(
+        UpdateGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], WeightsConfig()
+    )
     swap.join()
     swap.pause()
     swap.send(packed, version)

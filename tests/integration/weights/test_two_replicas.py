@@ -48,7 +48,9 @@ def publishing(
     cell.epoch += 1
     config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=update_timeout_s, **weights)
     directory = directory or cell.layout.rendezvous_dir
-    publisher = Publisher(config, directory, 1, cell.admin_key, "gloo", CPU)
+    publisher = Publisher(
+        config, directory, 1, cell.admin_key, "gloo", CPU, cell.layout.weights_dir
+    )
     try:
         yield publisher
     finally:

@@ -6,7 +6,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.telemetry import read_json_lines
-from areal_hpc.trainer.metrics import Line, MetricsLog, finite
+from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls, finite
+from areal_hpc.wire.replicas import Stall
 
 
 def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
@@ -52,3 +53,20 @@ def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> 
     log.release()
     log.write(4, {"loss": 4.0})
     assert [line["step"] for line in read_json_lines(path)] == [1, 2, 3, 4]
+
+
+def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
+    stalls = [
+        Stall("1.9", 9.0, 8.0, 7, 6),
+        Stall("1.10", 0.5, 0.1, 3, 100),
+        Stall("1.10", 0.7, 0.3, 2, 20),
+        Stall("", 5.0, 5.0, 5, 5),
+    ]
+    assert describe_stalls(stalls) == {
+        "weights/stall_version": "1.10",
+        "weights/stall_s": 0.7,
+        "weights/reprefill_s": 0.3,
+        "weights/stalled_requests": 5,
+        "weights/recomputed_tokens": 120,
+    }
+    assert describe_stalls([]) == {}

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.weights.broadcast import partition
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
-from areal_hpc.weights.publisher import Publisher, partition
+from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.version import WeightVersion
 
@@ -16,7 +17,9 @@ SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
 
 @pytest.fixture
 def publisher(tmp_path: Path) -> Iterator[Publisher]:
-    publisher = Publisher(WeightsConfig(), tmp_path, 2, "key", "gloo", torch.device("cpu"))
+    publisher = Publisher(
+        WeightsConfig(), tmp_path, 2, "key", "gloo", torch.device("cpu"), tmp_path / "weights"
+    )
     yield publisher
     publisher.close()
 

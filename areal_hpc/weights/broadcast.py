@@ -1,0 +1,118 @@
+"""Updates by broadcast: this rank and a few replicas form a process group, and buckets cross it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence, Set
+
+import torch
+
+from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.telemetry import PhaseTimer
+from areal_hpc.weights.attempt import Attempt, Step
+from areal_hpc.weights.bucket import PackedBucket
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.group import UpdateGroup
+from areal_hpc.weights.pipeline import Wait
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.transport import Expected, Order, Transport, longest_load_s
+from areal_hpc.weights.version import WeightVersion
+
+
+class Broadcast(Transport[GroupSwap]):
+    """Keeps the groups of replicas that are well from one update to the next.
+
+    Args:
+        config: The recipe's section.
+        admin_key: The run's secret for control routes.
+        device: Where buckets are packed; must suit the backend.
+        backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.
+    """
+
+    def __init__(
+        self, config: WeightsConfig, admin_key: str, device: torch.device, backend: str
+    ) -> None:
+        super().__init__(config, admin_key, device)
+        self._backend = backend
+        self._replica_device = "cuda" if backend == "nccl" else "cpu"
+        self._swaps: dict[tuple[ReplicaKey, ...], GroupSwap] = {}
+        self._suspects: set[tuple[str, int]] = set()
+        self._serial = itertools.count()
+
+    def _carry(self, update: Attempt[GroupSwap], order: Order, timer: PhaseTimer) -> Expected:
+        expected = Expected(order.tp_sizes, self._replica_device)
+        last = order.buckets[-1] if order.buckets else None
+
+        def ship(packed: PackedBucket) -> Wait:
+            complete = order.version if packed.bucket is last else None
+            sending = update.start("send", _sender(packed, complete))
+            return lambda: update.settle(sending)
+
+        with timer.phase("join"):
+            self._gather(update, order)
+        self._pause(update, timer)
+        with timer.phase("transfer"):
+            self._pipeline.run(
+                order.buckets, order.arrivals, ship, lambda packed: self._watch(expected, packed)
+            )
+            update.each("end", lambda swap: swap.end())
+        load_s = longest_load_s(update)
+        timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
+        return expected
+
+    def _gather(self, update: Attempt[GroupSwap], order: Order) -> None:
+        """Take the groups that still stand and form the others."""
+        groups = partition(order.replicas, self._config.replicas_per_group, self._suspects)
+        places = {key.place for key in order.replicas}
+        self._suspects -= places  # from here on they are judged by this update
+        for keys in [*self._swaps]:
+            if keys not in groups and any(key.place in places for key in keys):
+                self._swaps.pop(keys).abandon()  # a member was restarted or is grouped otherwise
+        standing = [self._swaps.pop(keys) for keys in groups if keys in self._swaps]
+        formed = {swap.keys for swap in standing}
+        update.live = [self._new_swap(order.version, keys) for keys in groups if keys not in formed]
+        update.each("join", lambda swap: swap.join())
+        update.live += standing
+
+    def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> GroupSwap:
+        members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
+        group = UpdateGroup(
+            f"epoch{version.epoch}/{members}/{next(self._serial)}",
+            advertised_host(),
+            1 + sum(key.tp for key in keys),
+            self._backend,
+            self._config.update_timeout_s,
+        )
+        return GroupSwap(group, [self._control(key, version) for key in keys], self._config)
+
+    def _keep(self, update: Attempt[GroupSwap]) -> None:
+        self._swaps.update({swap.keys: swap for swap in update.live})
+        self._suspects |= {key.place for key in update.failed}
+
+    def close(self) -> None:
+        """Leave all groups."""
+        for left in [self._pool.submit(swap.close) for swap in self._swaps.values()]:
+            left.result()
+        self._swaps.clear()
+        super().close()
+
+
+def partition(
+    replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
+) -> list[tuple[ReplicaKey, ...]]:
+    """Groups of `size` neighbours. A suspect gets a group of its own: it may fail the next too.
+
+    Args:
+        replicas: Those to update.
+        size: Replicas of a group; the last group may have fewer.
+        suspects: Places whose last update failed.
+    """
+    ordered = sorted(replicas, key=lambda key: key.place)
+    trusted = [key for key in ordered if key.place not in suspects]
+    groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
+    return groups + [(key,) for key in ordered if key.place in suspects]
+
+
+def _sender(packed: PackedBucket, complete: WeightVersion | None) -> Step[GroupSwap]:
+    return lambda swap: swap.send(packed, complete)

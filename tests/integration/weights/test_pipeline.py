@@ -1,0 +1,80 @@
+"""The sender's pipeline, against a relay that takes its part in the group but has no model."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.version import WeightVersion
+
+REPOSITORY = Path(__file__).parents[3]
+BUCKET_BYTES = 4096
+SPECS = [TensorSpec(f"norm.{at}.weight", (BUCKET_BYTES // 4,), "float32") for at in range(6)]
+"""Each fills a bucket."""
+
+
+@contextmanager
+def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
+    module = "tests.integration.trainer.scripted_relay"
+    command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    try:
+        rendezvous.await_endpoint(directory, "relay-cell-0", 60)
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+@contextmanager
+def publishing(directory: Path, update_timeout_s: float) -> Iterator[Publisher]:
+    config = WeightsConfig(
+        bucket_bytes=BUCKET_BYTES, update_timeout_s=update_timeout_s, verify_checksum=False
+    )
+    publisher = Publisher(
+        config, directory, 1, "key", "gloo", torch.device("cpu"), directory / "weights"
+    )
+    try:
+        yield publisher
+    finally:
+        publisher.close()
+
+
+def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
+    tmp_path: Path,
+) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for at, spec in enumerate(SPECS):
+            if at > 1:
+                assert (held / f"received-{at - 1}").exists(), "two buckets at most at a time"
+            if at > 0:
+                (held / f"go-{at}").touch()  # only now may the bucket before this one be loaded
+            yield spec.name, torch.ones(spec.shape)
+
+    with scripted_relay(tmp_path, "0", str(held)), publishing(tmp_path, 15) as publisher:
+        version = WeightVersion(1, 0)
+        replicas = publisher.outdated(version)
+        assert len(replicas) == 1
+        publisher.publish(version, SPECS, gathered(), replicas).raise_if_failed()
+        assert publisher.outdated(version) == []
+
+
+def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
+    with scripted_relay(tmp_path, "6"), publishing(tmp_path, 2.0) as publisher:
+        version = WeightVersion(1, 0)
+        (key,) = publisher.outdated(version)
+        weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
+        report = publisher.publish(version, SPECS, weights, [key])
+    message = str(report.failed[key])
+    assert "rank 1: replica 0 of cell-0 (incarnation 1)" in message
+    assert "within 2 s" in message
