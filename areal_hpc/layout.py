@@ -86,7 +86,7 @@ class RunLayout:
 
     @property
     def drops(self) -> Path:
-        """Training tickets given up on: one JSON object a line."""
+        """Tickets, or their rows, that will not be trained: one JSON object a line."""
         return self.root / "drops.jsonl"
 
     @property

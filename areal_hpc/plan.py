@@ -117,6 +117,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "batch_size": recipe.trainer.batch_size,
         "n_samples": recipe.rollout.n_samples,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
+        "stale_groups": recipe.rollout.stale_groups,
         "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
         "seed": recipe.seed,
         "n_train_tasks": facts.train_tasks,

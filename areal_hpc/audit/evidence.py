@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,8 @@ import yaml
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import manifest_steps, read_drops, read_manifest
+from areal_hpc.ledger.drops import read_drops
+from areal_hpc.ledger.manifests import manifest_steps, read_manifest
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
@@ -34,7 +35,11 @@ class Evidence:
     manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
     """By step, those that can be read."""
     drops: Mapping[int, str] = field(default_factory=dict)
-    """Ticket id -> reason."""
+    """Ticket id -> reason, of tickets given up on."""
+    filtered: Mapping[int, str] = field(default_factory=dict)
+    """Ticket id -> reason, of tickets whose group was not accepted."""
+    requeued: Collection[tuple[int, int]] = ()
+    """(ticket id, attempt) whose rows were too old and are never trained."""
     shards: Sequence[SealedShard] = ()
     file_bytes: Mapping[str, int] = field(default_factory=dict)
     """Sizes of the files in `shards/`."""
@@ -53,14 +58,22 @@ def read_evidence(layout: RunLayout) -> Evidence:
     commit = _newest_commit(layout.checkpoints_dir, problems)
     manifests = dict(_whole_manifests(layout, problems))
     drops: dict[int, str] = {}
+    filtered: dict[int, str] = {}
+    requeued: set[tuple[int, int]] = set()
     for drop in read_drops(layout):
-        drops.setdefault(drop.ref.ticket_id, drop.reason)
+        if drop.kind == "requeued":
+            requeued.add((drop.ref.ticket_id, drop.ref.attempt))
+        else:
+            fates = filtered if drop.kind == "filtered" else drops
+            fates.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(layout.index_dir)
     batch_size, offpolicyness, total_steps = _limits(layout)
     return Evidence(
         commit,
         manifests,
         drops,
+        filtered,
+        requeued,
         shards,
         dict(_sizes(layout.shards_dir)),
         is_finished,

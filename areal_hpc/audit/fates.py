@@ -14,8 +14,10 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |           | or its id left no trace though later ones were batched and no cell can still     |
 |           | hold it                                                                          |
 | dropped   | given up on, with the reason in `drops.jsonl`                                    |
+| filtered  | its group was not accepted, with the reason in `drops.jsonl`                     |
 | open      | batched but not committed (handed out again as it is), sealed but in no batch,   |
-|           | or without a trace and within what cells may hold (issued again on resume)       |
+|           | or without a trace and within what cells may hold (issued again on resume), or   |
+|           | its rows were too old and it is issued again                                     |
 
 How many ids without a trace can be open: while nothing is lost, an id is issued only when every
 lower one is in a cell, sealed, batched or dropped, and admission keeps those in cells and those
@@ -46,6 +48,7 @@ class Fate(StrEnum):
     DUPLICATE = "duplicate"
     LOST = "lost"
     DROPPED = "dropped"
+    FILTERED = "filtered"
     OPEN = "open"
 
 
@@ -106,10 +109,13 @@ def judge(evidence: Evidence) -> Audit:
     sealed: dict[int, str] = {}
     for shard in evidence.shards:
         for one in shard.tickets:  # the first line of a ticket counts: the ledger takes that one
-            sealed.setdefault(one.ticket_id, shard.file)
-    position = 1 + max((*uses, *sealed, *evidence.drops), default=-1)
+            if (one.ticket_id, one.attempt) not in evidence.requeued:
+                sealed.setdefault(one.ticket_id, shard.file)
+    again = {ticket_id for ticket_id, _ in evidence.requeued}
+    given_up = {**evidence.drops, **evidence.filtered}
+    position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
     doubtful = _doubtful_manifests(evidence)
-    traceless = set(range(position)) - uses.keys() - sealed.keys() - evidence.drops.keys()
+    traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
     rows = _Rows(evidence)
     fates = []
@@ -118,9 +124,13 @@ def judge(evidence: Evidence) -> Audit:
             fate, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
         elif ticket_id in evidence.drops:
             fate, why = Fate.DROPPED, evidence.drops[ticket_id]
+        elif ticket_id in evidence.filtered:
+            fate, why = Fate.FILTERED, evidence.filtered[ticket_id]
         elif ticket_id in sealed:
             fate, why = _of_sealed(rows, sealed[ticket_id], doubtful)
-        elif ticket_id in strays:
+        elif ticket_id in again and not evidence.is_finished:
+            fate, why = Fate.OPEN, "its rows were too old: in a cell, or issued again"
+        elif ticket_id in strays or ticket_id in again:
             fate, why = Fate.LOST, "no trace of it, and no cell can still hold it"
         else:
             fate, why = Fate.OPEN, "no trace yet: in a cell, or issued again on resume"

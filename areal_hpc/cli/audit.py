@@ -15,7 +15,7 @@ def add_commands(commands: Commands) -> None:
     """Add this family to the command line."""
     audit = commands.add_parser(
         "audit",
-        help="account for every ticket: trained once, dropped, open, lost or duplicate",
+        help="account for every ticket: trained once, dropped, filtered, open, lost or duplicate",
         description="Account for every ticket of a run from its directory alone, whether it is "
         "finished, stopped or at work. Exits with 65 if a ticket was lost or trained twice.",
     )
@@ -38,7 +38,10 @@ def _audit(arguments: argparse.Namespace) -> int:
     for problem in audit.problems:
         print(f"problem: {problem}")
     state = "finished" if audit.is_finished else "not finished"
-    dropped = len(audit.of(Fate.DROPPED))
-    print(f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped")
+    dropped, filtered = len(audit.of(Fate.DROPPED)), len(audit.of(Fate.FILTERED))
+    print(
+        f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped, "
+        f"{filtered} filtered"
+    )
     print(audit.verdict)
     return 0 if audit.is_clean else ShardError.exit_code

@@ -25,6 +25,7 @@ from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskStream
+from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,8 @@ class LedgerJobConfig(StageConfig):
     """Episodes per training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """How many versions old a ticket's first weights may be when it is trained on."""
+    stale_groups: StaleGroups = "train_with_correction"
+    """What becomes of a ticket that is older than that when its batch is formed."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)]
     """Episodes in flight over all cells."""
     seed: int
@@ -66,6 +69,7 @@ class LedgerJobConfig(StageConfig):
             max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
             total_steps=self.total_steps,
             cell_timeout_s=self.cell_timeout_s,
+            stale_groups=self.stale_groups,
         )
 
 

@@ -1,8 +1,7 @@
-"""What the ledger keeps on disk: batch manifests, drops, evaluation results, its incarnation."""
+"""What the ledger keeps on disk: batch manifests, evaluation results, its incarnation."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,9 +11,10 @@ import msgspec
 
 from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.shards.index import read_index, sync_directory
 from areal_hpc.weights.version import Fork
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 Record = TypeVar("Record")
 
@@ -55,6 +55,12 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
     epoch: int = 0
     """The epoch whose weights these were; 0 in files that do not say."""
+
+    @classmethod
+    def of(cls, done: Evaluation, mean_reward: float) -> EvaluationResult:
+        """What is kept of an evaluation that is done."""
+        rewards = [done.rewards[index] for index in range(done.n_tasks)]
+        return cls(done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch)
 
 
 def write_durably(path: Path, content: bytes) -> None:
@@ -139,33 +145,7 @@ def read_settled(layout: RunLayout) -> Iterator[SettledTicket]:
     for shard in read_index(layout.index_dir):
         for ticket in shard.tickets:
             ref = TicketRef(ticket.ticket_id, ticket.attempt)
-            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards)
-
-
-def append_drop(layout: RunLayout, drop: DropRequest) -> None:
-    """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
-
-    Raises:
-        OSError: The file system refused.
-    """
-    is_new = not layout.drops.exists()
-    with layout.drops.open("ab+") as stream:
-        # A crash may have left half a line: end it, or it would swallow this one.
-        is_torn = stream.tell() > 0 and os.pread(stream.fileno(), 1, stream.tell() - 1) != b"\n"
-        stream.write(b"\n" * is_torn + msgspec.json.encode(drop) + b"\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    if is_new:
-        sync_directory(layout.root)
-
-
-def read_drops(layout: RunLayout) -> Iterator[DropRequest]:
-    """Every drop in order. Half a line is the trace of a crash: it was never acknowledged."""
-    if not layout.drops.exists():
-        return
-    for line in layout.drops.read_bytes().split(b"\n"):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-            yield msgspec.json.decode(line, type=DropRequest)
+            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
 
 
 def write_state(layout: RunLayout, state: LedgerState) -> None:

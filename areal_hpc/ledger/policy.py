@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from areal_hpc.wire.ledger import StaleGroups
+
 
 @dataclass(frozen=True, slots=True)
 class TicketPolicy:
@@ -14,6 +16,7 @@ class TicketPolicy:
     max_concurrent_tickets: int
     total_steps: int
     cell_timeout_s: float
+    stale_groups: StaleGroups = "train_with_correction"
 
     @property
     def report_within_s(self) -> float:

@@ -99,3 +99,13 @@ def refuse_step_out_of_order(step: int, formed_steps: int, total_steps: int) -> 
             f"there is no batch for step {step}: {formed_steps} of {total_steps} were handed out",
             hint="ask for the steps in order",
         )
+
+
+def refuse_impossible_evaluation(n_tasks: int, n_valid_tasks: int) -> None:
+    """Demand that there are as many held-out tasks as shall be evaluated.
+
+    Raises:
+        Refused: 400: there are not, or it shall be none.
+    """
+    if not 1 <= n_tasks <= n_valid_tasks:
+        raise Refused(400, f"cannot evaluate {n_tasks} tasks: there are {n_valid_tasks}")

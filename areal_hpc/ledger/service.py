@@ -13,12 +13,14 @@ import msgspec
 
 from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.layout import RunLayout
-from areal_hpc.ledger import manifests
+from areal_hpc.ledger import forming, manifests
+from areal_hpc.ledger.drops import Drop, append_drop, read_drops
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.refusal import (
     Refused,
+    refuse_impossible_evaluation,
     refuse_other_epoch,
     refuse_step_out_of_order,
     refuse_superseded_epoch,
@@ -95,7 +97,7 @@ class LedgerService:
             incarnation=self._state.incarnation,
             version_step=before.version_step,
             manifests=manifests.read_manifests(layout),
-            dropped=manifests.read_drops(layout),
+            dropped=read_drops(layout),
             settled=manifests.read_settled(layout),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if is_restart else clock(),
@@ -146,11 +148,12 @@ class LedgerService:
             if evaluation := self._evaluations.get(ref.eval_step):
                 evaluation.fail(ref, request.reason)
         else:
-            if self._tickets.drop(ref, request.reason):
-                log.warning("%s dropped ticket %d: %s", request.cell, ref.ticket_id, request.reason)
-            if self._tickets.state_of(ref.ticket_id) == "dropped":
+            drop = Drop.asked(request)
+            if self._tickets.drop(drop):
+                log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
+            if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
                 # A repeat is written again: it may follow a write that failed.
-                manifests.append_drop(self._layout, request)
+                append_drop(self._layout, drop)
         self._spread_news()
         return ACKNOWLEDGED
 
@@ -181,9 +184,8 @@ class LedgerService:
         self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
         # Steps above are trained anew; what began at others goes on once it is asked for again.
-        self._evaluations = {
-            step: one for step, one in self._evaluations.items() if step <= request.base_step
-        }
+        base = request.base_step
+        self._evaluations = {step: one for step, one in self._evaluations.items() if step <= base}
         self._evaluated_step = -1
         log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
         return ACKNOWLEDGED
@@ -194,7 +196,7 @@ class LedgerService:
         while True:
             self._check_epoch(request.epoch)
             manifest = self._manifest_of(request)
-            trouble = "" if manifest else self._tickets.trouble()
+            trouble = "" if manifest else self._tickets.setbacks.trouble()
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -212,10 +214,7 @@ class LedgerService:
 
     async def evaluate(self, request: EvaluateRequest, patience: Patience) -> EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
-        if not 1 <= request.n_tasks <= self._n_valid_tasks:
-            raise Refused(
-                400, f"cannot evaluate {request.n_tasks} tasks: there are {self._n_valid_tasks}"
-            )
+        refuse_impossible_evaluation(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
             self._check_epoch(request.epoch)
@@ -241,7 +240,9 @@ class LedgerService:
             finished=tickets.finished,
             settled=tickets.settled,
             trained=tickets.trained,
-            dropped=tickets.dropped,
+            dropped=tickets.setbacks.dropped,
+            filtered=tickets.setbacks.filtered,
+            requeued=tickets.setbacks.requeued,
             eval_done=len(evaluation.rewards) if evaluation else 0,
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
@@ -292,10 +293,15 @@ class LedgerService:
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._layout, step)
         refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
-        manifest = tickets.next_batch(request.epoch)
-        if manifest is not None:
+        epoch, forks = request.epoch, self._state.forks
+        for drop in forming.too_old(tickets, epoch, forks):
+            self._check_newest_on_disk(epoch)
+            append_drop(self._layout, drop)  # durable first: its rows are never trained
+            tickets.set_aside(drop)
+            self._spread_news()
+        if manifest := forming.next_batch(tickets, epoch, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
-            self._check_newest_on_disk(request.epoch)
+            self._check_newest_on_disk(epoch)
             manifest = manifests.write_manifest(self._layout, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
@@ -315,10 +321,7 @@ class LedgerService:
             self._evaluated_step = step
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
-            rewards = [evaluation.rewards[index] for index in range(n_tasks)]
-            failures, epoch = evaluation.failures, evaluation.epoch
-            result = EvaluationResult(step, n_tasks, mean_reward, rewards, failures, epoch)
-            manifests.write_evaluation(self._layout, result)
+            manifests.write_evaluation(self._layout, EvaluationResult.of(evaluation, mean_reward))
             del self._evaluations[step]
         return len(evaluation.rewards), mean_reward
 

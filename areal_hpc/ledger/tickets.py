@@ -4,13 +4,16 @@ A ticket is the permission to run `n_samples` episodes of one task. Its id is it
 the task stream. It is in exactly one of these states:
 
     unissued -> leased -> finished -> settled -> batched -> trained
-                  |  ^        |
-          silence v  | lease  v silence
-                 waiting <----+          leased | finished | waiting -> dropped
+                  |  ^        |          |
+          silence v  | lease  v silence  | requeued: too old
+                 waiting <----+<---------+
 
-`waiting` tickets lost their cell and are issued again, with a higher attempt, before any new
-one. A ticket that a late cell settles counts once, whatever its attempt. The version that
-trains batch `step` is `step`; tickets of batches above the published step are unconsumed.
+    leased | finished | waiting | settled (too old) -> dropped | filtered
+
+`waiting` tickets lost their cell, or their rows were too old; they are issued again, with a higher
+attempt, before any new one. A ticket that a late cell settles counts once, whatever its attempt,
+unless that attempt was too old. The version that trains batch `step` is `step`; tickets of batches
+above the published step are unconsumed.
 
 Admission (`admission.py`) goes by the sizes of the containers below, so that no counter can drift.
 """
@@ -24,16 +27,26 @@ from typing import Literal
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketCounts, admissible
+from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.ledger.policy import TicketPolicy
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+from areal_hpc.ledger.setbacks import Setbacks
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
 State = Literal[
-    "unissued", "waiting", "leased", "finished", "settled", "batched", "trained", "dropped"
+    "unissued",
+    "waiting",
+    "leased",
+    "finished",
+    "settled",
+    "batched",
+    "trained",
+    "dropped",
+    "filtered",
 ]
 
 
@@ -55,7 +68,6 @@ class Tickets:
         self.version_step = 0
         """Every replica serves the weights of this step, or will before the next episode."""
         self.grants_from_s = grants_from_s
-        self.last_drop_reason = ""
         self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
         """Attempts below this were issued by an earlier start of the ledger."""
         self._next_id = 0
@@ -63,10 +75,10 @@ class Tickets:
         self._leased = LeaseTable()
         self._finished = LeaseTable()
         self._settled: OrderedDict[int, SettledTicket] = OrderedDict()  # in arrival order
+        self._newest_attempts: dict[int, int] = {}  # of settled tickets
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
-        self._dropped: dict[int, str] = {}
-        self._drops_in_a_row = 0
+        self.setbacks = Setbacks(policy.batch_size)
 
     @classmethod
     def rebuilt(
@@ -76,7 +88,7 @@ class Tickets:
         incarnation: int,
         version_step: int,
         manifests: Iterable[BatchManifest],
-        dropped: Iterable[DropRequest],
+        dropped: Iterable[Drop],
         settled: Iterable[SettledTicket],
         grants_from_s: float,
     ) -> Tickets:
@@ -91,8 +103,11 @@ class Tickets:
             tickets.record_batch(manifest)
         for drop in dropped:
             tickets._note_issued_up_to(drop.ref.ticket_id)
-            tickets.drop(drop.ref, drop.reason)
-        tickets._drops_in_a_row = 0  # only what fails from here on is trouble
+            if drop.kind == "requeued":
+                tickets.setbacks.note(drop)
+            else:
+                tickets.drop(drop)
+        tickets.setbacks.begin_anew()
         for ticket in settled:
             tickets._note_issued_up_to(ticket.ref.ticket_id)
             tickets.settle(ticket)
@@ -122,11 +137,6 @@ class Tickets:
         return len(self._settled)
 
     @property
-    def dropped(self) -> int:
-        """Tickets whose agent kept failing."""
-        return len(self._dropped)
-
-    @property
     def formed_steps(self) -> int:
         """Batches handed out so far are those of steps 1 to this."""
         return len(self._batch_sizes)
@@ -145,12 +155,13 @@ class Tickets:
         """Where one ticket is."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
+        if kind := self.setbacks.kind_of(ticket_id):
+            return "filtered" if kind == "filtered" else "dropped"
         containers: tuple[tuple[State, Container[int]], ...] = (
             ("waiting", self._waiting),
             ("leased", self._leased),
             ("finished", self._finished),
             ("settled", self._settled),
-            ("dropped", self._dropped),
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
@@ -178,15 +189,6 @@ class Tickets:
         settled, batch_size = len(self._settled), self.policy.batch_size
         return settled < batch_size <= settled + len(self._finished)
 
-    def trouble(self) -> str:
-        """Why no batch will form, when agents do nothing but fail; else empty."""
-        if self._drops_in_a_row < 2 * self.policy.batch_size:
-            return ""
-        return (
-            f"{self._drops_in_a_row} tickets in a row were dropped and none succeeded; "
-            f"the last reason: {self.last_drop_reason}"
-        )
-
     # What cells do ---------------------------------------------------------------------------
 
     def report(
@@ -197,6 +199,7 @@ class Tickets:
         A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
         and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
+        held, finished = map(self.setbacks.not_too_old, (held, finished))
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 self._take_back(cell, ref, self._leased, now_s)
@@ -234,22 +237,34 @@ class Tickets:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
         ticket_id = ticket.ref.ticket_id
         self._note_claim(ticket.ref)
-        if not self._pop_open(ticket_id):
+        if self.setbacks.is_too_old(ticket.ref):
+            return False
+        newest_attempt = self._pop_open(ticket_id)
+        if newest_attempt is None:
             return False
         self._settled[ticket_id] = ticket
-        self._drops_in_a_row = 0
+        self._newest_attempts[ticket_id] = newest_attempt
+        self.setbacks.note_settled()
         return True
 
-    def drop(self, ref: TicketRef, reason: str) -> bool:
+    def drop(self, drop: Drop) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
+        ref = drop.ref
         self._note_claim(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
-        if (lease and lease.attempt != ref.attempt) or not self._pop_open(ref.ticket_id):
+        if (lease and lease.attempt != ref.attempt) or self._pop_open(ref.ticket_id) is None:
             return False
-        self._dropped[ref.ticket_id] = reason
-        self._drops_in_a_row += 1
-        self.last_drop_reason = reason
+        self.setbacks.note(drop)
         return True
+
+    def set_aside(self, drop: Drop) -> None:
+        """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
+        ticket_id = drop.ref.ticket_id
+        del self._settled[ticket_id]
+        newest_attempt = self._newest_attempts.pop(ticket_id)
+        if drop.kind == "requeued":
+            self._waiting[ticket_id] = max(newest_attempt, drop.ref.attempt)
+        self.setbacks.note(drop)
 
     def expire(self, now_s: float) -> int:
         """Make tickets whose cell fell silent waiting; return how many."""
@@ -261,16 +276,9 @@ class Tickets:
 
     # What the trainer does -------------------------------------------------------------------
 
-    def next_batch(self, epoch: int) -> BatchManifest | None:
-        """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
-
-        Changes nothing: the caller makes it durable and then calls `record_batch`.
-        """
-        size = self.policy.batch_size
-        if len(self._settled) < size or self.formed_steps >= self.policy.total_steps:
-            return None
-        tickets = list(islice(self._settled.values(), size))
-        return BatchManifest(self.formed_steps + 1, epoch, tickets)
+    def settled_first(self, count: int) -> list[SettledTicket]:
+        """The tickets in no batch yet that settled first, in that order."""
+        return list(islice(self._settled.values(), count))
 
     def record_batch(self, manifest: BatchManifest) -> None:
         """Take a durable manifest into account.
@@ -296,8 +304,10 @@ class Tickets:
             self._note_issued_up_to(ticket_id)
             self._pop_open(ticket_id)
             self._settled.pop(ticket_id, None)
+            self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
+        self.setbacks.note_batch(manifest.counts)
 
     def publish(self, step: int) -> None:
         """Weights of `step` are served; also how a resuming trainer goes back to its last commit.
@@ -314,11 +324,12 @@ class Tickets:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _pop_open(self, ticket_id: int) -> bool:
-        """Take a ticket out of waiting, leased or finished; False if it was in none of them."""
-        if self._waiting.pop(ticket_id, None) is not None:
-            return True
-        return (self._leased.pop(ticket_id) or self._finished.pop(ticket_id)) is not None
+    def _pop_open(self, ticket_id: int) -> int | None:
+        """Take a ticket out of waiting, leased or finished; its newest attempt if it was there."""
+        if ticket_id in self._waiting:
+            return self._waiting.pop(ticket_id)
+        lease = self._leased.pop(ticket_id) or self._finished.pop(ticket_id)
+        return lease.newest_attempt if lease is not None else None
 
     def _take_back(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
         self._note_claim(ref)

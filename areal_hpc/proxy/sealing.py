@@ -176,4 +176,4 @@ class Sealer:
 
 
 def _settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:
-    return SettledTicket(ref, shard, place.rows, place.rewards)
+    return SettledTicket(ref, shard, place.rows, place.rewards, place.oldest_version)

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_hpc.config import StageConfig
+from areal_hpc.wire.ledger import StaleGroups
 
 
 class SamplingConfig(StageConfig):
@@ -54,6 +55,8 @@ class RolloutConfig(StageConfig):
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
     """How many versions old the oldest weights of a trained batch may be; 0 is synchronous."""
+    stale_groups: StaleGroups = "train_with_correction"
+    """A group older than that when its batch forms; `drop` and `requeue` starve long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0

@@ -33,6 +33,9 @@ class ShardTicket(msgspec.Struct, frozen=True):
     """Row numbers in the shard."""
     rewards: list[float]
     """One per row, exactly as stored (float32)."""
+    oldest_version: int = -1
+    """Packed version of the oldest weights that sampled one of its tokens; -1 if the line was
+    written before lines said so."""
 
 
 class SealedShard(msgspec.Struct, frozen=True):
@@ -52,15 +55,24 @@ def group_tickets(
     ticket_ids: npt.NDArray[np.int64],
     attempts: npt.NDArray[np.int32],
     rewards: npt.NDArray[np.float32],
+    oldest_versions: npt.NDArray[np.int64],
 ) -> list[ShardTicket]:
     """The tickets of a shard in order of first row. All arguments have one element per row."""
     rows_of: dict[tuple[int, int], list[int]] = {}
     for row, key in enumerate(zip(ticket_ids.tolist(), attempts.tolist(), strict=True)):
         rows_of.setdefault(key, []).append(row)
     return [
-        ShardTicket(ticket_id, attempt, rows, rewards[rows].tolist())
+        ShardTicket(
+            ticket_id, attempt, rows, rewards[rows].tolist(), oldest_version(oldest_versions[rows])
+        )
         for (ticket_id, attempt), rows in rows_of.items()
     ]
+
+
+def oldest_version(versions: npt.NDArray[np.int64]) -> int:
+    """The oldest of packed weight versions; -1 (nothing was sampled) counts only if all are."""
+    sampled = versions[versions >= 0]
+    return int(sampled.min()) if len(sampled) else -1
 
 
 def append_to_index(index_dir: Path, shard: SealedShard) -> None:

@@ -7,11 +7,20 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.layout import RunLayout
-from areal_hpc.shards.index import SealedShard, append_to_index, group_tickets, read_index
+from areal_hpc.shards.index import (
+    SealedShard,
+    append_to_index,
+    group_tickets,
+    oldest_version,
+    read_index,
+)
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import PARTIAL_SUFFIX, SUFFIX, parse_shard_name
 from areal_hpc.shards.writer import format_digest
@@ -132,13 +141,20 @@ def describe_shard(path: Path) -> SealedShard:
 
 
 def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
+    versions, bounds = reader.column("versions"), pairwise(reader.column("offsets").tolist())
+    oldest_versions = [oldest_version(versions[begin:end]) for begin, end in bounds]
     return SealedShard(
         file=reader.path.name,
         bytes=size_bytes,
         digest=digest,
         rows=reader.num_rows,
         tokens=reader.num_tokens,
-        tickets=group_tickets(*map(reader.column, ("ticket_id", "attempt", "reward"))),
+        tickets=group_tickets(
+            reader.column("ticket_id"),
+            reader.column("attempt"),
+            reader.column("reward"),
+            np.array(oldest_versions, np.int64),
+        ),
     )
 
 

@@ -28,6 +28,7 @@ from areal_hpc.shards.index import (
     append_to_index,
     group_tickets,
     last_sequence,
+    oldest_version,
     sync_directory,
 )
 from areal_hpc.shards.schema import (
@@ -80,7 +81,10 @@ def seal(
             rows=len(trajectories),
             tokens=sum(trajectory.num_tokens for trajectory in trajectories),
             tickets=group_tickets(
-                pieces["ticket_id"][0], pieces["attempt"][0], pieces["reward"][0]
+                pieces["ticket_id"][0],
+                pieces["attempt"][0],
+                pieces["reward"][0],
+                np.array([oldest_version(piece) for piece in pieces["versions"]], np.int64),
             ),
         )
         append_to_index(index_dir, shard)

@@ -156,6 +156,10 @@ def queue_line(snapshot: Snapshot) -> str:
         f"queue: {ledger.leased} running, {ledger.finished} finished, "
         f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"
     )
+    if ledger.filtered:
+        line += f", {ledger.filtered} filtered"
+    if ledger.requeued:
+        line += f", {ledger.requeued} issued again (too old)"
     if ledger.eval_total > ledger.eval_done:
         line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
     return line

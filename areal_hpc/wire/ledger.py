@@ -27,6 +27,10 @@ TRAIN: Literal["train"] = "train"
 EVAL: Literal["eval"] = "eval"
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
+NO_VERSION = -1
+"""In the place of a weight version that is not known."""
+StaleGroups = Literal["train_with_correction", "drop", "requeue"]
+"""What becomes of a settled ticket that is older than the bound when its batch is formed."""
 
 
 class TicketRef(Struct, frozen=True):
@@ -81,6 +85,8 @@ class SettledTicket(Struct, frozen=True):
     rows: list[int]
     rewards: list[float]
     """One per row."""
+    oldest_version: Int64 = NO_VERSION
+    """Packed version of the oldest weights that sampled one of its tokens."""
 
 
 class SettleRequest(Struct, frozen=True):
@@ -91,11 +97,12 @@ class SettleRequest(Struct, frozen=True):
 
 
 class DropRequest(Struct, frozen=True):
-    """A ticket that will never settle: its agent kept failing."""
+    """A ticket that will never settle: its agent kept failing, or its group was not accepted."""
 
     cell: str
     ref: TicketRef
     reason: str
+    kind: Literal["failed", "filtered"] = "failed"
 
 
 class EvaluatedRequest(Struct, frozen=True):
@@ -121,6 +128,21 @@ class BatchRequest(Struct, frozen=True):
     wait_s: float = 5.0
 
 
+class BatchCounts(Struct, frozen=True):
+    """Tickets, since the batch before, that did not simply become one of this batch."""
+
+    stale_trained: int = 0
+    """In this batch, with a token older than the bound."""
+    stale_dropped: int = 0
+    """Given up on because they were older than the bound."""
+    stale_requeued: int = 0
+    """Issued again because they were older than the bound."""
+    filtered: int = 0
+    """Finished, and not accepted."""
+    failed: int = 0
+    """Dropped because their agent kept failing."""
+
+
 class BatchManifest(Struct, frozen=True):
     """The tickets of one batch in arrival order: durable before it is handed out."""
 
@@ -129,6 +151,7 @@ class BatchManifest(Struct, frozen=True):
     epoch: int
     """The epoch that first asked for it."""
     tickets: list[SettledTicket]
+    counts: BatchCounts = BatchCounts()
 
 
 class BatchReply(Struct, frozen=True):
@@ -138,7 +161,8 @@ class BatchReply(Struct, frozen=True):
     settled: int = 0
     """Tickets settled so far towards this batch."""
     trouble: str = ""
-    """Why the batch cannot form (agents that keep failing), in words for the user."""
+    """Why the batch cannot form (agents that keep failing, groups that are never accepted), in
+    words for the user."""
 
 
 class PublishRequest(Struct, frozen=True):
@@ -191,6 +215,9 @@ class LedgerStatus(Struct, frozen=True):
     """Settled and not yet in a batch."""
     trained: int = 0
     dropped: int = 0
+    filtered: int = 0
+    requeued: int = 0
+    """How often a ticket was issued again because it was older than the bound."""
     eval_done: int = 0
     eval_total: int = 0
     cells: int = 0

@@ -7,9 +7,10 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.ledger.manifests import append_drop, write_manifest
+from areal_hpc.ledger.drops import Drop, append_drop
+from areal_hpc.ledger.manifests import write_manifest
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 SHARD_BYTES = 64
 BATCH = 2
@@ -28,7 +29,7 @@ class RunDirectory:
         )
         self._shards = 0
         self.batches = [self.seal(0, 1), self.seal(3, 4), self.seal(5, 6)]
-        append_drop(self.layout, DropRequest("cell-0", TicketRef(2, 1), "ValueError"))
+        append_drop(self.layout, Drop(TicketRef(2, 1), "ValueError"))
         for step, tickets in enumerate(self.batches, 1):
             self.hand_out(step, tickets)
         self.commit(3, epoch=1)

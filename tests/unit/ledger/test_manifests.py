@@ -8,9 +8,10 @@ import pytest
 from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
+from areal_hpc.ledger.drops import Drop, append_drop, read_drops
 from areal_hpc.ledger.manifests import LedgerState
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
 @pytest.fixture
@@ -87,9 +88,9 @@ def test_settled_tickets_are_those_of_the_shard_index(layout: RunLayout) -> None
 
 
 def test_a_drop_follows_the_half_line_of_a_crash(layout: RunLayout) -> None:
-    first, second = (DropRequest("cell-0", TicketRef(i, 1), "boom\n") for i in range(2))
-    manifests.append_drop(layout, first)
+    first, second = (Drop(TicketRef(i, 1), "boom\n") for i in range(2))
+    append_drop(layout, first)
     with layout.drops.open("ab") as stream:
         stream.write(b'{"cell":"cell-0","ref":{"ti')
-    manifests.append_drop(layout, second)
-    assert list(manifests.read_drops(layout)) == [first, second]
+    append_drop(layout, second)
+    assert list(read_drops(layout)) == [first, second]

@@ -8,7 +8,7 @@ point is modelled by rebuilding the ledger from the disk alone.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from typing import Literal, get_args
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -20,69 +20,17 @@ from hypothesis.stateful import (
     rule,
 )
 
-from areal_hpc.audit.evidence import CommitRecord, Evidence
-from areal_hpc.audit.fates import Audit, Fate, judge
+from areal_hpc.audit.fates import Fate
+from areal_hpc.ledger.drops import Drop
+from areal_hpc.ledger.forming import next_batch, too_old
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import State, Tickets
-from areal_hpc.shards.index import SealedShard, ShardTicket
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, SettledTicket, TicketRef
+from areal_hpc.weights.version import Fork, WeightVersion, staleness
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
+from tests.unit.ledger.ticket_world import Cell, Disk
 
 TIMEOUT_S = 30.0
 CELLS = ("cell-0", "cell-1", "cell-2")
-
-
-@dataclass
-class Cell:
-    """What a cell really holds."""
-
-    name: str
-    held: list[TicketRef] = field(default_factory=list)
-    finished: list[TicketRef] = field(default_factory=list)
-    undelivered: list[SettledTicket] = field(default_factory=list)
-
-
-@dataclass
-class Disk:
-    """Everything that survives a crash of the ledger or the trainer."""
-
-    manifests: list[BatchManifest] = field(default_factory=list)
-    drops: list[DropRequest] = field(default_factory=list)
-    index: list[SettledTicket] = field(default_factory=list)
-    incarnation: int = 1
-    version_step: int = 0
-    committed_step: int = 0
-
-    def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> Audit:
-        """What `areal-hpc audit` would say: it sees the disk alone."""
-        files = sorted({ticket.shard for ticket in self.index})
-        rows = {file: [one for one in self.index if one.shard == file] for file in files}
-        shards = [
-            SealedShard(
-                file,
-                bytes=100,
-                digest="",
-                rows=len(rows[file]),
-                tokens=0,
-                tickets=[
-                    ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards)
-                    for one in rows[file]
-                ],
-            )
-            for file in files
-        ]
-        return judge(
-            Evidence(
-                commit=CommitRecord(self.committed_step, 1, [*range(1, self.committed_step + 1)]),
-                manifests={manifest.step: manifest for manifest in self.manifests},
-                drops={drop.ref.ticket_id: drop.reason for drop in self.drops},
-                shards=shards,
-                file_bytes=dict.fromkeys(files, 100),
-                is_finished=is_finished,
-                total_steps=policy.total_steps,
-                batch_size=policy.batch_size,
-                max_head_offpolicyness=policy.max_head_offpolicyness,
-            )
-        )
 
 
 class TicketHistories(RuleBasedStateMachine):
@@ -91,14 +39,24 @@ class TicketHistories(RuleBasedStateMachine):
         offpolicyness=st.integers(0, 2),
         concurrent=st.integers(1, 6),
         total_steps=st.integers(1, 4),
+        stale_groups=st.sampled_from(get_args(StaleGroups)),
     )
     def start_run(
-        self, batch_size: int, offpolicyness: int, concurrent: int, total_steps: int
+        self,
+        batch_size: int,
+        offpolicyness: int,
+        concurrent: int,
+        total_steps: int,
+        stale_groups: StaleGroups,
     ) -> None:
-        self.policy = TicketPolicy(batch_size, offpolicyness, concurrent, total_steps, TIMEOUT_S)
+        self.policy = TicketPolicy(
+            batch_size, offpolicyness, concurrent, total_steps, TIMEOUT_S, stale_groups
+        )
         self.now_s = 0.0
         self.disk = Disk()
         self.epoch = 1
+        self.forks = [Fork(1, 0)]
+        self.sampled_by: dict[TicketRef, WeightVersion] = {}
         self.cells = {name: Cell(name) for name in CELLS}
         self.granted: Counter[TicketRef] = Counter()
         self.drops = 0
@@ -112,6 +70,7 @@ class TicketHistories(RuleBasedStateMachine):
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
         refs = self.ledger.lease(cell.name, count, self.now_s)
         self.granted.update(refs)
+        self.sampled_by |= dict.fromkeys(refs, WeightVersion(self.epoch, self.ledger.version_step))
         if refs:
             outstanding = self.count("leased", "finished", "settled", "batched")
             bound = (self.policy.max_head_offpolicyness + 1) * self.policy.batch_size
@@ -138,7 +97,7 @@ class TicketHistories(RuleBasedStateMachine):
         if reported:
             self.heartbeat(cell)
         sealed = [
-            SettledTicket(ref, f"{name}.h5", [row], [1.0])
+            SettledTicket(ref, f"{name}.h5", [row], [1.0], self.sampled_by[ref].packed)
             for row, ref in enumerate(cell.finished, len(self.disk.index))
         ]
         cell.finished.clear()
@@ -166,12 +125,12 @@ class TicketHistories(RuleBasedStateMachine):
             cell.undelivered.clear()
 
     @precondition(lambda self: self.drops < 5)
-    @rule(name=st.sampled_from(CELLS))
-    def drop(self, name: str) -> None:
+    @rule(name=st.sampled_from(CELLS), kind=st.sampled_from(["failed", "filtered"]))
+    def drop(self, name: str, kind: Literal["failed", "filtered"]) -> None:
         cell = self.cells[name]
         if cell.held:
-            drop = DropRequest(name, cell.held.pop(), "the agent raised ValueError")
-            if self.ledger.drop(drop.ref, drop.reason):
+            drop = Drop(cell.held.pop(), "the agent raised ValueError", kind)
+            if self.ledger.drop(drop):
                 self.disk.drops.append(drop)
             self.drops += 1
 
@@ -192,15 +151,31 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        manifest = self.ledger.next_batch(self.epoch)
+        for drop in too_old(self.ledger, self.epoch, self.forks):
+            self.disk.drops.append(drop)
+            if crash == "after write":
+                return self.restart_ledger()
+            self.ledger.set_aside(drop)
+        manifest = next_batch(self.ledger, self.epoch, self.forks)
         if manifest is None:
-            return
+            return None
         if crash != "before write":
             self.disk.manifests.append(manifest)
-        if crash == "no":
-            self.ledger.record_batch(manifest)
-        else:
-            self.restart_ledger()
+            self.check_ages(manifest)
+        if crash != "no":
+            return self.restart_ledger()
+        return self.ledger.record_batch(manifest)
+
+    def check_ages(self, manifest: BatchManifest) -> None:
+        current = WeightVersion(self.epoch, manifest.step - 1)
+        ages = [
+            staleness(current, self.sampled_by[ticket.ref], self.forks)
+            for ticket in manifest.tickets
+        ]
+        stale = sum(age > self.policy.max_head_offpolicyness for age in ages)
+        assert manifest.counts.stale_trained == stale
+        if self.policy.stale_groups != "train_with_correction":
+            assert stale == 0, "a batch was formed of tickets older than the bound"
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def publish(self, crash: str) -> None:
@@ -222,6 +197,7 @@ class TicketHistories(RuleBasedStateMachine):
     def restart_trainer(self) -> None:
         before = list(self.disk.manifests)
         self.epoch += 1
+        self.forks.append(Fork(self.epoch, self.disk.committed_step))
         self.disk.version_step = self.disk.committed_step
         self.ledger.publish(self.disk.committed_step)
         assert self.disk.manifests == before, "uncommitted batches must be re-issued verbatim"
@@ -257,13 +233,33 @@ class TicketHistories(RuleBasedStateMachine):
             assert all(ticket in self.disk.index for ticket in manifest.tickets)
 
     @invariant()
+    def rows_that_were_too_old_are_never_trained(self) -> None:
+        trained = {ticket.ref for m in self.disk.manifests for ticket in m.tickets}
+        assert trained.isdisjoint(self.disk.requeued)
+
+    @invariant()
+    def manifests_count_every_ticket_that_came_to_nothing_once(self) -> None:
+        told = [manifest.counts for manifest in self.disk.manifests]
+        open_counts = self.ledger.setbacks.counts(0)
+        for kind, name in (
+            ("failed", "failed"),
+            ("filtered", "filtered"),
+            ("stale", "stale_dropped"),
+            ("requeued", "stale_requeued"),
+        ):
+            written = {drop.ref for drop in self.disk.drops if drop.kind == kind}
+            assert sum(getattr(one, name) for one in (*told, open_counts)) == len(written)
+
+    @invariant()
     def no_issued_ticket_is_forgotten(self) -> None:
         assert self.count("unissued") == 0
         ledger = self.ledger
         assert ledger.leased == self.count("leased")
         assert ledger.finished == self.count("finished")
         assert ledger.settled == self.count("settled")
-        assert ledger.dropped == self.count("dropped")
+        assert ledger.setbacks.dropped == self.count("dropped")
+        assert ledger.setbacks.filtered == self.count("filtered")
+        assert ledger.setbacks.requeued == len(self.disk.requeued)
         assert ledger.trained == self.count("trained")
         assert ledger.unconsumed == self.count("settled", "batched")
 

@@ -126,6 +126,16 @@ def test_rewards_of_the_index_are_the_stored_ones(layout: RunLayout) -> None:
     assert shard.tickets[0].rewards == stored.tolist()
 
 
+def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
+    layout: RunLayout,
+) -> None:
+    old, new = trajectory(3), trajectory(3, 1)
+    new.versions_T[-1] += 4  # an update came in between
+    old.versions_T[-2] -= 2
+    shard = seal_in(layout, [new, old, trajectory(5)])
+    assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
+
+
 def test_every_writer_numbers_its_own_shards(layout: RunLayout) -> None:
     names = [
         seal_in(layout, [trajectory()], writer).file for writer in ("cell-0", "cell-1", "cell-0")

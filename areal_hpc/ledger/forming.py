@@ -1,0 +1,57 @@
+"""Which settled tickets the next batch takes, and which of them are too old for it. Pure functions.
+
+Admission keeps tickets within the bound as long as they settle in the order of their leases. An
+episode that is overtaken by others, a ticket that was issued again, or a trainer that went back
+can still bring tokens that are older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_hpc.ledger.drops import Drop, DropKind
+from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.weights.version import Fork, WeightVersion, staleness
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket
+
+
+def next_batch(tickets: Tickets, epoch: int, forks: Sequence[Fork] = ()) -> BatchManifest | None:
+    """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
+
+    The tickets that settled first, in that order: the same arrivals give the same batches.
+    Changes nothing: the caller makes it durable and then calls `record_batch`.
+    """
+    policy, size = tickets.policy, tickets.policy.batch_size
+    if tickets.settled < size or tickets.formed_steps >= policy.total_steps:
+        return None
+    taken = tickets.settled_first(size)
+    current = WeightVersion(epoch, tickets.formed_steps)
+    stale = sum(_age_of(one, current, forks) > policy.max_head_offpolicyness for one in taken)
+    return BatchManifest(tickets.formed_steps + 1, epoch, taken, tickets.setbacks.counts(stale))
+
+
+def too_old(tickets: Tickets, epoch: int, forks: Sequence[Fork]) -> list[Drop]:
+    """What must be set aside before the next batch is formed, as the run's policy wants it.
+
+    Args:
+        tickets: Where everything is.
+        epoch: Of the trainer that trains the batch.
+        forks: Every epoch of the run with the step it began from.
+    """
+    policy = tickets.policy
+    if policy.stale_groups == "train_with_correction":
+        return []
+    kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
+    current = WeightVersion(epoch, tickets.formed_steps)
+    return [
+        Drop(ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind)
+        for ticket in tickets.settled_first(tickets.settled)
+        if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness
+    ]
+
+
+def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[Fork]) -> int:
+    """Steps from the oldest weights that sampled one of its tokens to `current`; 0 if unknown."""
+    if ticket.oldest_version == NO_VERSION:
+        return 0
+    return staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)

@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.ledger.drops import Drop
+from areal_hpc.ledger.forming import next_batch, too_old
+from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.wire.ledger import (
+    NO_VERSION,
+    BatchCounts,
+    BatchManifest,
+    SettledTicket,
+    StaleGroups,
+    TicketRef,
+)
+
+
+def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> Tickets:
+    return Tickets(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
+
+
+def settled(ref: TicketRef, version: WeightVersion | None) -> SettledTicket:
+    oldest = version.packed if version else NO_VERSION
+    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
+
+
+def train(tickets: Tickets, steps: int) -> None:
+    """Batches of fresh tickets, while one ticket (the first leased) is under way."""
+    for _ in range(steps):
+        refs = tickets.lease("b", 2, 0.0)
+        assert len(refs) == 2
+        for ref in refs:
+            tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
+        manifest = next_batch(tickets, epoch=1)
+        assert manifest is not None
+        assert manifest.counts == BatchCounts()
+        tickets.record_batch(manifest)
+        tickets.publish(manifest.step)
+
+
+def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[Tickets, TicketRef]:
+    """A ticket sampled by version 1.0 settles when `steps` batches are trained."""
+    tickets = tickets_of(stale_groups)
+    ref = tickets.lease("a", 1, 0.0)[0]
+    train(tickets, steps)
+    tickets.settle(settled(ref, WeightVersion(1, 0)))
+    return tickets, ref
+
+
+def fill(tickets: Tickets) -> BatchManifest:
+    for ref in tickets.lease("b", 2 - tickets.settled, 0.0):
+        tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
+    manifest = next_batch(tickets, epoch=1)
+    assert manifest is not None
+    return manifest
+
+
+def test_a_group_within_the_bound_is_trained_and_not_counted() -> None:
+    tickets, ref = overtaken("drop", steps=1)
+    assert too_old(tickets, 1, []) == []
+    manifest = fill(tickets)
+    assert manifest.tickets[0].ref == ref
+    assert manifest.counts == BatchCounts()
+
+
+def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise() -> None:
+    tickets, ref = overtaken("train_with_correction", steps=2)
+    assert too_old(tickets, 1, []) == []
+    manifest = fill(tickets)
+    assert manifest.tickets[0].ref == ref
+    assert manifest.counts == BatchCounts(stale_trained=1)
+
+
+def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
+    tickets, ref = overtaken("drop", steps=2)
+    (drop,) = too_old(tickets, 1, [])
+    assert drop == Drop(ref, "sampled 2 steps ago, at most 1", "stale")
+    tickets.set_aside(drop)
+    assert tickets.state_of(ref.ticket_id) == "dropped"
+    manifest = fill(tickets)
+    assert ref not in {ticket.ref for ticket in manifest.tickets}
+    assert manifest.counts == BatchCounts(stale_dropped=1)
+
+
+def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() -> None:
+    tickets, ref = overtaken("requeue", steps=2)
+    (drop,) = too_old(tickets, 1, [])
+    tickets.set_aside(drop)
+    assert tickets.state_of(ref.ticket_id) == "waiting"
+    assert tickets.lease("b", 1, 0.0) == [TicketRef(ref.ticket_id, ref.attempt + 1)]
+    tickets.settle(settled(TicketRef(ref.ticket_id, ref.attempt + 1), WeightVersion(1, 2)))
+    manifest = fill(tickets)
+    assert manifest.tickets[0].ref == TicketRef(ref.ticket_id, ref.attempt + 1)
+    assert manifest.counts == BatchCounts(stale_requeued=1)
+
+
+def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
+    """Its proxy may settle again; its driver reports finished tickets for a long time."""
+    tickets, ref = overtaken("requeue", steps=2)
+    tickets.set_aside(too_old(tickets, 1, [])[0])
+    assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
+    tickets.report("a", [], [ref], 1.0)
+    assert tickets.state_of(ref.ticket_id) == "waiting"
+    again = tickets.lease("a", 1, 1.0)
+    tickets.report("a", [], [ref], 2.0)  # the reply with the new attempt was lost
+    assert tickets.state_of(ref.ticket_id) == "waiting"
+    assert tickets.lease("a", 1, 3.0)[0].attempt == again[0].attempt + 1
+
+
+def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_number() -> None:
+    tickets = tickets_of("requeue", bound=0)
+    ref = tickets.lease("a", 1, 0.0)[0]
+    tickets.expire(100.0)
+    second = tickets.lease("b", 1, 100.0)[0]
+    tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
+    tickets.set_aside(Drop(ref, "too old", "requeued"))
+    assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
+
+
+@pytest.mark.parametrize("kind", ["requeued", "stale"])
+def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
+    ref = TicketRef(0, 1)
+    drop = msgspec.convert(
+        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, Drop
+    )
+    tickets = Tickets.rebuilt(
+        tickets_of().policy,
+        incarnation=2,
+        version_step=0,
+        manifests=[],
+        dropped=[drop],
+        settled=[settled(ref, WeightVersion(1, 0))],
+        grants_from_s=0.0,
+    )
+    assert tickets.settled == 0
+    assert tickets.state_of(0) == ("waiting" if kind == "requeued" else "dropped")
+    assert tickets.setbacks.counts(0).stale_requeued == (kind == "requeued")
+
+
+def test_weights_of_an_abandoned_epoch_are_as_old_as_the_commit_that_both_share() -> None:
+    tickets = tickets_of("drop")
+    ref = tickets.lease("a", 1, 0.0)[0]
+    train(tickets, 2)
+    tickets.settle(settled(ref, WeightVersion(1, 2)))
+    assert too_old(tickets, 1, [Fork(1, 0)]) == []
+    assert len(too_old(tickets, 2, [Fork(1, 0), Fork(2, 0)])) == 1
+
+
+def test_a_group_of_unknown_age_is_not_stale() -> None:
+    tickets = tickets_of("drop", bound=0)
+    tickets.settle(settled(tickets.lease("a", 1, 0.0)[0], None))
+    assert too_old(tickets, 1, []) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("filtered", "filtered out"), ("stale", "too old"), ("requeued", "too old")]
+)
+def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: str) -> None:
+    tickets = tickets_of()
+    for number in range(100):
+        assert tickets.setbacks.trouble() == ""
+        drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
+        tickets.setbacks.note(msgspec.convert(drop, Drop))
+    trouble = tickets.setbacks.trouble()
+    assert said in trouble
+    assert "rollout." in trouble
+    assert "all 0.0" in trouble
+
+
+def test_a_filtered_ticket_gives_its_place_to_another() -> None:
+    tickets = tickets_of(bound=0)
+    refs = tickets.lease("a", 9, 0.0)
+    assert len(refs) == 2
+    assert tickets.drop(Drop(refs[0], "all rewards are 1.0", "filtered"))
+    assert tickets.state_of(refs[0].ticket_id) == "filtered"
+    (replacement,) = tickets.lease("a", 9, 0.0)
+    for ref in (refs[1], replacement):
+        tickets.settle(settled(ref, WeightVersion(1, 0)))
+    assert fill(tickets).counts == BatchCounts(filtered=1)
+
+
+@given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=4))
+def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: list[int]) -> None:
+    """Whatever the ledger: one that lived through it, or one that reads the index of one writer."""
+    policy = TicketPolicy(2, 20, 100, 20, 30.0)
+    living = Tickets(policy)
+    refs = living.lease("a", 12, 0.0)
+    arrivals, drops, formed = [], [], []
+    for number in order:
+        if number in failures:
+            drops.append(Drop(refs[number], "it raised"))
+            living.drop(drops[-1])
+            continue
+        arrivals.append(settled(refs[number], WeightVersion(1, 0)))
+        living.settle(arrivals[-1])
+        while manifest := next_batch(living, epoch=1):
+            living.record_batch(manifest)
+            formed.append([ticket.ref for ticket in manifest.tickets])
+    replayed = Tickets.rebuilt(
+        policy,
+        incarnation=2,
+        version_step=0,
+        manifests=[],
+        dropped=drops,
+        settled=arrivals,
+        grants_from_s=0.0,
+    )
+    again = []
+    while manifest := next_batch(replayed, epoch=1):
+        replayed.record_batch(manifest)
+        again.append([ticket.ref for ticket in manifest.tickets])
+    assert again == formed
