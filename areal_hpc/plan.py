@@ -115,7 +115,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
     ledger = {
         "run_dir": str(layout.root),
         "batch_size": recipe.trainer.batch_size,
-        "n_samples": recipe.rollout.n_samples,
+        "n_samples": recipe.rollout.episodes_per_ticket,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
         "stale_groups": recipe.rollout.stale_groups,
         "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,

@@ -248,13 +248,30 @@ def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _partial_groups_are_parts(recipe: Recipe) -> Iterator[Problem]:
+    rollout = recipe.rollout
+    if rollout.least_samples > rollout.n_samples:
+        yield Problem(
+            f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}",
+            "rollout.min_samples",
+            f"use {rollout.n_samples} or less",
+        )
+    if rollout.agent.mode == "online" and rollout.extra_samples:
+        yield Problem(
+            "in mode online a program that came cannot be sent away",
+            "rollout.extra_samples",
+            "use 0",
+        )
+
+
 def _episodes_fit_the_cells(recipe: Recipe) -> Iterator[Problem]:
-    least = max(recipe.inference.cells, recipe.rollout.n_samples)
+    episodes = recipe.rollout.episodes_per_ticket
+    least = max(recipe.inference.cells, episodes)
     if recipe.rollout.max_concurrent_rollouts < least:
         yield Problem(
             f"max_concurrent_rollouts={recipe.rollout.max_concurrent_rollouts} is less than "
             f"the {least} that {recipe.inference.cells} cells and groups of "
-            f"{recipe.rollout.n_samples} need",
+            f"{episodes} need",
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
@@ -299,6 +316,7 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _experts_fit_the_ranks,
     _programs_come_or_an_agent_is_named,
     _a_group_has_at_least_two,
+    _partial_groups_are_parts,
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,
     _engine_and_trainer_agree,

@@ -42,7 +42,7 @@ class LedgerJobConfig(StageConfig):
     batch_size: Annotated[int, Field(ge=1)]
     """Tickets per batch."""
     n_samples: Annotated[int, Field(ge=1)]
-    """Episodes per training ticket."""
+    """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """How many versions old a ticket's first weights may be when it is trained on."""
     stale_groups: StaleGroups = "train_with_correction"

@@ -31,6 +31,7 @@ from areal_hpc.session.rewards import (
     rewarded_interaction,
 )
 from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
     AwaitSessionRequest,
@@ -208,10 +209,21 @@ class Control:
         sealer = self._of_run()
         request = _decode(body, FinishTicketRequest)
         rows = self._book.rows_of(request.ref)
+        if request.discard:
+            rows = self._discard(request.ref, rows)
         if rows is None:
             rows = self._finish(request)
             sealer.wake()
         return msgspec.json.encode(FinishTicketReply(rows))
+
+    def _discard(self, ref: TicketRef, rows: int | None) -> int:
+        """Forget what a filtered ticket's episodes said."""
+        if rows is not None:
+            raise RequestRefused(409, f"{ref} is finished: its rows are kept", key="discard")
+        for session in [*self._book.sessions.values()]:
+            if session.request.ref == ref:
+                self._recorder.record(SessionDropped(session.session_id))
+        return 0
 
     def _finish(self, request: FinishTicketRequest) -> int:
         if not request.session_ids:

@@ -51,6 +51,14 @@ class RolloutConfig(StageConfig):
     """Where it runs, and how its episodes become training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
+    extra_samples: Annotated[int, Field(ge=0)] = 0
+    """Episodes more per task; the first `n_samples` that end well (the short ones) are trained."""
+    min_samples: Annotated[int | None, Field(ge=2)] = None
+    """A group of so many is trained when its other episodes failed for good; `None`: all."""
+    filter_same_reward: bool = False
+    """Leave groups whose final rewards are all equal out of training; they teach nothing."""
+    should_accept: str = ""
+    """`package.module:function`: given `{"rewards": array, "task": row}`, says if to train it."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
@@ -62,4 +70,14 @@ class RolloutConfig(StageConfig):
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """An episode that takes longer has failed."""
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
-    """A ticket is dropped when one of its episodes failed this often."""
+    """An episode that failed this often failed for good (see `min_samples`)."""
+
+    @property
+    def episodes_per_ticket(self) -> int:
+        """Episodes that are started for one task."""
+        return self.n_samples + self.extra_samples
+
+    @property
+    def least_samples(self) -> int:
+        """Episodes that must end well, or their ticket is dropped."""
+        return self.n_samples if self.min_samples is None else self.min_samples

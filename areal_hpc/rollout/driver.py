@@ -10,9 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, ArealError, RecipeError
+from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.group import run_group
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.tickets import TicketBoard
@@ -85,6 +87,11 @@ class Driver:
         http_client: Any,
         events: EventLog,
     ) -> None:
+        """Prepare.
+
+        Raises:
+            RecipeError: The filter of groups cannot be imported.
+        """
         self._cell = cell
         self._rollout = rollout
         self._sampling: dict[Split, SamplingDefaults] = {
@@ -97,6 +104,7 @@ class Driver:
         self._export = ExportSettings(
             how.export_style, discount, how.credit, how.drop_retry_orphans
         )
+        self._acceptance = Acceptance(rollout)
         self._agent = agent
         self._tasks = tasks
         self._ledger = peers.ledger
@@ -104,7 +112,7 @@ class Driver:
         self._http_client = http_client
         self._events = events
         # A cell with fewer slots than a group has episodes could never start one.
-        self._board = TicketBoard(max(episode_slots, rollout.n_samples))
+        self._board = TicketBoard(max(episode_slots, rollout.episodes_per_ticket))
         self._news = asyncio.Event()
         self._seal: asyncio.Task[None] | None = None
         self._under_way: set[asyncio.Task[None]] = set()
@@ -183,33 +191,45 @@ class Driver:
         self._news.set()
 
     async def _run_ticket(self, grant: TicketGrant) -> None:
-        """Run a ticket until it is finished, evaluated or dropped."""
+        """Run a ticket until it is finished, evaluated, filtered or dropped."""
         try:
             if grant.ref.eval_step >= 0:
                 await self._evaluate(grant)
                 self._board.release(grant.ref)
-            else:
-                await self._generate(grant)
+            elif await self._generate(grant):
                 self._board.finish(grant.ref)
+            else:
+                self._board.release(grant.ref)
         except* (AgentError, RecipeError) as group:
             await self._drop(grant, group)
             self._board.release(grant.ref)
         self._news.set()
 
-    async def _generate(self, grant: TicketGrant) -> None:
-        """Run a training ticket and have the proxy take it into its journal."""
+    async def _generate(self, grant: TicketGrant) -> bool:
+        """Run a training ticket and have the proxy take it into its journal.
+
+        Returns:
+            False if its group was not accepted: then the proxy and the ledger forget it.
+        """
         while True:
             incarnation = self._proxy.incarnation
             outcomes = await self._run_group(grant, "train")
-            request = FinishTicketRequest(grant.ref, [one.session_id for one in outcomes])
+            task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
+            refusal_reason = self._acceptance.refusal(task, rewards)
+            sessions = [] if refusal_reason else [one.session_id for one in outcomes]
+            request = FinishTicketRequest(grant.ref, sessions, discard=bool(refusal_reason))
             try:
                 await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
             except HttpRefused as refusal:
                 if self._proxy.incarnation == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
                 log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
-            else:
-                return
+                continue
+            if refusal_reason:
+                self._record("ticket_filtered", grant, refusal_reason)
+                drop = DropRequest(self._cell, grant.ref, refusal_reason, "filtered")
+                await self._report("/drop", drop)
+            return not refusal_reason
 
     async def _evaluate(self, grant: TicketGrant) -> None:
         """Run an evaluation ticket and report its rewards."""
@@ -221,16 +241,21 @@ class Driver:
         """Run the ticket's episodes side by side, each until it ends well.
 
         Raises:
-            ExceptionGroup: Of AgentError: one failed too often, the others were cancelled; or of
-                RecipeError: there is no such task.
+            AgentError: Too many failed for good, the others were cancelled.
+            RecipeError: There is no such task.
         """
         self._board.begin(grant)
-        async with asyncio.TaskGroup() as group:
-            episodes = [
-                group.create_task(self._run_until_ok(grant, split, episode))
-                for episode in range(grant.n_samples)
-            ]
-        return [episode.result() for episode in episodes]
+        wanted = least = grant.n_samples
+        if split == "train":
+            wanted -= self._rollout.extra_samples
+            least = min(wanted, self._rollout.least_samples)
+        episodes = [self._run_until_ok(grant, split, episode) for episode in range(grant.n_samples)]
+        group = await run_group(episodes, wanted, least)
+        if group.cut:
+            self._record("episodes_cut", grant, "enough others ended well", count=group.cut)
+        if group.failed:
+            self._record("episodes_missing", grant, str(group.failed[-1]), count=len(group.failed))
+        return group.outcomes
 
     async def _run_until_ok(self, grant: TicketGrant, split: Split, episode: int) -> EpisodeOutcome:
         """Repeat one episode until it ends well.
@@ -246,18 +271,23 @@ class Driver:
             else:
                 outcome = await run_episode(spec, self._agent, self._proxy, self._http_client)
             if outcome.status == "ok":
-                self._board.end_episode(grant.ref)
-                if self._board.capacity >= self._rollout.n_samples:
-                    self._news.set()
+                self._free_slot(grant)
                 return outcome
             self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
             failures += outcome.status != "interrupted"
             await asyncio.sleep(min(FIRST_RETRY_PAUSE_S * 2**failures, LONGEST_RETRY_PAUSE_S))
             if failures == self._rollout.max_episode_tries:
+                self._free_slot(grant)
                 raise AgentError(
                     f"episode {episode} of task {grant.task_index} failed {failures} times; "
                     f"at last: {outcome.reason}"
                 )
+
+    def _free_slot(self, grant: TicketGrant) -> None:
+        """An episode is over: its slot may be what a further ticket waits for."""
+        self._board.end_episode(grant.ref)
+        if self._board.capacity >= self._rollout.episodes_per_ticket:
+            self._news.set()
 
     def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
         ref = grant.ref

@@ -49,7 +49,7 @@ class TicketBoard:
         self._open_episodes[grant.ref] = grant.n_samples
 
     def end_episode(self, ref: TicketRef) -> None:
-        """One episode of a held ticket ended well; its slot is free."""
+        """One episode of a held ticket is over; its slot is free."""
         self._open_episodes[ref] -= 1
 
     def finish(self, ref: TicketRef) -> None:

@@ -150,6 +150,8 @@ class FinishTicketRequest(Struct, frozen=True):
 
     ref: TicketRef
     session_ids: list[str]
+    discard: bool = False
+    """The ticket was filtered: all its sessions are discarded, none is named."""
 
 
 class FinishTicketReply(Struct, frozen=True):

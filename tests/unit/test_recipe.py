@@ -129,3 +129,13 @@ def test_names_that_would_leave_the_file_root_are_refused(name: str) -> None:
 def test_sessions_must_outlive_their_episodes() -> None:
     with pytest.raises(RecipeError, match="session_timeout_s=3600 is less than the 7200 s"):
         load(QUICKSTART, ["rollout.episode_timeout_s=2400"])
+
+
+def test_a_partial_group_is_no_larger_than_the_whole() -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.min_samples"):
+        load(QUICKSTART, ["rollout.min_samples=100"])
+
+
+def test_extra_episodes_take_part_of_the_concurrency() -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.max_concurrent_rollouts"):
+        load(QUICKSTART, ["rollout.extra_samples=10000"])

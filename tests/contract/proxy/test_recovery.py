@@ -265,3 +265,24 @@ def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
     assert stage.post("/rl/set_reward", body, key).status_code == 403
     assert finish(stage, again) == 1
     assert stage.post("/rl/end_session", {}, key).status_code == 200
+
+
+def test_a_filtered_ticket_is_forgotten_and_never_sealed(own_stage):
+    stage = own_stage
+    first, key = stage.open_session(REF)
+    stage.ask(key, "hi")
+    other, other_key = stage.open_session(TicketRef(8, 0))
+    stage.ask(other_key, "hi")
+    discard = FinishTicketRequest(REF, [], discard=True)
+    for _ in range(2):  # repeating it is harmless
+        assert stage.post("/rl/finish_ticket", discard).json() == {"rows": 0}
+    assert stage.ask(key, "more").status_code == 401
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert stage.ask(key, "more").status_code == 401
+    stage.finish_session(other_key, 1.0)
+    assert finish(stage, other, ref=TicketRef(8, 0)) == 1
+    refused = stage.post(
+        "/rl/finish_ticket", FinishTicketRequest(TicketRef(8, 0), [], discard=True)
+    )
+    assert refused.status_code == 409

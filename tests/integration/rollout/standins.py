@@ -81,6 +81,7 @@ class LedgerScript:
     leased: dict[TicketRef, TicketGrant] = field(default_factory=dict)
     finished: set[TicketRef] = field(default_factory=set)
     dropped: dict[TicketRef, str] = field(default_factory=dict)
+    filtered: dict[TicketRef, str] = field(default_factory=dict)
     evaluated: dict[TicketRef, list[float]] = field(default_factory=dict)
     requests: list[LeaseRequest] = field(default_factory=list)
     seal_now: bool = False
@@ -128,7 +129,8 @@ class StandInLedger(Service):
     async def drop(self, request: web.Request) -> web.Response:
         told = msgspec.json.decode(await request.read(), type=DropRequest)
         self.script.leased.pop(told.ref, None)
-        self.script.dropped[told.ref] = told.reason
+        drops = self.script.filtered if told.kind == "filtered" else self.script.dropped
+        drops[told.ref] = told.reason
         return answer(Acknowledged())
 
     async def evaluated(self, request: web.Request) -> web.Response:
@@ -156,6 +158,7 @@ class StandInProxy(Service):
         self.reply = reply
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, list[str]] = {}
+        self.discarded: list[TicketRef] = []
         self.seals = 0
         self.most_open = 0
         self.opened = 0
@@ -222,6 +225,10 @@ class StandInProxy(Service):
     async def finish_ticket(self, request: web.Request) -> web.Response:
         assert key_of(request) == KEY
         told = msgspec.json.decode(await request.read(), type=FinishTicketRequest)
+        if told.discard:
+            assert not told.session_ids
+            self.discarded.append(told.ref)
+            return answer(FinishTicketReply(0))
         unknown = [one for one in told.session_ids if one not in self.sessions]
         if unknown:
             raise web.HTTPNotFound(text=f"no sessions {unknown}")

@@ -1,0 +1,83 @@
+"""Which finished groups are trained: the recipe's filter, and the user's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.rollout.config import RolloutConfig
+
+ShouldAccept = Callable[[dict[str, Any]], object]
+"""Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
+
+KEY = "rollout.should_accept"
+
+
+class Acceptance:
+    """Decides whether the group of a ticket is trained."""
+
+    def __init__(self, rollout: RolloutConfig) -> None:
+        """Prepare.
+
+        Args:
+            rollout: Names the filters.
+
+        Raises:
+            RecipeError: The user's function cannot be imported.
+        """
+        self._name = rollout.should_accept
+        self._should_accept = load_should_accept(self._name) if self._name else None
+        self._filter_same_reward = rollout.filter_same_reward
+
+    def refusal(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
+        """Why the group is not trained; empty if it is.
+
+        Args:
+            task: What its episodes worked on.
+            rewards: Of each episode: that of its last interaction that has one.
+
+        Raises:
+            AgentError: The user's function raised, or returned neither true nor false.
+        """
+        if self._filter_same_reward and len(set(rewards)) == 1:
+            return f"all {len(rewards)} rewards are {rewards[0]:g}"
+        if self._should_accept is None:
+            return ""
+        try:
+            answer = self._should_accept(
+                {"rewards": np.asarray(rewards, dtype=np.float32), "task": task}
+            )
+        except Exception as error:  # boundary: the function is the user's code
+            raise AgentError(f"{self._name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(answer, bool | np.bool_):
+            raise AgentError(
+                f"{self._name} returned {answer!r:.200} ({type(answer).__name__}), expected a bool"
+            )
+        return "" if answer else f"{self._name} refused the rewards {list(rewards)}"
+
+
+def load_should_accept(dotted: str) -> ShouldAccept:
+    """The user's filter by its path, `package.module:function`.
+
+    Raises:
+        RecipeError: There is no such function.
+    """
+    module, colon, name = dotted.partition(":")
+    if not colon:
+        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=KEY)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # boundary: importing runs the user's code
+        raise RecipeError(
+            f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
+            key=KEY,
+            hint="start the run from the folder that holds the package",
+        ) from error
+    if not callable(function):
+        raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=KEY)
+    accept: ShouldAccept = function
+    return accept

@@ -1,0 +1,177 @@
+"""Which episodes make a ticket's group, and which groups are trained."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.acceptance import load_should_accept
+from areal_hpc.wire.ledger import TicketRef
+from tests.integration.rollout.test_driver import Cell, evaluations, tickets
+from tests.integration.rollout.test_episode import ask
+
+HERE = "tests.integration.rollout.test_groups"
+
+
+def rewards_differ_and_task_is_even(group: dict[str, Any]) -> bool:
+    """As AReaL's filters are written."""
+    return bool(0 < group["rewards"].mean() < 1 and group["task"]["task"] % 2 == 0)
+
+
+def one_of_them(group: dict[str, Any]) -> Any:
+    return group["rewards"].mean() > 0.3  # a numpy bool
+
+
+def neither(group: dict[str, Any]) -> Any:
+    return "yes"
+
+
+def broken(group: dict[str, Any]) -> bool:
+    raise KeyError("advantages")
+
+
+class Numbered:
+    """The reward of a task's n-th episode; tasks of four episodes have 0, 1, 0, 1 if uneven."""
+
+    def __init__(self, same_for: set[int]) -> None:
+        self.same_for = same_for
+        self.seen: Counter[int] = Counter()
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await ask(extra_kwargs)
+        self.seen[data["task"]] += 1
+        return 1.0 if data["task"] in self.same_for else float(self.seen[data["task"]] % 2)
+
+
+def test_groups_whose_rewards_are_all_equal_are_filtered_if_the_recipe_says_so(
+    tmp_path: Path,
+) -> None:
+    cell = Cell(tmp_path, Numbered({1, 3}), tickets(4), filter_same_reward=True)
+    cell.run()
+    equal = [TicketRef(1, 0), TicketRef(3, 0)]
+    assert cell.script.filtered == dict.fromkeys(equal, "all 4 rewards are 1")
+    assert sorted(cell.proxy.discarded, key=lambda ref: ref.ticket_id) == equal
+    assert cell.script.finished == {TicketRef(0, 0), TicketRef(2, 0)}
+    assert cell.script.dropped == {}
+    assert sum(event["event"] == "ticket_filtered" for event in cell.events) == 2
+
+
+def test_groups_with_equal_rewards_are_trained_by_default(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Numbered({0, 1}), tickets(2))
+    cell.run()
+    assert len(cell.proxy.finished) == 2
+
+
+def test_the_users_filter_sees_the_rewards_and_the_task(tmp_path: Path) -> None:
+    name = f"{HERE}:rewards_differ_and_task_is_even"
+    cell = Cell(tmp_path, Numbered({0}), tickets(4), should_accept=name)
+    cell.run()
+    assert set(cell.proxy.finished) == {TicketRef(2, 0)}
+    assert name in cell.script.filtered[TicketRef(1, 0)]
+    assert "[1.0, 1.0, 1.0, 1.0]" in cell.script.filtered[TicketRef(0, 0)]
+
+
+def test_a_numpy_bool_is_an_answer(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:one_of_them")
+    cell.run()
+    assert set(cell.proxy.finished) == {TicketRef(0, 0)}
+
+
+@pytest.mark.parametrize(
+    ("function", "said"), [("neither", "expected a bool"), ("broken", "KeyError: 'advantages'")]
+)
+def test_a_filter_that_fails_drops_the_ticket_with_the_reason(
+    tmp_path: Path, function: str, said: str
+) -> None:
+    cell = Cell(tmp_path, Numbered(set()), tickets(1), should_accept=f"{HERE}:{function}")
+    cell.run()
+    assert said in cell.script.dropped[TicketRef(0, 0)]
+
+
+def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Numbered({0}), evaluations(1), filter_same_reward=True)
+    cell.run()
+    assert len(cell.script.evaluated) == 1
+
+
+@pytest.mark.parametrize(
+    "path", ["no_colon", "nowhere.at_all:f", f"{HERE}:nothing", f"{HERE}:HERE"]
+)
+def test_a_filter_that_is_none_is_named(path: str) -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.should_accept"):
+        load_should_accept(path)
+
+
+class Staggered:
+    """The first episodes end at once, the others would take for ever."""
+
+    def __init__(self, quick: int) -> None:
+        self.left = quick
+        self.cancelled = 0
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await ask(extra_kwargs)
+        self.left -= 1
+        if self.left < 0:
+            try:
+                await asyncio.sleep(1000.0)
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
+        return float(self.left)
+
+
+def test_the_first_episodes_to_end_make_the_group_and_the_others_are_cut(tmp_path: Path) -> None:
+    agent = Staggered(quick=4)
+    cell = Cell(tmp_path, agent, tickets(1, n_samples=6), extra_samples=2)
+    cell.run()
+    (sessions,) = cell.proxy.finished.values()
+    assert len(sessions) == 4
+    assert agent.cancelled == 2
+    assert [event["count"] for event in cell.events if event["event"] == "episodes_cut"] == [2]
+
+
+def test_extra_episodes_make_up_for_failed_ones(tmp_path: Path) -> None:
+    agent = FailsAt({0, 2})
+    cell = Cell(tmp_path, agent, tickets(1, n_samples=6), extra_samples=2, max_episode_tries=1)
+    cell.run()
+    (sessions,) = cell.proxy.finished.values()
+    assert [cell.proxy.sessions[one].started.episode for one in sessions] == [1, 3, 4, 5]
+
+
+class FailsAt:
+    """Fails for good at some places of a group."""
+
+    def __init__(self, places: set[int]) -> None:
+        self.places = places
+        self.begun = 0
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        place, self.begun = self.begun, self.begun + 1
+        await ask(extra_kwargs)
+        if place in self.places:
+            raise RuntimeError(f"no luck at {place}")
+        return float(place)
+
+
+def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, FailsAt({1}), tickets(1), min_samples=3, max_episode_tries=1)
+    cell.run()
+    (sessions,) = cell.proxy.finished.values()
+    assert [cell.proxy.sessions[one].started.episode for one in sessions] == [0, 2, 3]
+    (missing,) = (event for event in cell.events if event["event"] == "episodes_missing")
+    assert missing["count"] == 1
+    assert "no luck at 1" in missing["reason"]
+
+
+@pytest.mark.parametrize("rollout", [{}, {"min_samples": 3}])
+def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[str, int]) -> None:
+    cell = Cell(tmp_path, FailsAt({0, 1}), tickets(1), max_episode_tries=1, **rollout)
+    cell.run()
+    assert "no luck at" in cell.script.dropped[TicketRef(0, 0)]
+    assert cell.proxy.finished == {}
