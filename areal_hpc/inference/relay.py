@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 import socket
 import threading
 import time
@@ -40,6 +41,8 @@ Request = TypeVar("Request")
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
 """Routes that are read with GET, and their paths at SGLang."""
+_FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
+"""Epoch, step, serial number (`weights/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
 """How long a call may go on whose caller has left."""
@@ -125,7 +128,7 @@ class RelayApp:
     def _load_body(self, request: LoadRequest) -> bytes:
         """What SGLang is asked: it would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / request.folder
-        if Path(request.folder).name != request.folder or not folder.is_dir():
+        if not _FOLDER.fullmatch(request.folder) or not folder.is_dir():
             raise _Refusal(400, f"no folder {request.folder!r} in {self._weights_dir}")
         return msgspec.json.encode(
             {

@@ -36,6 +36,11 @@ CHECKOUT = Path(__file__).parents[2]
             },
         ),
         (
+            "weights",
+            ("--gib", "0.01", "--bucket-mib", "1", "--pairs", "1", "--updates", "0"),
+            {"broadcast_over_bare"},
+        ),
+        (
             "proxy",
             ("--rounds", "1", "--share", "0.01", "--no-litellm"),  # it would be installed
             {

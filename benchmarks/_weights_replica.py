@@ -1,0 +1,227 @@
+"""One real cell that generates while it is updated, for `benchmarks.weights`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import torch
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.inference.job import resolve_device
+from areal_hpc.layout import RunLayout
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.version import WeightVersion
+
+START_TIMEOUT_S = 300.0
+STREAMS = 4
+PROMPT_TOKENS = 128
+REPLY_TOKENS = 200
+MEASURED_AFTER_S = 30.0
+"""How long after an update its first token may come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update as seen from all sides."""
+
+    seconds: Mapping[str, float]
+    """Of its phases, by the sender."""
+    publish_s: float
+    """All of it, but for joining the group."""
+    silence_s: float
+    """The longest time without a token of anybody, as clients see it."""
+    reprefill_s: float
+    recomputed_tokens: int
+
+
+class Streams:
+    """Clients that always have a generation running, and when they got pieces of it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._heard: list[float] = []
+        self._threads = [
+            threading.Thread(target=self._follow, args=(number,), daemon=True)
+            for number in range(STREAMS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _follow(self, number: int) -> None:
+        sampling = {"max_new_tokens": REPLY_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        begins = 0
+        while not self._stop.is_set():
+            begins += 1
+            ids = [3 + (number * 37 + begins + at) % 200 for at in range(PROMPT_TOKENS)]
+            body = {"input_ids": ids, "sampling_params": sampling, "stream": True}
+            with httpx.stream(
+                "POST", f"{self._url}/generate", json=body, timeout=300, trust_env=False
+            ) as answer:
+                for line in answer.iter_lines():
+                    if line.startswith("data: {"):
+                        with self._lock:
+                            self._heard.append(time.monotonic())
+                    if self._stop.is_set():
+                        return
+
+    def await_piece(self, after: float) -> None:
+        """Return once a piece came after that time."""
+        while True:
+            with self._lock:
+                if self._heard and self._heard[-1] > after:
+                    return
+            time.sleep(0.005)
+
+    def longest_gap_s(self, began: float, ended: float) -> float:
+        """The longest silence that touches the time between."""
+        with self._lock:
+            heard = list(self._heard)
+        gaps = itertools.pairwise(heard)
+        return max((b - a for a, b in gaps if b > began and a < ended), default=0.0)
+
+    def stop(self) -> None:
+        """End all generations."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+
+
+class Replica:
+    """One replica of one cell, and both ways to update it."""
+
+    def __init__(self, layout: RunLayout, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
+        self._layout = layout
+        self._weights = weights
+        self._specs = [
+            TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
+            for name, value in weights.items()
+        ]
+        self._step = 0
+        device = torch.device(resolve_device(InferenceConfig()))
+        self._publishers = {
+            transport: Publisher(
+                WeightsConfig(transport=transport, bucket_bytes=bucket_bytes),
+                layout.rendezvous_dir,
+                1,
+                layout.admin_key.read_text(),
+                "nccl" if device.type == "cuda" else "gloo",
+                device,
+                layout.weights_dir,
+            )
+            for transport in ("broadcast", "disk")
+        }
+
+    def _next(self, transport: str) -> tuple[Publisher, WeightVersion]:
+        self._step += 1
+        return self._publishers[transport], WeightVersion(1, self._step)
+
+    def warm_up(self) -> str:
+        """Wait until it is there, update it in both ways; its address."""
+        give_up_at = time.monotonic() + START_TIMEOUT_S
+        while not self._publishers["disk"].outdated(WeightVersion(1, 0)):
+            assert time.monotonic() < give_up_at, "the replica does not get ready"
+            time.sleep(0.5)
+        for transport in ("disk", "broadcast"):
+            publisher, version = self._next(transport)
+            replicas = publisher.outdated(version)
+            arrivals = iter(self._weights.items())
+            publisher.publish(version, self._specs, arrivals, replicas).raise_if_failed()
+        relay = rendezvous.await_endpoint(self._layout.rendezvous_dir, "relay-cell-0", 1)
+        key = self._layout.admin_key.read_text()
+        answer = httpx.get(
+            f"{relay.url}/replicas", headers={"authorization": f"Bearer {key}"}, trust_env=False
+        )
+        url: str = answer.json()["replicas"][0]["url"]
+        return url
+
+    def update(self, transport: str, streams: Streams) -> Update:
+        """One update under load."""
+        publisher, version = self._next(transport)
+        streams.await_piece(time.monotonic())
+        replicas = publisher.outdated(version)
+        assert replicas, "the relay did not answer"
+        began = time.monotonic()
+        report = publisher.publish(version, self._specs, iter(self._weights.items()), replicas)
+        ended = time.monotonic()
+        report.raise_if_failed()
+        streams.await_piece(ended)
+        give_up_at = time.monotonic() + MEASURED_AFTER_S
+        while not [stall for stall in publisher.stalls if stall.version == str(version)]:
+            assert time.monotonic() < give_up_at, "the cell did not measure the stall"
+            time.sleep(0.1)
+            publisher.outdated(version)
+        (stall,) = publisher.stalls
+        return Update(
+            seconds=report.seconds,
+            publish_s=ended - began - report.seconds.get("join", 0.0),
+            silence_s=streams.longest_gap_s(began, ended),
+            reprefill_s=stall.reprefill_s,
+            recomputed_tokens=stall.recomputed_tokens,
+        )
+
+    def close(self) -> None:
+        """Leave the groups."""
+        for publisher in self._publishers.values():
+            publisher.close()
+
+
+@contextmanager
+def running_replica(
+    run_dir: Path, weights: Mapping[str, torch.Tensor], bucket_bytes: int
+) -> Iterator[Replica]:
+    """A cell that serves the model in `run_dir`, with random weights at first."""
+    layout = RunLayout(run_dir)
+    rendezvous.ensure_admin_key(layout.admin_key)
+    config = {
+        "run_dir": str(run_dir),
+        "cell": "cell-0",
+        "inference": {"dtype": "float32", "max_running_requests": STREAMS},
+        "model_path": str(layout.tiny_model_dir),
+        "serve_python": interpreter_of("serve", "auto"),
+    }
+    (run_dir / "cell.json").write_text(json.dumps(config))
+    entry = ("areal_hpc.inference.job:run", str(run_dir / "cell.json"))
+    with (run_dir / "cell.log").open("wb") as log_file:
+        job = subprocess.Popen(
+            [sys.executable, "-m", "areal_hpc.cluster.entry", *entry],
+            stdout=log_file,
+            stderr=log_file,
+            env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+        )
+    replica = Replica(layout, weights, bucket_bytes)
+    try:
+        yield replica
+    finally:
+        replica.close()
+        job.send_signal(signal.SIGTERM)
+        job.wait(30)
+
+
+def measure(replica: Replica, rounds: int) -> Mapping[str, Sequence[Update]]:
+    """Updates by both transports in turn, under load."""
+    streams = Streams(replica.warm_up())
+    updates: dict[str, list[Update]] = {"broadcast": [], "disk": []}
+    for number in range(rounds):
+        order = ("broadcast", "disk") if number % 2 else ("disk", "broadcast")
+        for transport in order:
+            updates[transport].append(replica.update(transport, streams))
+    streams.stop()
+    return updates
