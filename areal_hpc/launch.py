@@ -101,6 +101,22 @@ def run(
                 _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
 
 
+def run_stage(
+    stage: Stage, recipe: Recipe, layout: RunLayout, *, reporter: Reporter, stop: threading.Event
+) -> None:
+    """Run a stage that is no part of a run's plan, in a directory that is in place already.
+
+    Raises:
+        ClusterError: Another launcher works in this directory.
+        JobFailedError: A job failed for good.
+        Interrupted: `stop` was set.
+    """
+    pythons = {role: _python_of(recipe, role) for role in ROLES}
+    with _held(layout.lock):
+        attempt = prepare.open_attempt(layout)
+        _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
+
+
 def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
     if not layout.finished.exists():

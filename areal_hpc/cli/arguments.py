@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
+import threading
 from pathlib import Path
+from types import FrameType
 from typing import TypeAlias
 
 from areal_hpc.errors import RecipeError
@@ -26,6 +29,18 @@ def existing_run(path: Path) -> RunLayout:
             f"there is no run at {path}", hint="give a directory that holds a recipe.yaml"
         )
     return layout
+
+
+def stop_on_signals(stop: threading.Event) -> None:
+    """Let Ctrl-C and SIGTERM set `stop`, which jobs are given a moment to heed."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if not stop.is_set():
+            print("\nstopping: jobs get a moment to commit", file=sys.stderr)
+        stop.set()
+
+    signal.signal(signal.SIGINT, ask)
+    signal.signal(signal.SIGTERM, ask)
 
 
 def program() -> str:

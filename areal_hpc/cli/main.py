@@ -7,16 +7,16 @@ import sys
 from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import audit, bench, export, model, proxy, run, shards
+from areal_hpc.cli import audit, bench, export, model, proxy, replay, run, shards
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, audit, export, shards, proxy, model, bench)
+FAMILIES = (run, audit, export, replay, shards, proxy, model, bench)
 """In the order of `--help`."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
-    arguments = _parser().parse_args(argv)
+    arguments = _arguments(argv)
     command: Callable[[argparse.Namespace], int] = arguments.command
     try:
         sys.exit(command(arguments))
@@ -25,6 +25,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(getattr(error, "code", error.exit_code))
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The parsed command line. Overrides may follow options, which argparse alone refuses."""
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(arguments, "overrides") or any(item[0] == "-" for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        arguments.overrides = [*arguments.overrides, *rest]
+    return arguments
 
 
 def _as_message(error: ArealError) -> str:

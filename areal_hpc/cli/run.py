@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType
 
-from areal_hpc.cli.arguments import Commands, existing_run, program
+from areal_hpc.cli.arguments import Commands, existing_run, program, stop_on_signals
 from areal_hpc.layout import RunLayout
 
 INTERRUPTED_EXIT_CODE = 130
@@ -55,7 +53,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
         return 0
     stop = threading.Event()
-    _stop_on_signals(stop)
+    stop_on_signals(stop)
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
@@ -72,16 +70,6 @@ def _run(arguments: argparse.Namespace) -> int:
         reporter.close()
     print(_summary(layout))
     return 0
-
-
-def _stop_on_signals(stop: threading.Event) -> None:
-    def ask(number: int, frame: FrameType | None) -> None:
-        if not stop.is_set():
-            print("\nstopping: jobs get a moment to commit", file=sys.stderr)
-        stop.set()
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
 
 
 def _summary(layout: RunLayout) -> str:

@@ -25,8 +25,9 @@ from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.metrics import Line, finite
-from areal_hpc.trainer.model.huggingface import save_hf
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
+from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.objective import SUMS as LOSS_SUMS
 from areal_hpc.trainer.objective import interpolate, policy_loss
 from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
@@ -240,6 +241,23 @@ class Learner:
         """Write the weights as a Hugging Face model. A collective."""
         target = self._layout.export(step_name(self.state.step))
         save_hf(self.policy, self._model_path, target)
+
+
+def make_learner(
+    config: TrainerConfig,
+    layout: RunLayout,
+    model_path: Path,
+    device: torch.device,
+    *,
+    epoch: int,
+    seed: int,
+    fence: Callable[[], None] = lambda: None,
+) -> Learner:
+    """A learner of the model at `model_path`, or of the latest commit that its run has made."""
+    arch = read_architecture(model_path)
+    policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
+    load_hf(policy, ModelDirectory(model_path).read)
+    return Learner(policy, config, layout, model_path, epoch=epoch, seed=seed, fence=fence)
 
 
 def effective_fraction(sums: Mapping[str, float]) -> float:

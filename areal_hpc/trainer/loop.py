@@ -15,9 +15,13 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.model.huggingface import export_hf
 from areal_hpc.trainer.optimizer import GradientError
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
+from areal_hpc.trainer.replay import Replay
+
+Decider = Conductor | Replay
+"""Who decides on rank 0: for a run with its servers, or from the manifests of a recorded one."""
 
 
-def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -> bool:
+def run_loop(learner: Learner, conductor: Decider | None, stop: StopRequest) -> bool:
     """Train until rank 0 says stop; true when the run is complete.
 
     Args:
@@ -42,7 +46,7 @@ def run_loop(learner: Learner, conductor: Conductor | None, stop: StopRequest) -
         _act(command, learner, conductor)
 
 
-def _follow_commit(learner: Learner, conductor: Conductor | None, *, wait: bool) -> None:
+def _follow_commit(learner: Learner, conductor: Decider | None, *, wait: bool) -> None:
     """Look after the commit in the writing, and tell rank 0's conductor when it is durable."""
     began = time.perf_counter()
     is_durable = learner.finish_commit() if wait else learner.poll_commit()
@@ -50,7 +54,7 @@ def _follow_commit(learner: Learner, conductor: Conductor | None, *, wait: bool)
         conductor.committed(time.perf_counter() - began)
 
 
-def _agree(conductor: Conductor | None) -> tuple[Command, ArealError | None]:
+def _agree(conductor: Decider | None) -> tuple[Command, ArealError | None]:
     """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
     message, trouble = None, None
     if conductor:
@@ -64,7 +68,7 @@ def _agree(conductor: Conductor | None) -> tuple[Command, ArealError | None]:
     return command, trouble
 
 
-def _act(command: Command, learner: Learner, conductor: Conductor | None) -> None:
+def _act(command: Command, learner: Learner, conductor: Decider | None) -> None:
     match command:
         case Train(manifest):
             try:
@@ -76,7 +80,7 @@ def _act(command: Command, learner: Learner, conductor: Conductor | None) -> Non
                 conductor.trained(learner.version, report)
         case Publish():
             parameters = export_hf(learner.policy)
-            if conductor:
+            if isinstance(conductor, Conductor):
                 conductor.publish(parameters)
             for _ in parameters:  # exporting is a collective: the others drain it
                 pass
@@ -88,5 +92,5 @@ def _act(command: Command, learner: Learner, conductor: Conductor | None) -> Non
                 conductor.commit_begun(time.perf_counter() - began)
         case Export():
             learner.export()
-            if conductor:
+            if isinstance(conductor, Conductor):
                 conductor.exported()

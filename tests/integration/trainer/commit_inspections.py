@@ -34,9 +34,9 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.optimizer import GradientError, apply_settings
 from areal_hpc.trainer.ranks import any_rank
-from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
-from tests.integration.trainer.replay_worker import Replay, Scenario, digests, make_learner
+from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
 
@@ -119,9 +119,10 @@ def stop_waits(scenario: Scenario, layout: RunLayout) -> Found:
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
     learner.begin_commit({})
-    conductor = Replay(learner, layout, Schedule(2, 2, 0, 0, 0))
+    stop = StopRequest()
+    replay = Replay(learner, layout, config_of(scenario), 1, 2, stop)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    finished = run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+    finished = run_loop(learner, replay, stop)
     return {"finished": finished, "visible": names(layout)}
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import yaml
 
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import write_manifest
@@ -17,10 +19,21 @@ from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 TICKETS, SAMPLES = 3, 4
 VOCAB = 320
+TRAINER: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_tokens_per_microbatch": 64,
+    "commit_every_steps": 2,
+    "optimizer": {"lr": 1e-3, "decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
+}
+"""What scenarios do not say of the trainer's configuration."""
 
 
-def record_run(root: Path, steps: int, *, damaged_step: int = 0) -> RunLayout:
-    """Write it. In the batch of `damaged_step` one log-probability is not a number."""
+def record_run(root: Path, steps: int, *, damaged_step: int = 0, oldest: int = 0) -> RunLayout:
+    """Write it. In the batch of `damaged_step` one log-probability is not a number.
+
+    Each row was sampled by weights that are up to `oldest` versions old.
+    """
     layout = RunLayout(root)
     make_tiny_model(
         layout.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
@@ -29,7 +42,7 @@ def record_run(root: Path, steps: int, *, damaged_step: int = 0) -> RunLayout:
     generator = np.random.default_rng(5)
     for step in range(1, steps + 1):
         rows = [
-            _trajectory(generator, step, ticket, episode)
+            _trajectory(generator, step, ticket, episode, episode % (oldest + 1))
             for ticket in range(TICKETS)
             for episode in range(SAMPLES)
         ]
@@ -49,7 +62,25 @@ def record_run(root: Path, steps: int, *, damaged_step: int = 0) -> RunLayout:
     return layout
 
 
-def _trajectory(generator: np.random.Generator, step: int, ticket: int, episode: int) -> Trajectory:
+def write_recipe(layout: RunLayout, trainer: dict[str, Any]) -> None:
+    """The recipe that such a run could have been made from, with the trainer's part as given."""
+    engine = {name: trainer[name] for name in ("device", "dtype")}
+    recipe = {
+        "experiment_name": "recorded",
+        "trial_name": "run",
+        "cluster": {"fileroot": str(layout.root.parent)},
+        "model": {"path": str(layout.tiny_model_dir)},
+        "train_dataset": {"generator": "examples.quickstart.task:generate"},
+        "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
+        "inference": engine,
+        "trainer": {"batch_size": TICKETS, **trainer},
+    }
+    layout.recipe.write_text(yaml.safe_dump(recipe))
+
+
+def _trajectory(
+    generator: np.random.Generator, step: int, ticket: int, episode: int, age: int
+) -> Trajectory:
     size = int(generator.integers(8, 30))
     mask_T = (generator.random(size) < 0.6).astype(np.uint8)
     mask_T[0], mask_T[-1] = 0, 1
@@ -61,7 +92,7 @@ def _trajectory(generator: np.random.Generator, step: int, ticket: int, episode:
         input_ids_T=generator.integers(0, VOCAB, size).astype(np.int32),
         loss_mask_T=mask_T,
         logprobs_T=(generator.normal(-5.5, 0.5, size) * mask_T).astype(np.float32),
-        versions_T=np.where(mask_T, WeightVersion(1, step - 1).packed, -1),
+        versions_T=np.where(mask_T, WeightVersion(1, max(0, step - 1 - age)).packed, -1),
         reward=float(generator.integers(0, 2)) + episode / 8,
     )
 

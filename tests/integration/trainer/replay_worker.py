@@ -30,60 +30,25 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
 from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import read_manifest
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
-from areal_hpc.trainer.commands import Command, Commit, Stop, Train
+from areal_hpc.trainer import learner as product
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.metrics import Line, MetricsLog
 from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
-from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
+from tests.integration.trainer.recorded_run import TRAINER
 
 Scenario = dict[str, Any]
 
 KILL_GRACE_S = 20.0
 """What srun --kill-on-bad-exit would do at once: others get the time to fail by themselves."""
-
-
-class Replay:
-    """Rank 0's decisions, from the manifests of a recorded run."""
-
-    def __init__(self, learner: Learner, layout: RunLayout, schedule: Schedule) -> None:
-        self._layout = layout
-        self._schedule = schedule
-        self._step = self._committed = learner.state.step
-        self._metrics = MetricsLog(layout.metrics, None, self._step)
-        self._line: Line = {}
-        if self._step:
-            self._metrics.write(self._step, self._metrics.reopened or learner.reopened_line)
-
-    def next(self) -> Command:
-        if self._schedule.commits(self._step) and self._committed < self._step:
-            return Commit(self._line)
-        if self._line:
-            self._metrics.write(self._step, self._line)
-            self._line = {}
-        if self._step == self._schedule.total_steps:
-            return Stop(finished=True)
-        return Train(read_manifest(self._layout, self._step + 1))
-
-    def trained(self, version: Any, report: Line) -> None:
-        self._step, self._line = version.step, report
-
-    def commit_begun(self, seconds: float) -> None:
-        self._committed = self._step
-        self._metrics.hold()
-
-    def committed(self, seconds: float) -> None:
-        self._metrics.release()
 
 
 def digests(policy: Policy, optimizer: Any) -> dict[str, str]:
@@ -100,37 +65,29 @@ def digests(policy: Policy, optimizer: Any) -> dict[str, str]:
     }
 
 
+def config_of(scenario: Scenario) -> TrainerConfig:
+    return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
+
+
 def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
-    config = TrainerConfig.model_validate(
-        {
-            "dtype": "float32",
-            "device": "cpu",
-            "max_tokens_per_microbatch": 64,
-            "commit_every_steps": 2,
-            "optimizer": {"lr": 1e-3, "decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
-            **scenario["trainer"],
-        }
-    )
-    arch = read_architecture(layout.tiny_model_dir)
-    policy = build_policy(arch, config.parallel, torch.float32, torch.device("cpu"))
-    load_hf(policy, ModelDirectory(layout.tiny_model_dir).read)
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
     epoch = int(from_rank_zero(taken))
-    fence = epoch_fence(layout.epochs_dir, epoch)
-    return Learner(policy, config, layout, layout.tiny_model_dir, epoch=epoch, seed=1, fence=fence)
+    return product.make_learner(
+        config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
+        epoch=epoch, seed=1, fence=epoch_fence(layout.epochs_dir, epoch),
+    )  # fmt: skip
 
 
 def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     """Train on the recorded batches, from the latest commit to the last step."""
-    learner = make_learner(scenario, layout)
+    config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
-    conductor = None
+    stop = StopRequest()
+    decider = None
     if dist.get_rank() == 0:
         learner.clean()
-        every = scenario["trainer"].get("commit_every_steps", 2)
-        schedule = Schedule(scenario["trainer"]["total_steps"], every, 0, 0, 0)
-        conductor = Replay(learner, layout, schedule)
-    run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+        decider = Replay(learner, layout, config, 1, config.total_steps, stop)
+    run_loop(learner, decider, stop)
     learner.close()
     return {
         "began_at": began_at,

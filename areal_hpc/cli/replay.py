@@ -1,0 +1,55 @@
+"""`areal-hpc replay`: train again from what a run recorded, without servers."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands, existing_run, stop_on_signals
+from areal_hpc.cli.run import INTERRUPTED_EXIT_CODE
+from areal_hpc.layout import RunLayout
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    replay = commands.add_parser(
+        "replay",
+        help="train recorded batches again, without servers",
+        description="Train steps of a run again from its manifests and shards, in a directory of "
+        "their own. Without overrides of what is learnt, loss and gradient norm are compared with "
+        "the recorded ones. Steps between the commit that is started from and the first one asked "
+        "for are trained as they were recorded.",
+    )
+    replay.add_argument("run", type=Path, help="a run directory; it is only read")
+    replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")
+    replay.add_argument(
+        "--out", type=Path, help="directory to make; RUN.replay_FIRST_LAST when absent"
+    )
+    replay.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="trainer.optimizer.lr=2e-6"
+    )
+    replay.set_defaults(command=_replay)
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from areal_hpc import launch
+    from areal_hpc.replay import Replay, parse_steps
+    from areal_hpc.view.progress import PlainReporter
+
+    run = existing_run(arguments.run)
+    first, last = parse_steps(arguments.steps)
+    out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
+    layout = RunLayout(out.resolve())
+    replay = Replay(run, first, last, arguments.overrides, layout)
+    stop = threading.Event()
+    stop_on_signals(stop)
+    reporter = PlainReporter(layout, last, 0)
+    reporter.say(f"replay   steps {first} to {last} of {run.root}")
+    try:
+        replay.carry_out(reporter, stop)
+    except launch.Interrupted:
+        print("stopped; the same command continues the replay")
+        return INTERRUPTED_EXIT_CODE
+    print(layout.root)
+    return 0

@@ -1,0 +1,306 @@
+"""Train again from what a run recorded, without any server: which steps, from where, with what.
+
+A replay has a directory of its own in the form of a run's. Its manifests, shards and task sets are
+links to the recorded ones, as is the commit it starts from; it writes nothing outside.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from areal_hpc import launch
+from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
+from areal_hpc.errors import Problem, RecipeError, ShardError
+from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
+from areal_hpc.plan import Stage, policy_model
+from areal_hpc.recipe import Recipe, load
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.verify import check_shard
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.weights.version import Fork
+
+COMPUTED = (
+    "cluster.train",
+    "trainer.commit_every_steps",
+    "trainer.device",
+    "trainer.keep_commits",
+    "trainer.max_tokens_per_microbatch",
+    "trainer.parallel",
+)
+"""Keys that say how a step is computed and kept. They hold for every step of a replay."""
+LEARNT = (
+    "trainer.minibatches",
+    "trainer.objective",
+    "trainer.optimizer",
+    "trainer.total_steps",
+)
+"""Keys that say what a step learns. They hold for the steps asked for, not for those before."""
+COMPARED = ("loss", "grad_norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a replay begins."""
+
+    step: int
+    commit: Path | None
+    """None: the model that the run started from."""
+    forks: tuple[Fork, ...]
+    """Every epoch of the run with the step it began from."""
+
+
+class _CommitState(msgspec.Struct):
+    """What is read of a commit's `trainer.json` (`trainer.commits.store.TrainerState`)."""
+
+    step: int
+    epoch: int
+    forks: list[Fork] = []
+
+
+class Replay:
+    """Steps of a recorded run, to be trained again.
+
+    Args:
+        run: The recorded run; only read.
+        first_step: The first step asked for.
+        last_step: The last one.
+        overrides: `key=value`, of the keys above.
+        out: Where the replay works: nothing, or an earlier try of the same replay.
+
+    Raises:
+        RecipeError: A step is not recorded, or an override contradicts what is.
+        ShardError: A manifest or shard is missing or damaged; all of them at once.
+    """
+
+    def __init__(
+        self,
+        run: RunLayout,
+        first_step: int,
+        last_step: int,
+        overrides: Sequence[str],
+        out: RunLayout,
+    ) -> None:
+        computed, learnt = split_overrides(overrides)
+        self._as_recorded = load(run.recipe, computed)
+        self.recipe = load(run.recipe, [*computed, *learnt])
+        self._is_changed = bool(learnt)
+        self._run, self._out = run, out
+        self._first_step, self._last_step = first_step, last_step
+        self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
+                         "overrides": list(overrides)}  # fmt: skip
+        _check_free(out, self._request)
+        self.start = find_start(run, first_step)
+        check_recorded(run, self.start.step + 1, last_step)
+
+    def carry_out(self, reporter: launch.Reporter, stop: threading.Event) -> None:
+        """Train the steps and say how they compare with the recorded ones.
+
+        Raises:
+            JobFailedError: The trainer failed.
+            Interrupted: `stop` was set; the same replay can be continued.
+        """
+        start, first = self.start, self._first_step
+        source = str(start.commit) if start.commit else "the model that the run started from"
+        reporter.say(f"start    {source}")
+        self._put_in_place()
+        if self._is_changed and start.step + 1 < first:
+            reporter.say(f"lead-in  steps {start.step + 1} to {first - 1}, as recorded")
+            self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
+        self._train("replay", self.recipe, self._last_step, reporter, stop)
+        for link in self._out.checkpoints_dir.glob(".step_*"):
+            if link.is_symlink():  # the start, replaced by commits of our own
+                link.unlink()
+        last_same = first - 1 if self._is_changed else self._last_step
+        for line in compare(self._run, self._out, range(start.step + 1, last_same + 1)):
+            reporter.say(line)
+
+    def _put_in_place(self) -> None:
+        run, out = self._run, self._out
+        out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+        out.replay.write_bytes(msgspec.json.encode(self._request))
+        out.recipe.write_text(yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False))
+        places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
+        links = {getattr(out, place): getattr(run, place) for place in places}
+        links[out.export("warmup")] = run.export("warmup")
+        if self.start.commit is not None:
+            links[out.checkpoints_dir / self.start.commit.name] = self.start.commit
+        for link, target in links.items():
+            if target.exists() and not link.is_symlink():
+                link.parent.mkdir(exist_ok=True)
+                link.symlink_to(target)
+
+    def _train(
+        self,
+        name: str,
+        recipe: Recipe,
+        last_step: int,
+        reporter: launch.Reporter,
+        stop: threading.Event,
+    ) -> None:
+        if any(state.step >= last_step for state, _ in _commits(self._out)):
+            return  # by an earlier try
+        config: dict[str, Any] = {
+            "run_dir": str(self._out.root),
+            "model_path": str(policy_model(recipe, self._run)),
+            "seed": recipe.seed,
+            "trainer": recipe.trainer.model_dump(mode="json"),
+            "first_step": self.start.step + 1,
+            "last_step": last_step,
+            "forks": [[fork.epoch, fork.base_step] for fork in self.start.forks],
+        }
+        entry = "areal_hpc.trainer.replay_job:run"
+        process = ProcessSpec(name, "train", entry, config, ends_job=True)
+        job = JobSpec(name, "train", [process], tasks=recipe.trainer.parallel.world_size)
+        done_marker = self._out.checkpoints_dir / step_name(last_step) / "COMMITTED"
+        stage = Stage(name, job, (), done_marker)
+        launch.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """First and last of `10..20`, or of `10` alone.
+
+    Raises:
+        RecipeError: It is neither.
+    """
+    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise RecipeError(
+            f"expected a step or FIRST..LAST, counted from 1, got {text!r}",
+            key="--steps",
+            hint="write --steps 10..20",
+        )
+    return first, last
+
+
+def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Overrides that say how steps are computed, and those that say what they learn.
+
+    Raises:
+        RecipeError: Some contradict what is recorded, or have no meaning in a replay.
+    """
+    computed, learnt, problems = [], [], []
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if _is_one_of(key, COMPUTED):
+            computed.append(item)
+        elif _is_one_of(key, LEARNT):
+            learnt.append(item)
+        else:
+            problems.append(
+                Problem(
+                    "a replay takes this as it was recorded",
+                    key,
+                    f"override only {', '.join((*LEARNT, *COMPUTED))}",
+                )
+            )
+        if key == "trainer.device":  # no engine takes part, but recipes want both alike
+            computed.append(f"inference.device={value}")
+    if problems:
+        raise RecipeError.of(problems)
+    return computed, learnt
+
+
+def _is_one_of(key: str, known: Sequence[str]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in known)
+
+
+def find_start(run: RunLayout, first_step: int) -> Start:
+    """The newest commit from which `first_step` can still be reached."""
+    commits = _commits(run)
+    known = read_state(run).forks or (commits[-1][0].forks if commits else ())
+    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (Fork(1, 0),)
+    for state, path in reversed(commits):
+        if state.step < first_step:
+            return Start(state.step, path, forks)
+    return Start(0, None, forks)
+
+
+def _commits(layout: RunLayout) -> list[tuple[_CommitState, Path]]:
+    """Every complete commit; those of a later epoch, whose chain was followed, come last."""
+    found = []
+    for marker in layout.checkpoints_dir.glob("step_*/COMMITTED"):
+        text = marker.with_name("trainer.json").read_bytes()
+        found.append((msgspec.json.decode(text, type=_CommitState), marker.parent))
+    return sorted(found, key=lambda commit: (commit[0].epoch, commit[0].step))
+
+
+def check_recorded(run: RunLayout, first_step: int, last_step: int) -> None:
+    """All manifests and shards of these steps are there and whole.
+
+    Raises:
+        RecipeError: Steps were not recorded.
+        ShardError: Shards are missing or damaged.
+    """
+    held = manifest_steps(run)
+    missing = sorted({*range(first_step, last_step + 1)} - {*held})
+    if missing:
+        have = f"steps {held[0]} to {held[-1]}" if held else "no step"
+        raise RecipeError(
+            f"the batch of step {missing[0]} is not recorded; the run holds {have}",
+            key=str(run.manifests_dir),
+            hint="choose other steps",
+        )
+    index = {shard.file: shard for shard in read_index(run.index_dir)}
+    needed = sorted(
+        {
+            ticket.shard
+            for step in range(first_step, last_step + 1)
+            for ticket in read_manifest(run, step).tickets
+        }
+    )
+    problems = []
+    for name in needed:
+        path = run.shards_dir / name
+        found = check_shard(path, index[name]) if name in index else ["it is not in the index"]
+        problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
+    if problems:
+        raise ShardError.of(problems)
+
+
+def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
+    """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
+    if not steps:
+        yield "compare  nothing: settings differ from the recorded ones in every step"
+        return
+    recorded, replayed = (
+        {line["step"]: line for line in read_json_lines(layout.metrics)} for layout in (run, out)
+    )
+    known = [step for step in steps if step in recorded and "loss" in recorded[step]]
+    if len(known) < len(steps):
+        yield f"compare  the run has metrics of {len(known)} of these {len(steps)} steps"
+    different = [
+        (step, name, recorded[step][name], replayed[step][name])
+        for step in known
+        for name in COMPARED
+        if recorded[step][name] != replayed[step][name]
+    ]
+    if known and not different:
+        yield (
+            f"compare  steps {known[0]} to {known[-1]}: loss and gradient norm equal "
+            "the recorded ones, bit for bit"
+        )
+    elif different:
+        step, name, before, now = different[0]
+        yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"
+        yield f"         {len({one[0] for one in different})} of {len(known)} steps differ"
+
+
+def _check_free(out: RunLayout, request: dict[str, Any]) -> None:
+    if not out.root.exists() or (out.root.is_dir() and not any(out.root.iterdir())):
+        return
+    if not out.replay.exists() or msgspec.json.decode(out.replay.read_bytes()) != request:
+        raise RecipeError(
+            f"something else is already at {out.root}",
+            key="--out",
+            hint="name a directory that is not there",
+        )

@@ -1,0 +1,87 @@
+"""Recorded batches trained on again: `areal_hpc.trainer.replay_job:run`, once per rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+from pydantic import Field
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.config import StageConfig
+from areal_hpc.layout import RunLayout
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.learner import make_learner
+from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.ranks import one_report
+from areal_hpc.trainer.replay import Replay
+from areal_hpc.weights.version import Fork
+
+
+class ReplayJobConfig(StageConfig):
+    """What `areal-hpc replay` tells the trainer."""
+
+    run_dir: Path
+    """Where commits and metrics go; leads to the recorded manifests and shards."""
+    model_path: Path
+    """The model that the recorded run started from."""
+    seed: int
+    """Recorded in commits."""
+    trainer: TrainerConfig
+    """How the policy learns."""
+    first_step: Annotated[int, Field(ge=1)]
+    """The first step to train."""
+    last_step: Annotated[int, Field(ge=1)]
+    """The last step to train; it is committed."""
+    forks: list[tuple[int, int]]
+    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Train the steps asked for, from the newest commit in the directory or the starting model.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+            rank failed.
+    """
+    job = ReplayJobConfig.model_validate(config)
+    layout = RunLayout(job.run_dir)
+    stop = StopRequest.install()
+    cpu.install()
+    device = open_world(
+        current_task(),
+        job.trainer.parallel,
+        job.trainer.device,
+        layout.rendezvous_dir,
+        is_cancelled=lambda: stop.requested,
+    )
+    with one_report():
+        finished = _train(job, layout, device, stop)
+    close_world()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def _train(
+    job: ReplayJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
+) -> bool:
+    forks = [Fork(epoch, step) for epoch, step in job.forks]
+    learner = make_learner(
+        job.trainer, layout, job.model_path, device, epoch=forks[-1].epoch, seed=job.seed
+    )
+    # Tokens are as old as they were: this is no new start of the recorded run.
+    learner.state = msgspec.structs.replace(learner.state, forks=forks)
+    replay = None
+    if dist.get_rank() == 0:
+        learner.clean()
+        replay = Replay(learner, layout, job.trainer, job.first_step, job.last_step, stop)
+    finished = run_loop(learner, replay, stop)
+    learner.close()
+    return finished

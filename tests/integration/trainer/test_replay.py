@@ -1,0 +1,162 @@
+"""`areal-hpc replay` trains recorded steps again: to the same bits, or with other settings."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cli.main import main
+from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.layout import RunLayout
+from areal_hpc.replay import Replay, find_start, parse_steps
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.view.progress import PlainReporter
+from tests.integration.trainer.rank_server import REPOSITORY, RankServer
+from tests.integration.trainer.recorded_run import TRAINER, record_run, write_recipe
+
+STEPS = 6
+SETTINGS = {"total_steps": STEPS, "minibatches": 3}
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+    """A run of six steps with commits of the last two even ones."""
+    layout = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
+    write_recipe(layout, {**TRAINER, **SETTINGS})
+    outcome = ranks.run(layout, "replay", trainer=SETTINGS)
+    assert outcome.codes == [0], outcome.log
+    return layout
+
+
+def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "areal_hpc", "replay", str(run), *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def plan(run: RunLayout, first: int, last: int, *overrides: str) -> Replay:
+    return Replay(run, first, last, overrides, RunLayout(run.root.with_name("not-there")))
+
+
+def content(root: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of every file."""
+    files = (path for path in root.rglob("*") if path.is_file())
+    return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in files}
+
+
+def lines(root: Path) -> dict[int, dict[str, float]]:
+    return {line["step"]: line for line in read_json_lines(RunLayout(root).metrics)}
+
+
+def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
+    recorded: RunLayout, tmp_path: Path
+) -> None:
+    before = content(recorded.root)
+    ended = replay(recorded.root, "--steps", "6", "--out", str(tmp_path / "out"))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "start    " + str(recorded.checkpoints_dir / "step_00000004") in ended.stdout
+    assert "steps 5 to 6: loss and gradient norm equal the recorded ones" in ended.stdout
+    assert content(recorded.root) == before
+    found, expected = lines(tmp_path / "out"), lines(recorded.root)
+    assert list(found) == [5, 6]
+    same = [name for name in expected[5] if "time/" not in name and name != "tokens_per_s"]
+    for step, line in found.items():
+        assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
+    # The start is a link; what was trained is a commit like any other, with its history.
+    state = json.loads((tmp_path / "out/checkpoints/step_00000006/trainer.json").read_text())
+    assert state["consumed"] == [1, 2, 3, 4, 5, 6]
+    assert state["parent"] == "step_00000004"
+
+
+def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
+    recorded: RunLayout, tmp_path: Path
+) -> None:
+    words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
+             "trainer.objective.proximal=none", "trainer.objective.correction=none")  # fmt: skip
+    ended = replay(recorded.root, *words)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "lead-in  steps 1 to 1, as recorded" in ended.stdout
+    assert "steps 1 to 1: loss and gradient norm equal the recorded ones" in ended.stdout
+    found, expected = lines(tmp_path / "out"), lines(recorded.root)
+    assert list(found) == [1, 2, 3]
+    assert found[1]["loss"] == expected[1]["loss"]
+    assert found[1]["lr"] == expected[1]["lr"]
+    assert found[2]["lr"] == pytest.approx(expected[2]["lr"] / 10)
+    assert found[2]["behaviour/weight_mean"] == 1.0
+    assert found[2]["reward/mean"] == expected[2]["reward/mean"]
+    # The same command finds everything done; another one does not touch it.
+    out = RunLayout(tmp_path / "out")
+    again = Replay(recorded, 2, 3, words[4:], out)
+    reporter = PlainReporter(out, 3, 0)
+    again.carry_out(reporter, threading.Event())
+    assert lines(tmp_path / "out") == found
+    assert not out.log_dir(3).exists()
+    with pytest.raises(RecipeError, match="something else is already at"):
+        Replay(recorded, 2, 3, (), out)
+
+
+def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunLayout) -> None:
+    assert find_start(recorded, 7).step == 6
+    assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4
+    early = find_start(recorded, 4)
+    assert (early.step, early.commit) == (0, None)
+
+
+def test_steps_that_were_not_recorded_are_named(recorded: RunLayout) -> None:
+    with pytest.raises(RecipeError, match="step 7 is not recorded; the run holds steps 1 to 6"):
+        plan(recorded, 5, 9)
+
+
+@pytest.mark.parametrize("text", ["", "3..", "0..2", "5..4", "1-4", "a..b"])
+def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match=r"FIRST\.\.LAST"):
+        parse_steps(text)
+
+
+def test_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["replay", str(tmp_path), "--steps", "1..2", "trainer.minibatches=2"])
+    assert left.value.code == RecipeError.exit_code
+    assert "there is no run at" in capsys.readouterr().err
+
+
+def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_path: Path) -> None:
+    run = record_run(tmp_path / "run", 3)
+    write_recipe(run, {**TRAINER, "total_steps": 3})
+    first, _, third = sorted(run.shards_dir.iterdir())
+    first.unlink()
+    with third.open("r+b") as stream:
+        stream.seek(-5, os.SEEK_END)
+        stream.write(b"x")
+    with pytest.raises(ShardError) as caught:
+        plan(run, 1, 3)
+    assert [problem.key for problem in caught.value.problems] == [str(first), str(third)]
+    assert "missing" in caught.value.problems[0].message
+    assert "digest" in caught.value.problems[1].message
+    with pytest.raises(ShardError):
+        plan(run, 2, 2)  # begins with step 1, for want of a commit
+
+
+def test_settings_that_contradict_what_is_recorded_are_refused_by_name(
+    recorded: RunLayout,
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan(recorded, 5, 6, "trainer.batch_size=6", "trainer.optimizer.lr=1", "seed=2")
+    keys = [problem.key for problem in caught.value.problems]
+    assert keys == ["trainer.batch_size", "seed"]
+    with pytest.raises(RecipeError, match="unknown key 'lrr'"):
+        plan(recorded, 5, 6, "trainer.optimizer.lrr=1")
