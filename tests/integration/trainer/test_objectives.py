@@ -1,0 +1,81 @@
+"""Objectives of stale batches say the same in every parallel layout."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.trainer.rank_server import RankServer
+from tests.integration.trainer.recorded_run import record_run
+
+STEPS = 3
+OBJECTIVE = {
+    "proximal": "log_linear",
+    "correction": "mask",
+    "correction_level": "sequence",
+    "correction_low": 0.76,
+    "correction_high": 1.1,
+}
+"""The longest way: ages of tokens, and rows whose tokens lie on several ranks."""
+COMPARED = (
+    "loss", "grad_norm", "behaviour/weight_mean", "behaviour/weight_max", "behaviour/kl",
+    "behaviour/outside_fraction", "behaviour/effective_fraction", "ratio/clip_fraction",
+)  # fmt: skip
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=2).root
+
+
+def train(
+    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **parallel: int
+) -> list[dict[str, float]]:
+    layout = RunLayout(shutil.copytree(stale, folder))
+    settings = {
+        "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
+    }  # fmt: skip
+    size = 1
+    for part in parallel.values():
+        size *= part
+    outcome = ranks.run(layout, "replay", size, trainer=settings)
+    assert outcome.codes == [0] * size, outcome.log
+    return read_json_lines(layout.metrics)
+
+
+def test_a_row_is_judged_as_one_in_every_layout(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    expected = train(ranks, stale, tmp_path / "1", OBJECTIVE)
+    assert max(line["staleness/max"] for line in expected) == 2
+    assert all(0.1 < line["behaviour/outside_fraction"] < 0.9 for line in expected)
+    for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
+        found = train(ranks, stale, tmp_path / f"2-{number}", OBJECTIVE, **parallel)
+        for line, other in zip(found, expected, strict=True):
+            assert {name: line[name] for name in COMPARED} == pytest.approx(
+                {name: other[name] for name in COMPARED}, rel=1e-4, abs=1e-6
+            ), (parallel, line["step"])
+
+
+def test_each_proximal_policy_teaches_something_else(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    found = {
+        proximal: train(
+            ranks, stale, tmp_path / proximal, {"proximal": proximal, "correction": "none"}
+        )
+        for proximal in ("recompute", "log_linear", "none")
+    }
+    losses = {proximal: lines[0]["loss"] for proximal, lines in found.items()}
+    assert losses["log_linear"] != losses["recompute"]
+    assert losses["none"] != losses["recompute"]
+    # A log-linear estimate comes without a pass of its own: only the first update is metered.
+    metered = [found[one][0]["logprob/metered_tokens"] for one in ("recompute", "log_linear")]
+    assert 0 < metered[1] < metered[0]
