@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
+import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -64,9 +66,10 @@ def write_model(
         file_bytes: Size at which another file is begun; one file needs no index.
         on_file: Hears of progress.
     """
+    _sweep(target_dir.parent)
     # Another process may be writing the same model: the trainer, and a person who exports it.
-    partial = target_dir.with_name(f".{target_dir.name}.partial_{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
+    writer = f"{socket.gethostname()}_{os.getpid()}"
+    partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
     partial.mkdir(parents=True)
     _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
     for name in COPIED_FILES:
@@ -74,13 +77,41 @@ def write_model(
             shutil.copyfile(source_dir / name, partial / name)
     _name_dtype(partial / "config.json", specs[0][2])
     sync_tree(partial)
-    replaced = target_dir.with_name(f".{target_dir.name}.replaced_{os.getpid()}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    replaced = target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
     if target_dir.exists():
         target_dir.rename(replaced)
     partial.rename(target_dir)
     sync_path(target_dir.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Tidy up after writers of this host that were killed: a model half put in place is restored.
+
+    A hidden directory that this process left behind, by an error, is swept as well.
+    """
+    if not directory.is_dir():
+        return
+    name = re.compile(rf"\.(.+)\.(partial|replaced)_{re.escape(socket.gethostname())}_(\d+)")
+    for path in directory.iterdir():
+        found = name.fullmatch(path.name)
+        if found is None or _is_another_at_work(int(found[3])):
+            continue
+        target = directory / found[1]
+        if found[2] == "replaced" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_another_at_work(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return pid != os.getpid()
 
 
 def _write_tensors(

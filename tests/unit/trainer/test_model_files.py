@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +56,22 @@ def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: 
     checkpoint = ModelDirectory(target)
     for name, shape, _ in SPECS:
         assert torch.equal(checkpoint.read(HfTensor(name, shape)), TENSORS[name])
+
+
+def test_what_killed_writers_left_is_swept_and_what_others_write_is_not(
+    source: Path, tmp_path: Path
+) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    host, gone, alive = socket.gethostname(), ended.pid, os.getppid()
+    models = tmp_path / "export"
+    swept = [f".step_1.partial_{host}_{gone}", f".step_2.replaced_{host}_{gone}"]
+    kept = [f".step_1.partial_{host}_{alive}", f".step_1.partial_other-{host}_{gone}", "step_2"]
+    restored = f".step_3.replaced_{host}_{gone}"
+    for name in (*swept, *kept, restored):
+        (models / name).mkdir(parents=True)
+    write_model(TENSORS.items(), SPECS, source, models / "step_4")
+    assert {path.name for path in models.iterdir()} == {*kept, "step_3", "step_4"}
 
 
 def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
