@@ -5,9 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import orjson
 from pydantic import Field, model_validator
@@ -27,10 +27,36 @@ class DatasetConfig(StageConfig):
     """Arguments of the generator."""
 
     @model_validator(mode="after")
-    def _one_source(self) -> DatasetConfig:
+    def _one_source(self) -> Self:
         if (self.path is None) == (self.generator is None):
             raise ValueError("give exactly one of `path` and `generator`")
         return self
+
+
+class TaskSourceConfig(DatasetConfig):
+    """One of several sources of tasks."""
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the tickets, relative to the others; kept to a thousandth."""
+
+
+class TrainDatasetConfig(DatasetConfig):
+    """Where tasks come from: exactly one of `path`, `generator` and `sources`."""
+
+    sources: tuple[TaskSourceConfig, ...] = ()
+    """Several sources, mixed by weight; a list of what follows."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if [self.path is None, self.generator is None, not self.sources].count(False) != 1:
+            raise ValueError("give exactly one of `path`, `generator` and `sources`")
+        return self
+
+    def parts(self, key: str) -> list[tuple[DatasetConfig, str]]:
+        """The sources, each with its place in the recipe; `key` is that of this section."""
+        if not self.sources:
+            return [(self, key)]
+        return [(source, f"{key}.sources.{place}") for place, source in enumerate(self.sources)]
 
 
 def rows(config: DatasetConfig, key: str) -> Iterator[dict[str, Any]]:
@@ -85,26 +111,36 @@ def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[dict[s
         ) from error
 
 
-def materialise(config: DatasetConfig, key: str, out: Path) -> int:
-    """Write the data set as JSON lines, visible whole or not at all. Returns the number of rows.
+def materialise(parts: Sequence[tuple[DatasetConfig, str]], out: Path) -> list[int]:
+    """Write data sets one after another as JSON lines, visible whole or not at all.
+
+    Args:
+        parts: Each with its place in the recipe.
+        out: The file.
+
+    Returns:
+        The number of rows of each.
 
     Raises:
-        RecipeError: As `rows`, or the data set is empty.
+        RecipeError: As `rows`, or a data set is empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.tmp")
-    count = 0
+    counts = []
     with partial.open("w") as stream:
-        for row in rows(config, key):
-            stream.write(_as_line(row, count, key))
-            count += 1
+        for config, key in parts:
+            count = 0
+            for row in rows(config, key):
+                stream.write(_as_line(row, count, key))
+                count += 1
+            if count == 0:
+                partial.unlink()
+                raise RecipeError("the data set is empty", key=key)
+            counts.append(count)
         stream.flush()
         os.fsync(stream.fileno())
-    if count == 0:
-        partial.unlink()
-        raise RecipeError("the data set is empty", key=key)
     partial.rename(out)
-    return count
+    return counts
 
 
 def _as_line(row: object, number: int, key: str) -> str:

@@ -47,7 +47,8 @@ def inspect_inputs(
         problems += _model_directory(recipe.model.path, recipe)
     if (tiny := recipe.model.tiny) is not None:
         problems += _layout_fits(tiny_config(**tiny.model_dump()), "model.tiny", recipe)
-    problems += _dataset(recipe.train_dataset, "train_dataset")
+    for part, key in recipe.train_dataset.parts("train_dataset"):
+        problems += _dataset(part, key)
     if recipe.valid_dataset is not None:
         problems += _dataset(recipe.valid_dataset, "valid_dataset")
     if recipe.warmup is not None:

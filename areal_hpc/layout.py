@@ -41,6 +41,11 @@ class RunLayout:
         return self.data_dir / f"{split}.jsonl"
 
     @property
+    def task_counts(self) -> Path:
+        """Rows of each source in the training set, a JSON list; only if there are several."""
+        return self.data_dir / "train_sources.json"
+
+    @property
     def tiny_model_dir(self) -> Path:
         """The model made for this run when the recipe asks for one."""
         return self.data_dir / "model"

@@ -26,6 +26,8 @@ class Facts:
     serve_python: str
     sys_path: tuple[str, ...]
     """Folders from which the agent is imported."""
+    tasks_of_sources: tuple[int, ...] = ()
+    """Training tasks of each source, if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,12 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
         "seed": recipe.seed,
         "n_train_tasks": facts.train_tasks,
+        "task_sources": [
+            {"n_tasks": n_tasks, "weight": source.weight}
+            for n_tasks, source in zip(
+                facts.tasks_of_sources, recipe.train_dataset.sources, strict=True
+            )
+        ],
         "n_valid_tasks": facts.valid_tasks,
         "total_steps": recipe.trainer.total_steps,
     }

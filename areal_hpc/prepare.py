@@ -16,6 +16,7 @@ import yaml
 
 from areal_hpc import dataset
 from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
+from areal_hpc.dataset import TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.plan import Facts
@@ -47,19 +48,16 @@ def put_in_place(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    sources = {"train": recipe.train_dataset, "valid": recipe.valid_dataset}
+    _put_tasks_in_place(recipe.train_dataset, layout, say)
+    others = [("valid", "valid_dataset", recipe.valid_dataset)]
     if recipe.warmup is not None:
-        sources["warmup"] = recipe.warmup.dataset
-    counts = {"valid": 0}
-    for split, source in sources.items():
-        if source is None:
-            continue
-        key = "warmup.dataset" if split == "warmup" else f"{split}_dataset"
+        others.append(("warmup", "warmup.dataset", recipe.warmup.dataset))
+    for split, key, source in others:
         path = layout.dataset(split)
-        if not path.exists():
+        if source is not None and not path.exists():
             say(f"data     writing the {split} set")
-            dataset.materialise(source, key, path)
-        counts[split] = dataset.count_rows(path)
+            dataset.materialise([(source, key)], path)
+    valid = layout.dataset("valid")
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         make_tiny_model(
@@ -69,7 +67,30 @@ def put_in_place(
             **recipe.model.tiny.model_dump(),
         )
     ensure_admin_key(layout.admin_key)
-    return Facts(counts["train"], counts["valid"], serve_python, sys_path)
+    return Facts(
+        train_tasks=dataset.count_rows(layout.dataset("train")),
+        valid_tasks=dataset.count_rows(valid) if recipe.valid_dataset is not None else 0,
+        serve_python=serve_python,
+        sys_path=sys_path,
+        tasks_of_sources=json.loads(layout.task_counts.read_text())
+        if recipe.train_dataset.sources
+        else (),
+    )
+
+
+def _put_tasks_in_place(
+    config: TrainDatasetConfig, layout: RunLayout, say: Callable[[str], None]
+) -> None:
+    """The training set, and how many of its rows come from which source."""
+    path, task_counts = layout.dataset("train"), layout.task_counts
+    if path.exists() and (task_counts.exists() or not config.sources):
+        return
+    say("data     writing the train set")
+    counts = dataset.materialise(config.parts("train_dataset"), path)
+    if config.sources:
+        partial = task_counts.with_name(f".{task_counts.name}.tmp")
+        partial.write_text(json.dumps(counts))
+        partial.rename(task_counts)
 
 
 def _texts(demonstrations: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from areal_hpc.cluster.config import ClusterConfig
 from areal_hpc.config import StageConfig
-from areal_hpc.dataset import DatasetConfig
+from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.proxy.config import ProxyConfig
@@ -92,7 +92,7 @@ class Recipe(StageConfig):
     """Where jobs run."""
     model: ModelConfig
     """What is trained."""
-    train_dataset: DatasetConfig
+    train_dataset: TrainDatasetConfig
     """Tasks to learn from."""
     valid_dataset: DatasetConfig | None = None
     """Held-out tasks; no evaluation when absent."""
@@ -178,6 +178,8 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
     """The fields of the configuration class at a place of the tree."""
     model: type[StageConfig] = Recipe
     for part in location:
+        if isinstance(part, int):  # an item of a list
+            continue
         field = model.model_fields.get(str(part))
         if field is None:
             return []

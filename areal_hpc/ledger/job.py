@@ -24,7 +24,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.ledger.stream import TaskStream
+from areal_hpc.ledger.stream import TaskSource, TaskStream
 from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class LedgerJobConfig(StageConfig):
     """Decides the order of tasks and the seed of every ticket."""
     n_train_tasks: Annotated[int, Field(ge=1)]
     """Lines of the training set."""
+    task_sources: tuple[TaskSource, ...] = ()
+    """Its parts in the order of lines, if there are several."""
     n_valid_tasks: Annotated[int, Field(ge=0)]
     """Lines of the held-out set."""
     total_steps: Annotated[int, Field(ge=1)]
@@ -93,7 +95,11 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
         service = LedgerService(
             layout,
             config.policy,
-            TaskStream(config.n_train_tasks, config.n_samples, config.seed),
+            TaskStream(
+                config.task_sources or (TaskSource(config.n_train_tasks),),
+                config.n_samples,
+                config.seed,
+            ),
             n_valid_tasks=config.n_valid_tasks,
             clock=time.monotonic,
         )

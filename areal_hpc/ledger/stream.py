@@ -13,15 +13,29 @@ _SEED_MASK = 2**31 - 1
 """Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
 
 
-@lru_cache(maxsize=4)
-def _order_of_pass(pass_number: int, n_tasks: int, seed: int) -> tuple[int, ...]:
+SHARES = 1000
+"""Weights are kept to one part in so many."""
+EXACT = 1e-6
+"""Weights such as 0.1 are no exact fractions in a computer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """A part of the task set, and its share of the tickets relative to the other parts."""
+
+    n_tasks: int
+    weight: float = 1.0
+
+
+@lru_cache(maxsize=64)
+def _order_of_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int, ...]:
     """The tasks of one pass, shuffled. Cached: re-issued tickets may still need the last pass."""
     order = list(range(n_tasks))
     random.Random(f"{seed}/{pass_number}").shuffle(order)
     return tuple(order)
 
 
-def task_of(ticket_id: int, n_tasks: int, seed: int) -> int:
+def task_of(ticket_id: int, n_tasks: int, seed: int | str) -> int:
     """The task index of a training ticket.
 
     Ticket ids run through the task set in passes; each pass visits every task once, in its
@@ -29,6 +43,44 @@ def task_of(ticket_id: int, n_tasks: int, seed: int) -> int:
     """
     pass_number, position = divmod(ticket_id, n_tasks)
     return _order_of_pass(pass_number, n_tasks, seed)[position]
+
+
+@lru_cache(maxsize=8)
+def shares_of(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
+    """How many tickets of a block each source gets: at least one.
+
+    A block is as short as the weights allow (two equal sources take turns within every two), and
+    of about a thousand tickets if no shorter one gives them exactly.
+    """
+    total = sum(source.weight for source in sources)
+    for block in range(len(sources), SHARES):
+        exact = [block * source.weight / total for source in sources]
+        if all(share > 0.5 and abs(share - round(share)) < EXACT for share in exact):
+            return tuple(round(share) for share in exact)
+    return tuple(max(1, round(SHARES * source.weight / total)) for source in sources)
+
+
+@lru_cache(maxsize=8)
+def _order_of_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """Which source each ticket of a block takes its task from, shuffled."""
+    order = [source for source, share in enumerate(shares) for _ in range(share)]
+    random.Random(f"{seed}/sources/{block}").shuffle(order)
+    return tuple(order)
+
+
+def mixed_task_of(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
+    """The task index of a training ticket when there are several sources.
+
+    Tickets come in blocks in which each source has its share; a source's own tickets run through
+    its tasks in passes. The answer depends on nothing but the arguments.
+    """
+    shares = shares_of(sources)
+    block, place = divmod(ticket_id, sum(shares))
+    order = _order_of_block(block, shares, seed)
+    source = order[place]
+    number = block * shares[source] + order[:place].count(source)
+    first_task = sum(one.n_tasks for one in sources[:source])
+    return first_task + task_of(number, sources[source].n_tasks, f"{seed}/{source}")
 
 
 def seed_of(stream: str, index: int, seed: int) -> int:
@@ -41,7 +93,8 @@ def seed_of(stream: str, index: int, seed: int) -> int:
 class TaskStream:
     """Turns references into grants a driver can run."""
 
-    n_train_tasks: int
+    sources: tuple[TaskSource, ...]
+    """The training set, part by part."""
     n_samples: int
     """Episodes of one training ticket."""
     seed: int
@@ -50,9 +103,9 @@ class TaskStream:
         """What to run for `ref`. An evaluation ticket is one episode with a fixed seed."""
         if ref.eval_step >= 0:
             return TicketGrant(ref, ref.ticket_id, seed_of("eval", ref.ticket_id, self.seed), 1)
-        return TicketGrant(
-            ref,
-            task_of(ref.ticket_id, self.n_train_tasks, self.seed),
-            seed_of("train", ref.ticket_id, self.seed),
-            self.n_samples,
-        )
+        if len(self.sources) == 1:
+            task = task_of(ref.ticket_id, self.sources[0].n_tasks, self.seed)
+        else:
+            task = mixed_task_of(ref.ticket_id, self.sources, self.seed)
+        seed = seed_of("train", ref.ticket_id, self.seed)
+        return TicketGrant(ref, task, seed, self.n_samples)

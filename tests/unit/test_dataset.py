@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.dataset import DatasetConfig, count_rows, materialise, rows
+from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig, count_rows, materialise, rows
 from areal_hpc.errors import RecipeError
 
 
@@ -24,7 +24,7 @@ def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_generator_is_written_as_json_lines(generators: None, tmp_path: Path) -> None:
     out = tmp_path / "data" / "train.jsonl"
     config = DatasetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
-    assert materialise(config, "train_dataset", out) == 3
+    assert materialise([(config, "train_dataset")], out) == [3]
     assert count_rows(out) == 3
     assert list(rows(DatasetConfig(path=out), "train_dataset")) == [{"n": 0}, {"n": 1}, {"n": 2}]
 
@@ -45,7 +45,7 @@ def test_a_broken_generator_is_named_and_leaves_no_file(
 ) -> None:
     out = tmp_path / "train.jsonl"
     with pytest.raises(RecipeError, match=complaint):
-        materialise(DatasetConfig(generator=generator), "train_dataset", out)
+        materialise([(DatasetConfig(generator=generator), "train_dataset")], out)
     assert not out.exists()
 
 
@@ -62,3 +62,26 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, complaint: str) ->
 def test_exactly_one_source_is_demanded() -> None:
     with pytest.raises(ValueError, match="exactly one"):
         DatasetConfig()
+    for wrong in ({}, {"generator": "a:b", "sources": [{"generator": "c:d"}]}):
+        with pytest.raises(ValueError, match="exactly one"):
+            TrainDatasetConfig.model_validate(wrong)
+
+
+def test_several_sources_are_written_one_after_another(generators: None, tmp_path: Path) -> None:
+    good = {"generator": "made_up_tasks:good"}
+    sources = [{**good, "kwargs": {"size": 2}}, {**good, "kwargs": {"size": 1}, "weight": 3.0}]
+    config = TrainDatasetConfig.model_validate({"sources": sources})
+    out = tmp_path / "train.jsonl"
+    assert materialise(config.parts("train_dataset"), out) == [2, 1]
+    assert list(rows(DatasetConfig(path=out), "")) == [{"n": 0}, {"n": 1}, {"n": 0}]
+
+
+def test_the_source_at_fault_is_named(generators: None, tmp_path: Path) -> None:
+    good = {"generator": "made_up_tasks:good", "kwargs": {"size": 2}}
+    config = TrainDatasetConfig.model_validate(
+        {"sources": [good, {"generator": "made_up_tasks:empty"}]}
+    )
+    out = tmp_path / "train.jsonl"
+    with pytest.raises(RecipeError, match=r"train_dataset\.sources\.1"):
+        materialise(config.parts("train_dataset"), out)
+    assert list(tmp_path.glob("*.jsonl*")) == []

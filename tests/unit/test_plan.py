@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
     assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]
     driver = train.others[2].processes[-1]
     assert driver.config["episode_slots"] == 20
+
+
+def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
+    parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
+    recipe = load(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
+    facts = replace(FACTS, tasks_of_sources=(30, 70))
+    leader = plan(recipe, RunLayout(Path("/run")), facts).stages[1].leader
+    assert leader.processes[0].config["task_sources"] == [
+        {"n_tasks": 30, "weight": 2.0},
+        {"n_tasks": 70, "weight": 1.0},
+    ]
 
 
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:

@@ -1,11 +1,20 @@
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.stream import TaskStream, seed_of, task_of
+from areal_hpc.ledger.stream import (
+    TaskSource,
+    TaskStream,
+    mixed_task_of,
+    seed_of,
+    shares_of,
+    task_of,
+)
 from areal_hpc.wire.ledger import TicketRef
 
 
@@ -60,12 +69,86 @@ def test_seeds_differ_by_ticket_stream_and_run() -> None:
 
 
 def test_a_re_issued_ticket_is_the_same_task_with_the_same_seed() -> None:
-    stream = TaskStream(n_train_tasks=10, n_samples=4, seed=3)
+    stream = TaskStream((TaskSource(10),), n_samples=4, seed=3)
     first, again = stream.grant(TicketRef(17, 1)), stream.grant(TicketRef(17, 2))
     assert (first.task_index, first.seed) == (again.task_index, again.seed)
     assert first.n_samples == 4
 
 
 def test_an_evaluation_ticket_is_one_episode_of_the_task_it_names() -> None:
-    grant = TaskStream(n_train_tasks=10, n_samples=4, seed=3).grant(TicketRef(2, 1, 40))
+    grant = TaskStream((TaskSource(10),), n_samples=4, seed=3).grant(TicketRef(2, 1, 40))
     assert (grant.task_index, grant.n_samples) == (2, 1)
+
+
+sources = st.lists(
+    st.builds(TaskSource, n_tasks=st.integers(1, 9), weight=st.floats(0.01, 10.0)),
+    min_size=2,
+    max_size=4,
+).map(tuple)
+
+
+def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
+    ends = itertools.accumulate(source.n_tasks for source in sources)
+    return next(place for place, end in enumerate(ends) if task_index < end)
+
+
+@given(sources, st.integers())
+def test_every_block_holds_each_source_in_its_share(
+    sources: tuple[TaskSource, ...], seed: int
+) -> None:
+    shares = shares_of(sources)
+    block = sum(shares)
+    total = sum(source.weight for source in sources)
+    for share, source in zip(shares, sources, strict=True):
+        assert share >= 1
+        assert abs(share / block - source.weight / total) < 0.003
+    for number in range(2):
+        tasks = [mixed_task_of(number * block + i, sources, seed) for i in range(block)]
+        found = Counter(source_of(task, sources) for task in tasks)
+        assert [found[place] for place in range(len(sources))] == list(shares)
+
+
+@given(sources, st.integers())
+def test_each_source_runs_through_its_tasks_in_passes(
+    sources: tuple[TaskSource, ...], seed: int
+) -> None:
+    tasks = [mixed_task_of(ticket, sources, seed) for ticket in range(3 * sum(shares_of(sources)))]
+    first_task = 0
+    for place, source in enumerate(sources):
+        mine = [task for task in tasks if source_of(task, sources) == place]
+        whole_pass = range(first_task, first_task + source.n_tasks)
+        for start in range(0, len(mine) - source.n_tasks + 1, source.n_tasks):
+            assert sorted(mine[start : start + source.n_tasks]) == list(whole_pass)
+        first_task += source.n_tasks
+
+
+def test_equal_sources_take_turns_and_unequal_ones_come_in_short_blocks() -> None:
+    assert shares_of((TaskSource(100), TaskSource(7))) == (1, 1)
+    assert shares_of((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
+    assert shares_of((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
+    assert shares_of((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
+
+
+def test_the_mixed_order_never_changes_between_versions_of_the_package() -> None:
+    sources = (TaskSource(3, 1.0), TaskSource(2, 2.0))
+    assert [mixed_task_of(ticket, sources, 1) for ticket in range(12)] == [
+        3,
+        4,
+        2,
+        4,
+        1,
+        3,
+        4,
+        0,
+        3,
+        4,
+        3,
+        1,
+    ]
+
+
+def test_a_stream_of_several_sources_gives_a_re_issued_ticket_the_same_task() -> None:
+    stream = TaskStream((TaskSource(3, 1.0), TaskSource(2, 2.0)), n_samples=4, seed=1)
+    first, again = stream.grant(TicketRef(17, 1)), stream.grant(TicketRef(17, 2))
+    assert first.task_index == again.task_index
+    assert {stream.grant(TicketRef(i, 1)).task_index for i in range(12)} == set(range(5))
