@@ -20,14 +20,18 @@ import aiohttp
 import msgspec
 import uvicorn
 
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.inference.stall import StallWatch
+from areal_hpc.weights.delta import MANIFEST
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
     INCARNATION_HEADER,
     RELAYED_ROUTES,
     FenceRequest,
+    FetchRequest,
     LoadRequest,
     ReplicaList,
     ServeRequest,
@@ -66,15 +70,21 @@ class RelayApp:
         replicas: Its replicas.
         admin_key: The run's secret for control routes.
         weights_dir: The only folder from which replicas may be told to load weights.
+        local: The cell's copy of what lies there.
     """
 
     def __init__(
-        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
+        self,
+        cell: str,
+        replicas: Sequence[Replica],
+        admin_key: str,
+        weights_dir: Path,
+        local: LocalWeights,
     ) -> None:
         self._cell = cell
         self._replicas = replicas
         self._key = f"Bearer {admin_key}".encode()
-        self._weights_dir = weights_dir
+        self._weights_dir, self._local = weights_dir, local
         self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
@@ -111,8 +121,12 @@ class RelayApp:
                 serve = _decode(await _body(receive), ServeRequest)
                 serving = self._replica(index).serve(_caller(headers), serve)
                 return 200, msgspec.json.encode(serving)
+            case "POST", ["replicas", _, "fetch"]:
+                fetch = _decode(await _body(receive), FetchRequest)
+                await self._copied(self._folder(fetch.folder))
+                return 200, b"{}"
             case "POST", ["replicas", index, "load"]:
-                load = self._load_body(_decode(await _body(receive), LoadRequest))
+                load = await self._load_body(_decode(await _body(receive), LoadRequest))
                 replica, route = self._replica(index), "update_weights_from_disk"
                 return await self._relay(replica, route, headers, load, receive)
             case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
@@ -125,11 +139,24 @@ class RelayApp:
             raise _Refusal(404, "no such replica")
         return self._replicas[int(index)]
 
-    def _load_body(self, request: LoadRequest) -> bytes:
-        """What SGLang is asked: it would load any path, so none but a folder's name is taken."""
-        folder = self._weights_dir / request.folder
-        if not _FOLDER.fullmatch(request.folder) or not folder.is_dir():
-            raise _Refusal(400, f"no folder {request.folder!r} in {self._weights_dir}")
+    def _folder(self, name: str) -> Path:
+        """SGLang would load any path, so none but a folder's name is taken."""
+        folder = self._weights_dir / name
+        if not _FOLDER.fullmatch(name) or not folder.is_dir():
+            raise _Refusal(400, f"no folder {name!r} in {self._weights_dir}")
+        return folder
+
+    async def _copied(self, folder: Path) -> Path:
+        """The cell's copy of a folder that says how to make one."""
+        try:
+            return await asyncio.to_thread(self._local.take, folder)
+        except (WeightSyncError, OSError) as error:
+            raise _Refusal(409, f"no copy of {folder.name}: {error}") from error
+
+    async def _load_body(self, request: LoadRequest) -> bytes:
+        folder = self._folder(request.folder)
+        if (folder / MANIFEST).is_file():
+            folder = await self._copied(folder)
         return msgspec.json.encode(
             {
                 "model_path": str(folder),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_hpc.config import StageConfig
 
@@ -14,6 +14,8 @@ class WeightsConfig(StageConfig):
 
     transport: Literal["broadcast", "disk"] = "broadcast"
     """`disk` writes the weights into the run directory, from where replicas load them."""
+    delta: bool = False
+    """From disk: write changed values alone; each cell keeps a whole copy on its node."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 1024 * 1024
     """Parameters travel in buckets of this size; a larger parameter gets its own."""
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
@@ -29,3 +31,12 @@ class WeightsConfig(StageConfig):
     """Deadline of each wait in an update: the slowest bucket and all checksums, and little more."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
+
+    @model_validator(mode="after")
+    def _delta_needs_disk(self) -> Self:
+        if self.delta and self.transport != "disk":
+            raise ValueError(
+                "weights.delta needs weights.transport=disk: SGLang takes whole tensors from a "
+                "broadcast"
+            )
+        return self

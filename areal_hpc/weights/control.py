@@ -20,6 +20,7 @@ from areal_hpc.wire.replicas import (
     EPOCH_HEADER,
     INCARNATION_HEADER,
     FenceRequest,
+    FetchRequest,
     LoadRequest,
     ReplicaView,
     ServeRequest,
@@ -168,6 +169,10 @@ class ReplicaControl:
                 "weight_version": str(version) if version else None,
             },
         )
+
+    def fetch(self, folder: str) -> None:
+        """Let the cell make its copy of a folder, while the replica still generates."""
+        self._post("fetch", FetchRequest(folder))
 
     def load(self, folder: str, version: WeightVersion) -> None:
         """Load all weights from a folder of the run's shared storage.

@@ -13,6 +13,7 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
 | POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
+| POST /replicas/<i>/fetch        | empty       | FetchRequest: copy a version to the node       |
 | POST /replicas/<i>/load         | as SGLang   | LoadRequest: all weights, from the run directory |
 | POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
 
@@ -102,6 +103,13 @@ class ServeRequest(Struct, frozen=True):
     """The replica holds the verified weights of `version`."""
 
     version: str
+
+
+class FetchRequest(Struct, frozen=True):
+    """The cell shall make its copy of a folder of the run's `weights/`, before it is to load it."""
+
+    folder: str
+    """Its name, which is no path."""
 
 
 class LoadRequest(Struct, frozen=True):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -23,7 +24,7 @@ from areal_hpc.cluster.rendezvous import await_endpoint
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
-from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
@@ -120,7 +121,8 @@ class Cell:
 
     def replica(self, index: int = 0) -> ReplicaView:
         """What the relay says of one replica."""
-        return ReplicaView(**self.relay.get("/replicas").json()["replicas"][index])
+        replicas = msgspec.json.decode(self.relay.get("/replicas").content, type=ReplicaList)
+        return replicas.replicas[index]
 
     def await_replica(
         self,

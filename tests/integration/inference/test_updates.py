@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from areal_hpc.inference.command import Command, Ports
+from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.telemetry import EventLog, read_json_lines
@@ -58,7 +59,8 @@ class Stage:
             health_timeout_s=60,
             max_restarts=0,
         )
-        app = RelayApp("cell-0", [self.replica], "key", directory / "weights")
+        local = LocalWeights(directory / "local")
+        app = RelayApp("cell-0", [self.replica], "key", directory / "weights", local)
         self.relay = RelayServer(app, "127.0.0.1")
         self.relay.start()
 

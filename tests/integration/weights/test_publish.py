@@ -1,7 +1,9 @@
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from areal_hpc.weights.report import UpdateReport
 from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.weights.version import WeightVersion
 from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
+from tests.integration.weights.fire import Trap, gates
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -44,6 +47,19 @@ def publisher(cell: Cell) -> Iterator[Publisher]:
     )
     yield publisher
     publisher.close()
+
+
+@contextmanager
+def publishing(cell: Cell, rendezvous_dir: Path, **weights: Any) -> Iterator[Publisher]:
+    """Another way to update the same cell."""
+    config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=20, **weights)
+    publisher = Publisher(
+        config, rendezvous_dir, 1, cell.admin_key, "gloo", CPU, cell.layout.weights_dir
+    )
+    try:
+        yield publisher
+    finally:
+        publisher.close()
 
 
 def next_version() -> WeightVersion:
@@ -132,6 +148,109 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights(
     expected_new = logprobs_of(new, PROMPT, output)[switch:]
     assert (sampled[:switch] - expected_old).abs().max() <= 1e-4
     assert (sampled[switch:] - expected_new).abs().max() <= 1e-4
+
+
+class Writer(threading.Thread):
+    """A generation in flight."""
+
+    def __init__(self, cell: Cell, tokens: int) -> None:
+        super().__init__()
+        self._cell, self._tokens = cell, tokens
+        self.reply: dict[str, Any] = {}
+        self.start()
+        time.sleep(0.3)
+
+    def run(self) -> None:
+        self.reply = self._cell.generate(
+            PROMPT, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
+        )
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Versions of its tokens, once it has ended."""
+        self.join(60)
+        spans: list[dict[str, Any]] = self.reply["meta_info"]["weight_versions"]
+        return spans
+
+
+def test_the_cell_measures_from_the_pause_to_the_first_new_token(
+    cell: Cell, publisher: Publisher
+) -> None:
+    publish(publisher, tiny_qwen3(2))
+    writer = Writer(cell, 600)
+    report = publish(publisher, tiny_qwen3(3))
+    view = cell.await_replica(
+        lambda view: view.stall is not None and view.stall.version == str(report.version)
+    )
+    assert view.stall is not None
+    old, new = writer.spans()
+    assert view.stall.requests == 1
+    known_tokens = len(PROMPT) + old["end"]  # SGLang says how many after every fifth batch
+    assert known_tokens - 10 <= view.stall.recomputed_tokens <= known_tokens
+    stopped_s = sum(took for name, took in report.seconds.items() if name != "join")
+    assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
+    publisher.outdated(report.version)
+    assert view.stall in publisher.stalls
+
+
+def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
+    with publishing(cell, cell.layout.rendezvous_dir, transport="disk") as publisher:
+        publish(publisher, tiny_qwen3(6))
+        writer, model = Writer(cell, 600), tiny_qwen3(7)
+        report = publish(publisher, model)
+        assert_serves(cell, model, report.version)
+        assert [span["version"] for span in writer.spans()][-1] == str(report.version)
+        assert {"write", "pause", "load", "verify", "flush", "resume"} == set(report.seconds)
+        (folder,) = cell.layout.weights_dir.iterdir()
+        assert folder.name.startswith(f"{report.version}.")
+
+
+def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) -> None:
+    def damage(forward: Callable[[], None]) -> None:
+        (folder,) = cell.layout.weights_dir.iterdir()
+        path = sorted(folder.iterdir())[-1]
+        content = bytearray(path.read_bytes())
+        content[-1] ^= 1
+        path.write_bytes(content)
+        forward()
+
+    directory, model = tmp_path / "gates", tiny_qwen3(8)
+    with (
+        gates([cell], directory) as (gate,),
+        publishing(cell, directory, transport="disk") as publisher,
+    ):
+        gate.trap = Trap("load", 1, 0, damage)
+        version = next_version()
+        specs, weights = specs_of(model), iter(model.state_dict().items())
+        report = publisher.publish(version, specs, weights, publisher.outdated(version))
+        assert report.ok == ()
+        (error,) = report.failed.values()
+        assert "1 different" in str(error)
+        assert cell.replica().state == "ready", "nobody vouches for these weights"
+        gate.trap = None
+        assert_serves(cell, model, publish(publisher, model).version)
+
+
+def test_generations_in_flight_may_end_before_the_update(cell: Cell) -> None:
+    with publishing(cell, cell.layout.rendezvous_dir, on_update="finish") as publisher:
+        before = publish(publisher, tiny_qwen3(2)).version
+        writer = Writer(cell, 400)
+        report = publish(publisher, tiny_qwen3(3))
+        assert writer.spans() == [{"version": str(before), "start": 0, "end": 400}]
+        assert writer.reply["meta_info"]["num_retractions"] == 0
+        assert report.seconds["finish"] > 0.05
+        assert_serves(cell, tiny_qwen3(3), report.version)
+
+
+def test_generations_in_flight_may_be_broken_off_for_the_update(cell: Cell) -> None:
+    with publishing(cell, cell.layout.rendezvous_dir, on_update="abort") as publisher:
+        before = publish(publisher, tiny_qwen3(2)).version
+        writer = Writer(cell, 900)
+        report = publish(publisher, tiny_qwen3(3))
+        (span,) = writer.spans()
+        assert writer.reply["meta_info"]["finish_reason"]["type"] == "abort"
+        assert span == {"version": str(before), "start": 0, "end": len(writer.reply["output_ids"])}
+        assert 0 < span["end"] < 900
+        assert_serves(cell, tiny_qwen3(3), report.version)
 
 
 def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publisher) -> None:
