@@ -131,3 +131,6 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
     assert 1 <= len(tries) <= 4, "tried again after ever longer pauses"
     assert took_s < 4 * HANG_S + 10
+    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    phases = ("pause", "transfer", "load", "verify", "flush", "resume")
+    assert all(f"weights/{phase}_s" in lines[0] for phase in phases)

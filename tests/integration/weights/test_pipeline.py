@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,9 +36,12 @@ def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
 
 
 @contextmanager
-def publishing(directory: Path, update_timeout_s: float) -> Iterator[Publisher]:
+def publishing(directory: Path, update_timeout_s: float, **weights: Any) -> Iterator[Publisher]:
     config = WeightsConfig(
-        bucket_bytes=BUCKET_BYTES, update_timeout_s=update_timeout_s, verify_checksum=False
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=update_timeout_s,
+        verify_checksum=False,
+        **weights,
     )
     publisher = Publisher(
         config, directory, 1, "key", "gloo", torch.device("cpu"), directory / "weights"
@@ -78,3 +83,24 @@ def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None
     message = str(report.failed[key])
     assert "rank 1: replica 0 of cell-0 (incarnation 1)" in message
     assert "within 2 s" in message
+
+
+def test_changes_are_written_only_for_cells_that_hold_the_version_before(tmp_path: Path) -> None:
+    def publish(publisher: Publisher, step: int) -> set[str]:
+        """Kinds of the files that were written."""
+        version = WeightVersion(1, step)
+        while not (replicas := publisher.outdated(version)):
+            time.sleep(0.05)
+        weights = ((spec.name, torch.arange(BUCKET_BYTES // 4).float()) for spec in SPECS)
+        publisher.publish(version, SPECS, weights, replicas).raise_if_failed()
+        (folder,) = (tmp_path / "weights").iterdir()
+        return {path.suffix for path in folder.glob("bucket-*")}
+
+    with publishing(tmp_path, 15, transport="disk", delta=True) as publisher:
+        with scripted_relay(tmp_path):
+            assert publish(publisher, 0) == {".safetensors"}, "nobody holds anything yet"
+            assert publish(publisher, 1) == {".delta"}
+        (tmp_path / "relay-cell-0.json").unlink()
+        with scripted_relay(tmp_path):  # a cell that was started anew holds nothing
+            assert publish(publisher, 2) == {".safetensors"}
+            assert publish(publisher, 3) == {".delta"}
