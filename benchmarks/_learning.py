@@ -149,16 +149,12 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         held_N,
         batch.channels_N[BEHAVIOUR],
         batch.channels_N[ADVANTAGE],
+        batch.rows,
         ObjectiveConfig(),
     )
-    sums = {
-        "loss": loss.total.item(),
-        "tokens": len(logprobs_N),
-        "places": batch.places,
-        "clipped": loss.clipped.item(),
-        "logprob": held_N.sum().item(),
-    }
-    return loss.total, Tally(sums, {"weight": loss.weight_max.item()})
+    sums, weight_max = loss.measured()
+    sums |= {"tokens": len(logprobs_N), "places": batch.places, "logprob": held_N.sum().item()}
+    return loss.total, Tally(sums, {"weight": weight_max})
 
 
 def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> float:
