@@ -20,6 +20,7 @@ from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
+from areal_hpc.proxy.session_limits import fit_into_episode, refuse_beyond_limits
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
@@ -110,6 +111,7 @@ class PromptMaker:
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
+        refuse_beyond_limits(session, call.n)
         turn, new_ids = await self.tokenise(session, call)
         self.drift.splices[turn.splice] += 1
         if turn.forked is not None:
@@ -233,6 +235,7 @@ class PromptMaker:
                 key=call.max_tokens_key if asked and room >= 1 else call.prompt_key,
             )
         limit = asked or min(session.request.sampling.max_new_tokens, room)
+        limit = fit_into_episode(session, limit, call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
 
 

@@ -55,6 +55,8 @@ class Session:
         self.known = KnownMessages()
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
+        self.sampled_tokens = 0
+        """Of every reply so far."""
 
     @property
     def session_id(self) -> str:
@@ -139,7 +141,9 @@ class SessionBook:
                 self.sessions[event.session_id] = session
                 self._by_key[event.key_digest] = session
             case InteractionAdded():
-                self.sessions[event.session_id].tree.add(event.interaction)
+                session = self.sessions[event.session_id]
+                session.tree.add(event.interaction)
+                session.sampled_tokens += event.interaction.output_tokens
             case RewardSet():
                 tree = self.sessions[event.session_id].tree
                 tree[event.interaction_id].reward = event.reward

@@ -40,6 +40,15 @@ class AgentConfig(StageConfig):
     """Leave out unused replies to a request that was sent again; false if the agent resamples."""
 
 
+class LimitsConfig(StageConfig):
+    """What an episode may use of the model; a task may override it by a key `limits` of its own."""
+
+    max_turns: Annotated[int, Field(ge=0)] = 0
+    """Replies of the model in one episode; a further call is refused (400). 0: any number."""
+    max_tokens: Annotated[int, Field(ge=0)] = 0
+    """Tokens sampled in one episode: replies are cut, then calls refused (400). 0: any number."""
+
+
 class RolloutConfig(StageConfig):
     """The user's agent and how many of its episodes run at once."""
 
@@ -67,6 +76,8 @@ class RolloutConfig(StageConfig):
     """A group older than that when its batch forms; `drop` and `requeue` starve long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
+    limits: LimitsConfig = LimitsConfig()
+    """What an episode may use; a task overrides them and `timeout_s` by a key `limits`."""
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """An episode that takes longer has failed."""
     max_episode_tries: Annotated[int, Field(ge=1)] = 3

@@ -15,6 +15,7 @@ from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.group import run_group
+from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.tickets import TicketBoard
@@ -37,6 +38,7 @@ from areal_hpc.wire.proxy import (
     FinishTicketRequest,
     SamplingDefaults,
     SealReply,
+    SessionLimits,
 )
 
 log = logging.getLogger(__name__)
@@ -290,16 +292,18 @@ class Driver:
             self._news.set()
 
     def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
-        ref = grant.ref
+        ref, task = grant.ref, self._tasks[split][grant.task_index]
+        limits = limits_of(self._rollout, task)
         return EpisodeSpec(
             task_id=f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
-            data=self._tasks[split][grant.task_index],
+            data=task,
             ref=ref if split == "train" else None,
             episode=episode,
             sampling=self._sampling[split],
             seed=episode_seed(grant.seed, episode, failures),
-            timeout_s=self._rollout.episode_timeout_s,
+            timeout_s=limits.timeout_s,
             export=self._export,
+            limits=SessionLimits(limits.max_turns, limits.max_tokens),
         )
 
     async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:

@@ -18,6 +18,7 @@ from areal_hpc.wire.proxy import (
     EndSessionReply,
     ExportSettings,
     SamplingDefaults,
+    SessionLimits,
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
@@ -42,6 +43,7 @@ class EpisodeSpec:
     seed: int
     timeout_s: float
     export: ExportSettings = field(default_factory=ExportSettings)
+    limits: SessionLimits = field(default_factory=SessionLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ def session_of(spec: EpisodeSpec) -> StartSessionRequest:
         spec.seed,
         spec.export,
         disposable=spec.ref is None,
+        limits=spec.limits,
     )
 
 

@@ -47,6 +47,15 @@ class ExportSettings(Struct, frozen=True):
     drop_retry_orphans: bool = True
 
 
+class SessionLimits(Struct, frozen=True):
+    """What the session may use of the model; 0 is no limit."""
+
+    max_turns: Int64 = 0
+    """Replies."""
+    max_tokens: Int64 = 0
+    """Sampled tokens of all replies."""
+
+
 class StartSessionRequest(Struct, frozen=True):
     """Open a session for one episode; without `ref`, one that its opener exports."""
 
@@ -60,6 +69,7 @@ class StartSessionRequest(Struct, frozen=True):
     """The key the session shall have; a new one when empty. Not kept."""
     disposable: bool = False
     """Nobody exports it: kept in memory alone, and forgotten soon after it ends."""
+    limits: SessionLimits = SessionLimits()
 
 
 class EngineAddress(Struct, frozen=True):

@@ -20,7 +20,7 @@ from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.telemetry import EventLog, read_json_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
-from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.proxy import ExportSettings, SessionLimits
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
 from tests.integration.rollout.test_episode import ask
 
@@ -214,6 +214,13 @@ def test_episode_that_takes_too_long_counts_as_failed(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Steady(5.0), tickets(1), max_episode_tries=1, episode_timeout_s=0.05)
     cell.run()
     assert "took longer than 0.05 s" in cell.script.dropped[TicketRef(0, 0)]
+
+
+def test_the_limits_of_the_recipe_reach_the_session(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, Steady(), tickets(1), limits={"max_turns": 3, "max_tokens": 50})
+    cell.run()
+    started = [session.started.limits for session in cell.proxy.sessions.values()]
+    assert started == [SessionLimits(3, 50)] * 4
 
 
 def test_ticket_of_an_unknown_task_is_dropped(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""What an episode may use: the recipe's limits, and those that its task names itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from areal_hpc.config import StageConfig
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.config import RolloutConfig
+
+TASK_KEY = "limits"
+"""Where the row of a task has limits of its own."""
+
+
+class EpisodeLimits(StageConfig):
+    """Limits of one episode."""
+
+    max_turns: Annotated[int, Field(ge=0)]
+    """Replies of the model; 0: any number."""
+    max_tokens: Annotated[int, Field(ge=0)]
+    """Tokens that the model samples in all; 0: any number."""
+    timeout_s: Annotated[float, Field(gt=0)]
+    """How long it may take."""
+
+
+def limits_of(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
+    """The recipe's limits, overridden by those of the task.
+
+    Raises:
+        RecipeError: The task's limits are none.
+    """
+    recipe = {**rollout.limits.model_dump(), "timeout_s": rollout.episode_timeout_s}
+    own = task.get(TASK_KEY, {})
+    try:
+        if not isinstance(own, dict):
+            raise TypeError(f"got {own!r:.100}")
+        return EpisodeLimits.model_validate(recipe | own)
+    except (TypeError, ValidationError) as error:
+        raise RecipeError(
+            f"the task's limits cannot be read: {error}",
+            key=TASK_KEY,
+            hint=f"give any of {', '.join(recipe)}, or rename that key of the task",
+        ) from error

@@ -1,0 +1,74 @@
+"""An episode uses no more of the model than its limits say; what was said is kept."""
+
+import pytest
+
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest, SessionLimits, StartSessionRequest
+from tests.contract.proxy.scripted_sglang import Script
+
+QUESTION = [{"role": "user", "content": "hi"}]
+CALLS = {
+    "/v1/chat/completions": {"messages": QUESTION},
+    "/v1/responses": {"input": "hi"},
+    "/v1/messages": {"messages": QUESTION, "max_tokens": 64},
+}
+
+
+def open_limited(stage, ref=None, **limits):
+    request = StartSessionRequest("task", ref, limits=SessionLimits(**limits))
+    reply = stage.post("/rl/start_session", request).json()
+    return reply["session_id"], reply["api_key"]
+
+
+@pytest.mark.parametrize("route", CALLS)
+def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(stage, route):
+    _, key = open_limited(stage, max_turns=2)
+    answers = [stage.post(route, CALLS[route], key) for _ in range(3)]
+    assert [answer.status_code for answer in answers] == [200, 200, 400]
+    error = answers[-1].json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "2 turns, 2 were taken" in error["message"]
+    assert stage.post("/rl/set_reward", {"reward": 1.0}, key).status_code == 200
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 2
+
+
+def test_every_choice_of_a_call_is_a_turn(stage):
+    _, key = open_limited(stage, max_turns=3)
+    assert stage.chat(key, QUESTION, n=4).status_code == 400
+    assert stage.chat(key, QUESTION, n=3).status_code == 200
+    refused = stage.chat(key, QUESTION)
+    assert refused.json()["error"]["param"] == "limits.max_turns"
+
+
+def wordy(request):
+    """Twelve tokens, or as many as it may say."""
+    tokens = min(12, request["sampling_params"]["max_new_tokens"])
+    return Script("a", output_ids=[5] * tokens, finish="length")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(stage, stream):
+    _, key = open_limited(stage, max_tokens=20)
+    stage.sglang.script = wordy
+    stage.sglang.requests.clear()
+    assert stage.chat(key, QUESTION, stream=stream).status_code == 200
+    assert stage.chat(key, QUESTION, stream=stream, max_tokens=100).status_code == 200
+    asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
+    assert asked == [20, 8]
+    refused = stage.chat(key, QUESTION)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "limits.max_tokens"
+    assert "may sample 20 tokens" in refused.json()["error"]["message"]
+
+
+def test_limits_outlive_the_proxy(own_stage):
+    stage, ref = own_stage, TicketRef(7, 1)
+    session_id, key = open_limited(stage, ref, max_turns=2)
+    assert stage.chat(key, QUESTION).status_code == 200
+    stage.kill_proxy()
+    stage.start_proxy()
+    answers = [stage.chat(key, QUESTION).status_code for _ in range(2)]
+    assert answers == [200, 400]
+    stage.finish_session(key, 1.0)
+    finished = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, [session_id]))
+    assert finished.status_code == 200

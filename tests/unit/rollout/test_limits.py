@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.config import RolloutConfig
+from areal_hpc.rollout.limits import EpisodeLimits, limits_of
+
+ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
+
+
+def test_the_recipe_limits_an_episode() -> None:
+    assert limits_of(ROLLOUT, {"question": "2+2"}) == EpisodeLimits(
+        max_turns=8, max_tokens=0, timeout_s=60.0
+    )
+
+
+def test_a_task_overrides_what_it_names() -> None:
+    task = {"limits": {"max_tokens": 100, "timeout_s": 5}}
+    assert limits_of(ROLLOUT, task) == EpisodeLimits(max_turns=8, max_tokens=100, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("limits", [3, {"max_turn": 1}, {"max_turns": -1}, {"timeout_s": 0}])
+def test_limits_of_a_task_that_cannot_be_read_are_an_error(limits: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=re.escape("give any of max_turns, max_tokens, timeout_s")
+    ):
+        limits_of(ROLLOUT, {"limits": limits})
