@@ -23,7 +23,7 @@ class WeightsConfig(StageConfig):
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     on_update: Literal["interrupt", "finish", "abort"] = "interrupt"
-    """Generations in flight go on under the new weights, end before, or are continued elsewhere."""
+    """Generations in flight go on under the new weights, end first, or are cut off and resumed."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
     # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
     # the checksums of all weights, which a CPU takes at more than 1 GB/s.

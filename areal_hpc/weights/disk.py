@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -40,6 +41,7 @@ _DTYPES = {
     "uint8": "U8",
 }
 _HEADER_MULTIPLE = 8
+_FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
 
 
 class StorageRefusedError(WeightSyncError):
@@ -124,11 +126,17 @@ class WeightsFolder:
         except OSError as error:
             raise _refused(self._root, error) from error
 
-    def delete_others(self) -> None:
-        """Delete all folders but this one."""
+    def delete_older(self) -> None:
+        """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
-            if path.name != self.name:
+            found = _FOLDER.fullmatch(path.name)
+            if found and _age(found[1]) < _age(self.name):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _age(name: str) -> list[int]:
+    """Epoch, step, serial number."""
+    return [int(part) for part in name.split(".")]
 
 
 def _write(path: Path, *parts: bytes | memoryview) -> None:
@@ -253,7 +261,7 @@ class Disk(Transport[DiskSwap]):
             swap.close()
         if self._folder is None:
             return
-        self._folder.delete_others()
+        self._folder.delete_older()
         for swap in update.live:
             for key in swap.keys:
                 self._copies[key.cell] = (key.relay_started_at, self._old_version)

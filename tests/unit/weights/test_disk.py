@@ -70,13 +70,16 @@ def test_what_safetensors_reads_is_what_was_packed(
         assert torch.equal(read[spec.name], filled(spec.shape, spec.dtype, at))
 
 
-def test_only_the_newest_folder_is_kept(tmp_path: Path) -> None:
+def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Path) -> None:
     for serial in range(3):
         folder = WeightsFolder(tmp_path, WeightVersion(1, 7), serial)
         folder.put_in_place()
     (tmp_path / ".1.6.0.partial").mkdir()  # of a trainer that was killed
-    folder.delete_others()
-    assert [path.name for path in tmp_path.iterdir()] == ["1.7.2"]
+    for name in ("2.7.0", ".2.8.0.partial", "notes"):
+        (tmp_path / name).mkdir()
+    folder.delete_older()
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"1.7.2", "2.7.0", ".2.8.0.partial", "notes"}
 
 
 def write_version(root: Path, step: int, base: int | None, change: int, old: list[Bytes]) -> Path:
