@@ -18,6 +18,7 @@ import yaml
 
 from areal_hpc import launch
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
+from areal_hpc.cluster.rendezvous import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
@@ -127,7 +128,8 @@ class Replay:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
-        out.recipe.write_text(yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False))
+        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        write_private(out.recipe, text.encode())  # it may hold keys of other services
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         links[out.export("warmup")] = run.export("warmup")

@@ -1,19 +1,10 @@
 """Weights for tokens that other weights sampled than those an update starts from.
 
 The importance weight of a token is w = pi_proximal / pi_behaviour. Unbounded it is unbiased and
-useless; `trainer.objective.correction` says what is done about large and small ones:
-
-| settings of `trainer.objective` | known as |
-|---|---|
-| `correction=clamp` | truncated importance sampling (TIS, fengyao.notion.site/off-policy-rl) |
-| `correction=mask` with both bounds | IcePop (arXiv:2510.18855) |
-| `correction=mask correction_level=sequence` | rejection by the geometric mean of a row's ratios |
-| `correction=mask correction_metric=kl` | rejection by divergence, of tokens or of rows |
-
-AReaL says the same in other words: `use_decoupled_loss=false` is `proximal=none`,
-`prox_logp_method` is `proximal`, `rejection_sampling.action|metric|level|lower|upper` are
-`correction`, `correction_metric` (its `kl_k3` is `kl`), `correction_level`, `correction_low` and
-`correction_high`. Its `use_decoupled_loss=true` without `rejection_sampling` is `correction=none`.
+useless; `trainer.objective.correction` says what is done about large and small ones. When weights
+are clamped it is called truncated importance sampling (TIS, fengyao.notion.site/off-policy-rl),
+when tokens outside two bounds are masked IcePop (arXiv:2510.18855), when whole rows are, rejection.
+docs/objectives.md lists the settings, and AReaL's names for them.
 """
 
 from __future__ import annotations
