@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -32,6 +33,13 @@ START_TIMEOUT_S = 300.0
 STREAMS = 4
 PROMPT_TOKENS = 128
 REPLY_TOKENS = 200
+CHANGED_EVERY = 50
+"""Between two versions one value of so many changes."""
+TRANSPORTS: Mapping[str, Mapping[str, Any]] = {
+    "broadcast": {},
+    "disk": {"transport": "disk"},
+    "delta": {"transport": "disk", "delta": True},
+}
 MEASURED_AFTER_S = 30.0
 """How long after an update its first token may come."""
 
@@ -105,7 +113,7 @@ class Streams:
 
 
 class Replica:
-    """One replica of one cell, and both ways to update it."""
+    """One replica of one cell, and every way to update it."""
 
     def __init__(self, layout: RunLayout, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
         self._layout = layout
@@ -117,8 +125,8 @@ class Replica:
         self._step = 0
         device = torch.device(resolve_device(InferenceConfig()))
         self._publishers = {
-            transport: Publisher(
-                WeightsConfig(transport=transport, bucket_bytes=bucket_bytes),
+            name: Publisher(
+                WeightsConfig(bucket_bytes=bucket_bytes, **settings),
                 layout.rendezvous_dir,
                 1,
                 layout.admin_key.read_text(),
@@ -126,20 +134,22 @@ class Replica:
                 device,
                 layout.weights_dir,
             )
-            for transport in ("broadcast", "disk")
+            for name, settings in TRANSPORTS.items()
         }
 
     def _next(self, transport: str) -> tuple[Publisher, WeightVersion]:
         self._step += 1
+        for tensor in self._weights.values():
+            tensor.view(-1)[self._step % CHANGED_EVERY :: CHANGED_EVERY] *= 1.01
         return self._publishers[transport], WeightVersion(1, self._step)
 
     def warm_up(self) -> str:
-        """Wait until it is there, update it in both ways; its address."""
+        """Wait until it is there, update it in every way; its address."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while not self._publishers["disk"].outdated(WeightVersion(1, 0)):
             assert time.monotonic() < give_up_at, "the replica does not get ready"
             time.sleep(0.5)
-        for transport in ("disk", "broadcast"):
+        for transport in TRANSPORTS:
             publisher, version = self._next(transport)
             replicas = publisher.outdated(version)
             arrivals = iter(self._weights.items())
@@ -216,12 +226,11 @@ def running_replica(
 
 
 def measure(replica: Replica, rounds: int) -> Mapping[str, Sequence[Update]]:
-    """Updates by both transports in turn, under load."""
+    """Updates by every transport in turn, under load."""
     streams = Streams(replica.warm_up())
-    updates: dict[str, list[Update]] = {"broadcast": [], "disk": []}
+    updates: dict[str, list[Update]] = {name: [] for name in TRANSPORTS}
     for number in range(rounds):
-        order = ("broadcast", "disk") if number % 2 else ("disk", "broadcast")
-        for transport in order:
+        for transport in TRANSPORTS if number % 2 else reversed(TRANSPORTS):
             updates[transport].append(replica.update(transport, streams))
     streams.stop()
     return updates

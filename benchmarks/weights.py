@@ -6,9 +6,10 @@
 - into SGLang: the same model, sent into a real replica that generates meanwhile: buckets, loading,
   checksums. `into_sglang_over_bare` counts what is on the way or being loaded; the table has all
   that the stall consists of, as the sender sees it, and what the clients saw.
-- disk: `weights.transport=disk`, into the same replica: from the first byte until it serves.
+- disk, delta: `weights.transport=disk`, into the same replica, from the first byte until it serves;
+  of the second, only the 2 % of the values that differ from the version before.
 
-Codec and bare transfers alternate; so do the two transports. NCCL is used where there are two GPUs,
+Codec and bare transfers alternate; so do the transports. NCCL is used where there are two GPUs,
 else gloo over loopback.
 """
 
@@ -47,7 +48,7 @@ from benchmarks._pairs import (
 from benchmarks._weights_peer import TIMEOUT_S
 from benchmarks._weights_replica import Update, measure, running_replica
 
-PHASES = ("finish", "write", "pause", "transfer", "load", "verify", "flush", "resume")
+PHASES = ("write", "fetch", "pause", "transfer", "load", "verify", "flush", "resume")
 STALLED = PHASES[2:]
 """Generation stands still."""
 
@@ -172,6 +173,10 @@ def phase_ms(updates: Sequence[Update], name: str) -> float:
     return 1e3 * statistics.median(update.seconds.get(name, 0.0) for update in updates)
 
 
+def publish_s(updates: Sequence[Update]) -> float:
+    return statistics.median(update.publish_s for update in updates)
+
+
 def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
     names = [*PHASES, "re-prefill", "stall seen by clients", "all of it"]
     print(f"\n{'into SGLang, ms':<26}" + "".join(f"{name:>12}" for name in updates))
@@ -184,7 +189,7 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
                 case "stall seen by clients":
                     value = 1e3 * statistics.median(one.silence_s for one in held)
                 case "all of it":
-                    value = 1e3 * statistics.median(one.publish_s for one in held)
+                    value = 1e3 * publish_s(held)
                 case _:
                     value = phase_ms(held, name)
             cells.append(f"{value:>12.1f}")
@@ -194,14 +199,15 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
 
 def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[str, float]:
     """The figures of updates into SGLang."""
-    sent, loaded = updates["broadcast"], updates["disk"]
+    sent, loaded, changed = (updates[name] for name in ("broadcast", "disk", "delta"))
     moved_ms = phase_ms(sent, "transfer") + phase_ms(sent, "load")
     return {
         "into_sglang_over_bare": 1e3 * bare_s / moved_ms,
-        "disk_over_broadcast": statistics.median(one.publish_s for one in loaded)
-        / statistics.median(one.publish_s for one in sent),
+        "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
+        "delta_over_broadcast": publish_s(changed) / publish_s(sent),
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
         "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
+        "delta_stall_ms": 1e3 * statistics.median(one.silence_s for one in changed),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
         "reprefill_ms": 1e3 * statistics.median(one.reprefill_s for one in sent),
         "recomputed_tokens": statistics.median(one.recomputed_tokens for one in sent),
