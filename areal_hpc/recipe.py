@@ -183,7 +183,7 @@ def _known_keys(location: tuple[int | str, ...]) -> list[str]:
         field = model.model_fields.get(str(part))
         if field is None:
             return []
-        section = _section(field.annotation)
+        section = section_of(field.annotation)
         if section is None:
             return []
         model = section
@@ -327,39 +327,7 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
 """What no single key can tell: each looks at the whole recipe and reports problems."""
 
 
-def describe_keys() -> str:
-    """Every key of a recipe with its type, default and meaning, as a Markdown table."""
-    lines = [
-        "# Recipe keys",
-        "",
-        "Made by `areal-hpc keys`. Override any of them on the command line with `key=value`.",
-        "",
-        "| key | type | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    return "\n".join([*lines, *_key_rows(Recipe, "")]) + "\n"
-
-
-def _key_rows(model: type[StageConfig], prefix: str) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        key = f"{prefix}{name}"
-        section = _section(field.annotation)
-        if section is not None:
-            yield f"| **`{key}`** | | | {field.description} |"
-            yield from _key_rows(section, f"{key}.")
-            continue
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation)
-        if hasattr(field.annotation, "__args__"):
-            kind = str(field.annotation)
-        for noise in ("typing.", "pathlib.", "pathlib._local."):
-            kind = kind.replace(noise, "")
-        default = "required"
-        if not field.is_required():
-            default = f"`{field.get_default(call_default_factory=True)}`"
-        yield f"| `{key}` | {kind.replace('|', 'or')} | {default} | {field.description} |"
-
-
-def _section(annotation: Any) -> type[StageConfig] | None:
+def section_of(annotation: Any) -> type[StageConfig] | None:
     """The configuration class behind a field, optional or not."""
     for choice in (annotation, *getattr(annotation, "__args__", ())):
         if isinstance(choice, type) and issubclass(choice, StageConfig):

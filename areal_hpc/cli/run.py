@@ -100,7 +100,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from areal_hpc.recipe import describe_keys
+    from areal_hpc.recipe_keys import describe_keys
 
     print(describe_keys(), end="")
     return 0
