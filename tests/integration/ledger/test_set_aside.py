@@ -1,0 +1,86 @@
+"""Tickets that are not trained, or not as they were: written first, whatever is killed after."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchCounts,
+    DropRequest,
+    SettledTicket,
+    TicketRef,
+)
+from tests.integration.ledger.ledger_process import LedgerProcess
+
+
+def start(tmp_path: Path, **settings: object) -> Iterator[LedgerProcess]:
+    ledger = LedgerProcess(tmp_path / "run", max_head_offpolicyness=1, **settings)
+    ledger.open_epoch()
+    yield ledger
+    ledger.close()
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
+    yield from start(tmp_path)
+
+
+@pytest.fixture
+def strict_ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
+    yield from start(tmp_path, stale_groups="requeue", cell_timeout_s=1.5)
+
+
+def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SettledTicket]:
+    """Sealed and settled, sampled by the weights of `step`."""
+    version = WeightVersion(1, step).packed
+    tickets = [msgspec.structs.replace(one, oldest_version=version) for one in ledger.seal(refs)]
+    ledger.settle(tickets)
+    return tickets
+
+
+def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(
+    strict_ledger: LedgerProcess,
+) -> None:
+    ledger = strict_ledger
+    slow, *quick = [grant.ref for grant in ledger.grants("cell-0", tickets=3)]
+    sealed(ledger, quick, 0)
+    assert ledger.batch(1).manifest is not None
+    ledger.publish(1)
+    sealed(ledger, [one.ref for one in ledger.grants("cell-1", tickets=2)], 1)
+    assert ledger.batch(2).manifest is not None
+    ledger.publish(2)
+    too_old = sealed(ledger, [slow], 0)
+    assert ledger.batch(3).manifest is None
+    assert (ledger.status().settled, ledger.status().requeued) == (0, 1)
+    ledger.restart()  # the index still has the rows that were set aside
+    ledger.settle(too_old)
+    assert ledger.batch(3).settled == 0
+    again = [one.ref for one in ledger.grants("cell-1", tickets=2)]
+    assert again[0].ticket_id == slow.ticket_id
+    assert again[0].attempt > slow.attempt
+    sealed(ledger, again, 2)
+    manifest = ledger.batch(3).manifest
+    assert manifest is not None
+    assert [ticket.ref for ticket in manifest.tickets] == again
+    assert manifest.counts == BatchCounts(stale_requeued=1)
+
+
+def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess) -> None:
+    refs = [grant.ref for grant in ledger.grants()]
+    assert len(refs) == 4
+    drop = DropRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
+    for _ in range(2):  # repeating it is harmless
+        ledger.call("/drop", drop, Acknowledged)
+    ledger.restart()
+    status = ledger.status()
+    assert (status.filtered, status.dropped) == (1, 0)
+    sealed(ledger, refs[1:3], 0)
+    manifest = ledger.batch(1).manifest
+    assert manifest is not None
+    assert manifest.counts == BatchCounts(filtered=1)
