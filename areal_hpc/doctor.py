@@ -25,15 +25,19 @@ LONGEST_AGENT_LOAD_S = 120
 _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
+from areal_hpc.rollout.acceptance import load_should_accept
 from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
     extra_kwargs = EXTRA_KWARGS if request["mode"] == "inline" else ()
-    load_agent(request["workflow"], request["kwargs"], extra_kwargs)
+    if request["workflow"]:
+        load_agent(request["workflow"], request["kwargs"], extra_kwargs)
+    if request["should_accept"]:
+        load_should_accept(request["should_accept"])
 except ArealError as error:
     problem = error.problems[0]
-    print(json.dumps([problem.message, problem.hint]))
+    print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
     sys.exit(error.exit_code)
 """
 
@@ -146,11 +150,12 @@ def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
 
 
 def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
-    """Import and build the agent in its own environment, as the driver will."""
-    if recipe.rollout.agent.mode == "online":
+    """Import the user's code and build the agent in its own environment, as the driver will."""
+    if not (recipe.rollout.workflow or recipe.rollout.should_accept):
         return
     request = {
         "workflow": recipe.rollout.workflow,
+        "should_accept": recipe.rollout.should_accept,
         "kwargs": recipe.rollout.workflow_kwargs,
         "sys_path": sys_path,
         "mode": recipe.rollout.agent.mode,
@@ -174,8 +179,9 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
     if answer.returncode == 0:
         return
     try:
-        message, hint = json.loads(answer.stdout.splitlines()[-1])
+        message, key, hint = json.loads(answer.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        message, hint = f"the agent {recipe.rollout.workflow} cannot be built: {last}", ""
-    yield Problem(message, "rollout.workflow", hint)
+        message = f"the agent {recipe.rollout.workflow} cannot be built: {last}"
+        key, hint = "rollout.workflow", ""
+    yield Problem(message, key, hint)

@@ -162,3 +162,9 @@ def test_status_of_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     answer = areal_hpc("status", str(tmp_path))
     assert answer.returncode == 78
     assert "there is no run at" in answer.stderr
+
+
+def test_a_filter_of_groups_that_does_not_import_is_named(tmp_path: Path) -> None:
+    said = refused(tmp_path, "rollout.should_accept=examples.quickstart.agent:no_such_filter")
+    assert "at: rollout.should_accept" in said
+    assert "no_such_filter" in said
