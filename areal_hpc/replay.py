@@ -98,7 +98,7 @@ class Replay:
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
-        _check_free(out, self._request)
+        _check_place(out, run, self._request)
         self.start = find_start(run, first_step)
         check_recorded(run, self.start.step + 1, last_step)
 
@@ -297,7 +297,13 @@ def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
         yield f"         {len({one[0] for one in different})} of {len(known)} steps differ"
 
 
-def _check_free(out: RunLayout, request: dict[str, Any]) -> None:
+def _check_place(out: RunLayout, run: RunLayout, request: dict[str, Any]) -> None:
+    if out.root.is_relative_to(run.root):
+        raise RecipeError(
+            f"{out.root} lies in the recorded run, which is only read",
+            key="--out",
+            hint="name a directory outside",
+        )
     if not out.root.exists() or (out.root.is_dir() and not any(out.root.iterdir())):
         return
     if not out.replay.exists() or msgspec.json.decode(out.replay.read_bytes()) != request:

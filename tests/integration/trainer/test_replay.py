@@ -151,6 +151,12 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
         plan(run, 2, 2)  # begins with step 1, for want of a commit
 
 
+def test_nothing_is_written_into_the_recorded_run(recorded: RunLayout) -> None:
+    for out in (recorded.root, recorded.root / "again"):
+        with pytest.raises(RecipeError, match="only read"):
+            Replay(recorded, 5, 6, (), RunLayout(out))
+
+
 def test_settings_that_contradict_what_is_recorded_are_refused_by_name(
     recorded: RunLayout,
 ) -> None:
