@@ -1,7 +1,9 @@
 """The update of one group of replicas, step by step.
 
-    join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
-            pause -> load                      -> verify -> flush -> resume     from disk
+    join  -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
+    fetch -> pause -> load                      -> verify -> flush -> resume     from disk
+
+with `finish` before the pause where generations in flight may end. Only a copy is fetched.
 
 A replica is fenced before anything else is asked of it, so whichever step raises, its group's
 replicas are out of service. If no sender comes back in time, the cell restarts those whose
