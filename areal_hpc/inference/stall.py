@@ -90,10 +90,11 @@ class StallWatch:
         token_at = continued_at
         if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
             give_up_at = continued_at + LONGEST_WAIT_S
-            while (token_at := (await self._load(url)).timestamp) < continued_at:
+            while (load := await self._load(url)) is None or load.timestamp < continued_at:
                 if time.time() > give_up_at:
                     return
                 await asyncio.sleep(POLL_S)
+            token_at = load.timestamp
         recomputed = before.num_used_tokens if self._mode == "retract" else 0
         version = await self._served_version()
         reprefill_s = token_at - continued_at
@@ -114,6 +115,7 @@ class StallWatch:
             await asyncio.sleep(POLL_S)
         return version
 
-    async def _load(self, url: str) -> _Load:
+    async def _load(self, url: str) -> _Load | None:
+        """The newest that was published."""
         loads = msgspec.json.decode(await self._read(url), type=_Loads).loads
-        return max(loads, key=lambda load: load.timestamp)
+        return max(loads, key=lambda load: load.timestamp, default=None)

@@ -113,7 +113,7 @@ class ReplicaControl:
         give_up_at = time.monotonic() + self._update_timeout_s
         while time.monotonic() < give_up_at:
             loads = self._decode(self._post("loads", {}, self._prompt_s), _Loads).loads
-            if not any(load.is_busy for load in loads):
+            if loads and not any(load.is_busy for load in loads):
                 return
             time.sleep(_LOOK_S)
         log.info("%s: generations that have not ended are interrupted", self.key)
