@@ -184,8 +184,8 @@ def test_the_cell_measures_from_the_pause_to_the_first_new_token(
     assert view.stall is not None
     old = writer.spans()[0]
     assert view.stall.requests == 1
-    known_tokens = len(PROMPT) + old["end"]  # SGLang says how many after every fifth batch
-    assert known_tokens - 10 <= view.stall.recomputed_tokens <= known_tokens
+    known_tokens = len(PROMPT) + old["end"]  # SGLang says how many after every 15th
+    assert known_tokens - 20 <= view.stall.recomputed_tokens <= known_tokens
     stopped_s = sum(took for name, took in report.seconds.items() if name != "join")
     assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
     publisher.outdated(report.version)
