@@ -1,8 +1,8 @@
 """How long an update kept the requests of one server from their next token.
 
 SGLang publishes its load after every batch of prompts, every 15th batch of decoding, and when it
-has nothing to do (`Scheduler.publish_load_snapshot`, sglang 0.5.23), and none while it is paused. So
-the load read within a pause is that of at most 15 tokens a request before it, and the first one
+has nothing to do (`Scheduler.publish_load_snapshot`, sglang 0.5.23), and none while it is paused.
+So the load read within a pause is that of at most 15 tokens a request before it, and the first one
 published after it means that tokens come again: at once where prompts are computed anew, up to 15
 batches late where the old cache stays in use.
 """
