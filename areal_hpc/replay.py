@@ -294,7 +294,14 @@ def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
     elif different:
         step, name, before, now = different[0]
         yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"
-        yield f"         {len({one[0] for one in different})} of {len(known)} steps differ"
+        gaps = [
+            abs(now - before) / (abs(before) or 1.0)
+            for _, _, before, now in different
+            if before is not None and now is not None
+        ]
+        largest = f", relatively by {max(gaps):.0e} at most" if gaps else ""
+        count = len({step for step, *_ in different})
+        yield f"         {count} of {len(known)} steps differ{largest}"
 
 
 def _check_place(out: RunLayout, run: RunLayout, request: dict[str, Any]) -> None:

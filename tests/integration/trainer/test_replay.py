@@ -14,8 +14,8 @@ import pytest
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.layout import RunLayout
-from areal_hpc.replay import Replay, find_start, parse_steps
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.replay import Replay, compare, find_start, parse_steps
+from areal_hpc.telemetry import append_json_line, read_json_lines
 from areal_hpc.view.progress import PlainReporter
 from tests.integration.trainer.rank_server import REPOSITORY, RankServer
 from tests.integration.trainer.recorded_run import TRAINER, record_run, write_recipe
@@ -149,6 +149,19 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
     assert "digest" in caught.value.problems[1].message
     with pytest.raises(ShardError):
         plan(run, 2, 2)  # begins with step 1, for want of a commit
+
+
+def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
+    run, out = RunLayout(tmp_path / "run"), RunLayout(tmp_path / "out")
+    for layout, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
+        layout.root.mkdir()
+        for step, loss in losses.items():
+            append_json_line(layout.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
+    assert list(compare(run, out, range(1, 4))) == [
+        "compare  the run has metrics of 2 of these 3 steps",
+        "compare  step 1: loss 2.5, recorded 2.0",
+        "         1 of 2 steps differ, relatively by 2e-01 at most",
+    ]
 
 
 def test_nothing_is_written_into_the_recorded_run(recorded: RunLayout) -> None:
