@@ -117,7 +117,7 @@ class Posted:
             message, self.content = await connection.read()
             while 100 <= message.code < 200:
                 message, self.content = await connection.read()
-        except BaseException:
+        except BaseException:  # boundary: whatever ended it, the connection is in no known state
             connection.close()
             raise
         self.status = message.code
