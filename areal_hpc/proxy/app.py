@@ -6,7 +6,6 @@ import asyncio
 import hmac
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -322,8 +321,19 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> 
     """The work's result; cancels it when the client hangs up first."""
     here = asyncio.current_task()
     assert here is not None
-    gone = asyncio.ensure_future(receive())
-    stop = partial(_stop_for, here)
+    is_over = False
+
+    def stop(gone: asyncio.Future[Any]) -> None:
+        if not is_over:  # sending the end of an answer wakes who listens, too
+            here.cancel()
+
+    listening = receive().__await__()
+    try:
+        # Runs up to the future that it waits for; a task to wait in would cost more than a call.
+        gone = next(listening)
+    except StopIteration:
+        work.close()
+        raise _ClientGone from None
     gone.add_done_callback(stop)
     try:
         return await work
@@ -333,9 +343,6 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> 
         here.uncancel()
         raise _ClientGone from None
     finally:
+        is_over = True
         gone.remove_done_callback(stop)
-        gone.cancel()
-
-
-def _stop_for(task: asyncio.Task[Any], gone: asyncio.Future[Any]) -> None:
-    task.cancel()
+        listening.close()

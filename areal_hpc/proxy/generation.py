@@ -273,10 +273,7 @@ def _whole(where: str, reply: _Reply) -> Generation:
         if 400 <= reason.status_code < 500:
             raise RequestRefused(400, f"the model server refused: {reason.message}")
         raise UpstreamLost(f"{where} broke the call off: {reason.message}")
-    logprobs, ids = [], []
-    if meta.output_token_logprobs:
-        logprobs, ids, _ = map(list, zip(*meta.output_token_logprobs, strict=True))
-    if ids != reply.output_ids:
+    if [entry[1] for entry in meta.output_token_logprobs] != reply.output_ids:
         raise UpstreamLost(f"{where}: ids and log-probabilities of the reply disagree")
     spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
     covered = 0
@@ -289,7 +286,7 @@ def _whole(where: str, reply: _Reply) -> Generation:
     return Generation(
         text=reply.text,
         output_ids=reply.output_ids,
-        logprobs=logprobs,
+        logprobs=[entry[0] for entry in meta.output_token_logprobs],
         spans=spans,
         finish_reason=reason.type,
         closed=reason.type == "stop" and isinstance(reason.matched, int),

@@ -6,13 +6,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from areal_hpc.proxy.generation import Generation, Piece
 from areal_hpc.proxy.replies import Said
 from areal_hpc.session.tree import Interaction
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(msgspec.Struct, frozen=True):
     """One choice: what was recorded, and what a dialect needs beyond it."""
 
     choice: int
@@ -27,8 +28,7 @@ class Answer:
         return "tool_calls" if reason == "stop" and self.said.calls else reason
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What a choice adds."""
 
     choice: int

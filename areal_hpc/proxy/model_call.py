@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import msgspec
+
 from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.session.normalise import Normalise
 from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
 
 
-@dataclass(frozen=True, slots=True)
-class ToolChoice:
+class ToolChoice(msgspec.Struct, frozen=True):
     """What the request says about calling tools."""
 
     mode: Literal["none", "auto", "required"] = "none"
@@ -22,8 +23,7 @@ class ToolChoice:
     """A reply may hold several calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCall:
+class ModelCall(msgspec.Struct, frozen=True):
     """A validated request, free of its dialect."""
 
     messages: Sequence[Message]

@@ -28,8 +28,7 @@ from areal_hpc.session.template import TemplateRefusal
 from areal_hpc.session.tree import Interaction, Turn, pack_ids, pack_logprobs
 
 
-@dataclass(frozen=True, slots=True)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
 
     session: Session

@@ -119,10 +119,12 @@ class Recorder:
                 return True
 
     def _apply(self, event: Event) -> None:
-        before = self.book.sessions.keys() if _removes_sessions(event) else frozenset()
-        known = set(before)
-        self.book.apply(event)
-        self._gone_sessions.update(known - self.book.sessions.keys())
+        if _removes_sessions(event):
+            known = set(self.book.sessions)
+            self.book.apply(event)
+            self._gone_sessions |= known - self.book.sessions.keys()
+        else:
+            self.book.apply(event)
         if isinstance(event, TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
         elif isinstance(event, TicketsSettled):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
+from aiohttp.http_exceptions import HttpProcessingError
 
 from areal_hpc.proxy.generation import (
     Generation,
@@ -19,12 +20,14 @@ from areal_hpc.proxy.generation import (
     error_text,
     generation_of,
 )
+from areal_hpc.proxy.posting import Connections
 from areal_hpc.proxy.refusal import RequestRefused
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
+Answered = TypeVar("Answered")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
@@ -62,14 +65,9 @@ class Upstream:
     """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
 
     def __init__(self, api_key: str = "") -> None:
-        key = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = aiohttp.ClientSession(
-            headers={"content-type": "application/json", **key},
-            connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"content-type: application/json\r\n{key}"
+        self._servers: dict[str, Connections] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -81,8 +79,8 @@ class Upstream:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        async with self._guarded(base_url, request.rid, timeout_s):
-            status, answer = await self._post(f"{base_url}/generate", request.body(stream=False))
+        post = self._post(base_url, "/generate", request.body(stream=False))
+        status, answer = await self._guarded(base_url, request.rid, timeout_s, post)
         _check(base_url, status, answer)
         return generation_of(base_url, answer)
 
@@ -102,24 +100,32 @@ class Upstream:
             RequestRefused: It says the request is wrong, or took too long.
         """
         reader = PieceReader(base_url, request.sampling.stop or ())
-        url = f"{base_url}/generate"
+        body = request.body(stream=True)
         try:
-            async with (
-                self._guarded(base_url, request.rid, timeout_s),
-                self._http.post(url, data=request.body(stream=True)) as answer,
-            ):
-                if answer.status != 200:
-                    _check(base_url, answer.status, await answer.read())
-                async for data in _events(answer.content):
-                    piece, whole = reader.read(data)
-                    if piece.output_ids or piece.text:
-                        await take(piece)
-                    if whole is not None:
-                        return whole
-            raise UpstreamLost(f"{base_url} ended the stream early")
+            return await self._guarded(
+                base_url, request.rid, timeout_s, self._read_live(base_url, body, reader, take)
+            )
         except UpstreamLost as lost:
             lost.partial = reader.partial()
             raise
+
+    async def _read_live(
+        self,
+        base_url: str,
+        body: bytes,
+        reader: PieceReader,
+        take: Callable[[Piece], Awaitable[None]],
+    ) -> Generation:
+        async with self._server(base_url).post("/generate", body) as answer:
+            if answer.status != 200:
+                _check(base_url, answer.status, await answer.content.read())
+            async for data in _events(answer.content):
+                piece, whole = reader.read(data)
+                if piece.output_ids or piece.text:
+                    await take(piece)
+                if whole is not None:
+                    return whole
+        raise UpstreamLost(f"{base_url} ended the stream early")
 
     async def relay(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
         """The server's whole answer to a request that somebody else made.
@@ -128,17 +134,18 @@ class Upstream:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        async with self._guarded(base_url, rid, timeout_s):
-            status, answer = await self._post(f"{base_url}/generate", body)
+        post = self._post(base_url, "/generate", body)
+        status, answer = await self._guarded(base_url, rid, timeout_s, post)
         _check(base_url, status, answer)
         return answer
 
-    @asynccontextmanager
-    async def _guarded(self, base_url: str, rid: str, timeout_s: float) -> AsyncIterator[None]:
+    async def _guarded(
+        self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
+    ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
         try:
             async with asyncio.timeout(timeout_s):
-                yield
+                return await call
         except aiohttp.ServerTimeoutError as error:  # it does not even accept connections
             raise UpstreamLost(f"{base_url} does not accept: {error}") from error
         except TimeoutError:
@@ -149,12 +156,19 @@ class Upstream:
         except asyncio.CancelledError:
             self.abort(base_url, rid)
             raise
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
 
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        async with self._http.post(url, data=body) as answer:
-            return answer.status, await answer.read()
+    async def _post(self, base_url: str, path: str, body: bytes) -> tuple[int, bytes]:
+        async with self._server(base_url).post(path, body) as answer:
+            return answer.status, await answer.content.read()
+
+    def _server(self, base_url: str) -> Connections:
+        server = self._servers.get(base_url)
+        if server is None:
+            server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            self._servers[base_url] = server
+        return server
 
     def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
@@ -165,15 +179,16 @@ class Upstream:
     async def _send_abort(self, base_url: str, rid: str) -> None:
         try:
             async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self._post(f"{base_url}/abort_request", msgspec.json.encode({"rid": rid}))
-        except (aiohttp.ClientError, OSError) as error:
+                await self._post(base_url, "/abort_request", msgspec.json.encode({"rid": rid}))
+        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
             log.info("abort of %s did not reach %s: %s", rid, base_url, error)
 
     async def close(self) -> None:
         """Send what aborts are still under way and close pooled connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=1.0)
-        await self._http.close()
+        for server in self._servers.values():
+            server.close()
 
 
 def _check(base_url: str, status: int, answer: bytes) -> None:

@@ -83,8 +83,7 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.prompt_tokens + self.output_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(msgspec.Struct, frozen=True):
     """What a request adds to the tree, before it is tokenised and answered."""
 
     parent: Interaction | None
@@ -143,8 +142,7 @@ class _Node:
         return node
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(msgspec.Struct, frozen=True):
     interaction: Interaction
     node: _Node
     ids_json: bytes

@@ -57,14 +57,14 @@ class _Parts(msgspec.Struct):
     model: _Model
 
 
-class WordEncoder(dict[str, list[int]]):
+class WordEncoder(dict[str, tuple[int, ...]]):
     """Ids by word. Made by `of`."""
 
     def __init__(self, tokenizer: Tokenizer, split: re.Pattern[str], added: dict[str, int]) -> None:
         super().__init__()
         self._model = tokenizer.model
         self._find_words = split.findall
-        self._added = {text: [number] for text, number in added.items()}
+        self._added = {text: (number,) for text, number in added.items()}
         longest_first = map(re.escape, sorted(added, key=len, reverse=True))
         self._split_added = re.compile(f"({'|'.join(longest_first) or NOTHING})").split
 
@@ -79,9 +79,9 @@ class WordEncoder(dict[str, list[int]]):
         encoder = cls(tokenizer, pattern, added)
         return encoder if encoder._agrees_with(tokenizer) else None
 
-    def __missing__(self, word: str) -> list[int]:
+    def __missing__(self, word: str) -> tuple[int, ...]:
         spelled = "".join(map(_BYTE_LETTERS.__getitem__, word.encode()))
-        ids = [token.id for token in self._model.tokenize(spelled)]
+        ids = tuple(token.id for token in self._model.tokenize(spelled))
         if len(word) <= LONGEST_WORD:
             if len(self) >= MOST_WORDS:
                 self.clear()

@@ -85,12 +85,16 @@ def _token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
 
 
 def models(model: str, context_tokens: int) -> bytes:
-    """The JSON body of GET /v1/models."""
+    """The JSON body of GET /v1/models: OpenAI's fields and Anthropic's, which share the address."""
     card = {
         "id": model,
         "object": "model",
         "created": 0,
         "owned_by": "areal_hpc",
         "max_model_len": context_tokens,
+        "type": "model",
+        "display_name": model,
+        "created_at": "1970-01-01T00:00:00Z",
     }
-    return msgspec.json.encode({"object": "list", "data": [card]})
+    page = {"first_id": model, "last_id": model, "has_more": False}
+    return msgspec.json.encode({"object": "list", "data": [card], **page})

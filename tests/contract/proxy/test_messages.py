@@ -370,3 +370,10 @@ def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
     assert interaction.finish_reason == "abort"
     assert interaction.reply["content"].startswith(shown)
     assert len(interaction.reply["content"]) < 500
+
+
+def test_the_anthropic_sdk_lists_the_model(stage):
+    _, key = stage.open_session()
+    with sdk(stage, key) as client:
+        (model,) = client.models.list()
+    assert (model.id, model.display_name, model.type) == ("tiny", "tiny", "model")

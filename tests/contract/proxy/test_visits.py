@@ -85,6 +85,7 @@ def test_an_offer_whose_driver_left_is_not_given_away(online: Stage) -> None:
             timeout=0.3,
             trust_env=False,
         )
+    time.sleep(0.3)  # the proxy must have read that the connection has ended
     assert online.post("/rl/start_session", {"task_id": "mine"}).status_code == 429
 
 

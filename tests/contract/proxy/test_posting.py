@@ -1,0 +1,146 @@
+"""Connections to SGLang are kept while they are sound, and only then."""
+
+import asyncio
+import contextlib
+
+import aiohttp
+import pytest
+
+from areal_hpc.proxy.posting import Connections
+
+
+class ScriptedServer:
+    """Answers each request with the next script: the bytes to send, and whether to hang up."""
+
+    def __init__(self, *scripts):
+        self._scripts = iter(scripts)
+        self.heads = []
+        self.bodies = []
+        self.accepted = 0
+        self._serving = []
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.connections = Connections(f"http://127.0.0.1:{port}/sub", "x-mark: 1\r\n", 2.0)
+        return self
+
+    async def __aexit__(self, *error):
+        self.connections.close()
+        self._server.close()
+        await asyncio.wait_for(asyncio.gather(*self._serving), 5)
+
+    async def _serve(self, reader, writer):
+        self.accepted += 1
+        self._serving.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                self.heads.append(head)
+                length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+                self.bodies.append(await reader.readexactly(length))
+                data, hangs_up = next(self._scripts)
+                writer.write(data)
+                await writer.drain()
+                if hangs_up:
+                    break
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def ask(self, body=b"{}"):
+        async with self.connections.post("/generate", body) as answer:
+            return answer.status, await answer.content.read()
+
+
+def answer(body, *, extra=b"", status=b"200 OK"):
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, extra, len(body), body)
+
+
+def test_one_connection_carries_calls_that_come_after_one_another():
+    async def run():
+        scripts = [(answer(b"one"), False), (answer(b"two", status=b"503 Busy"), False)]
+        async with ScriptedServer(*scripts) as server:
+            assert await server.ask(b'{"a":1}') == (200, b"one")
+            assert await server.ask(b"x" * 300_000) == (503, b"two")
+            assert server.accepted == 1
+            assert server.bodies == [b'{"a":1}', b"x" * 300_000]
+            path, host, mark, *_ = server.heads[0].split("\r\n")
+            assert path == "post /sub/generate http/1.1"
+            assert host.startswith("host: 127.0.0.1:")
+            assert mark == "x-mark: 1"
+
+    asyncio.run(run())
+
+
+def test_calls_at_the_same_time_have_a_connection_each():
+    async def run():
+        scripts = [(answer(b"%d" % number), False) for number in range(6)]
+        async with ScriptedServer(*scripts) as server:
+            assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
+            assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
+            assert server.accepted == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (answer(b"one", extra=b"connection: close\r\n"), False),
+        (answer(b"one"), True),
+        (answer(b"one") + answer(b"nobody asked"), False),
+    ],
+)
+def test_a_connection_that_is_not_sound_is_not_used_again(script):
+    async def run():
+        async with ScriptedServer(script, (answer(b"two"), False)) as server:
+            assert await server.ask() == (200, b"one")
+            await asyncio.sleep(0.05)
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_left_half_read_closes_its_connection():
+    async def run():
+        parts = answer(b"x" * 100)[:-50]
+        async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
+            async with server.connections.post("/generate", b"{}") as half:
+                assert await half.content.readany() == b"x" * 50
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_closes_its_connection():
+    async def run():
+        async with ScriptedServer((b"", False), (answer(b"two"), False)) as server:
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await server.ask()
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_a_preliminary_answer_is_not_the_answer():
+    async def run():
+        early = b"HTTP/1.1 103 Early Hints\r\n\r\n"
+        async with ScriptedServer((early + answer(b"one"), False)) as server:
+            assert await server.ask() == (200, b"one")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
+def test_a_server_that_leaves_is_a_client_error(script):
+    async def run():
+        async with ScriptedServer(script) as server:
+            with pytest.raises(aiohttp.ClientError):
+                await server.ask()
+
+    asyncio.run(run())

@@ -1,0 +1,97 @@
+"""An online run, whole: programs elsewhere play its tickets, and it trains on what they did."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+from openai import OpenAI
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.telemetry import read_json_lines
+from examples.quickstart.task import verify
+from tests.integration.launch.small_run import SmallRun, await_none_left
+
+pytestmark = pytest.mark.timeout(400)
+
+PROGRAMS = 8
+STEPS = 2
+GROUPS = 4
+
+
+class Programs:
+    """People who come again and again, each with a session of their own."""
+
+    def __init__(self, run: SmallRun) -> None:
+        self._layout = run.layout
+        self._over = threading.Event()
+        self.rewarded = 0
+        """Sessions that ended with a reward."""
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        """Let them come while the body runs."""
+        with ThreadPoolExecutor(PROGRAMS) as pool:
+            comings = [pool.submit(self._come_and_go) for _ in range(PROGRAMS)]
+            try:
+                yield
+            finally:
+                self._over.set()
+        for coming in comings:
+            coming.result()
+
+    def _come_and_go(self) -> None:
+        while not self._over.is_set():
+            with suppress(httpx.TransportError):  # the proxy comes and goes with the run
+                if self._play():
+                    continue
+            time.sleep(0.2)
+
+    def _play(self) -> bool:
+        """One session, as docs/agents.md tells it; False if no ticket waited."""
+        proxy = rendezvous.find(self._layout.rendezvous_dir, "proxy-cell-0")
+        if proxy is None:
+            return False
+        url, admin = proxy.url, bearer(self._layout.admin_key.read_text().strip())
+        answer = httpx.post(f"{url}/rl/start_session", json={"task_id": "people"}, headers=admin)
+        if answer.status_code == 429:
+            return False
+        opened = answer.raise_for_status().json()
+        task, key = opened["task"], bearer(opened["api_key"])
+        with OpenAI(base_url=f"{url}/v1", api_key=opened["api_key"]) as client:
+            said = client.chat.completions.create(
+                model="default", messages=task["messages"], max_completion_tokens=48
+            )
+        reward = float(verify(said.choices[0].message.content or "", task))
+        for route, body in (("set_reward", {"reward": reward}), ("end_session", {})):
+            httpx.post(f"{url}/rl/{route}", json=body, headers=key).raise_for_status()
+        self.rewarded += 1
+        return True
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
+    run = SmallRun(
+        tmp_path / "runs",
+        *("rollout.workflow=", "rollout.agent.mode=online", "valid_dataset=null"),
+        *(f"trainer.total_steps={STEPS}", "trainer.commit_every_steps=1"),
+    )
+    programs = Programs(run)
+    with programs.at_work():
+        run.finish()
+    await_none_left(run, 5.0)
+    trained = [row for row in read_json_lines(run.layout.metrics) if row["step"] > 0]
+    assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
+    assert all(row["tokens/trained"] > 0 for row in trained)
+    assert programs.rewarded >= STEPS * GROUPS * 4
+    audited = run.audited()
+    assert audited == f"trained_once={STEPS * GROUPS} duplicates=0 lost=0 open=0"
