@@ -24,7 +24,9 @@ GROUP = 4
 def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[dict[str, Any], str]:
     """A program of its own: session, task, conversation, reward. Number 0 leaves without one."""
     while (answer := stage.post("/rl/start_session", {"task_id": "program"})).status_code == 429:
-        assert driver.poll() is None, "the driver finished its ticket before this program had a task"
+        assert driver.poll() is None, (
+            "the driver finished its ticket before this program had a task"
+        )
         time.sleep(0.05)
     assert answer.status_code == 200, answer.text
     opened = answer.json()
