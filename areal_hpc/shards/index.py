@@ -85,10 +85,8 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     named = parse_shard_name(shard.file)
     if named is None:
         raise ValueError(f"{shard.file!r} is not the name of a shard")
-    index_dir.mkdir(parents=True, exist_ok=True)
     path = index_dir / f"{named[0]}.jsonl"
-    is_new = not path.exists()
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    descriptor = open_making_folders(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
         size = os.fstat(descriptor).st_size
         # A crash may have left half a line: end it, or it would swallow this one.
@@ -97,7 +95,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if is_new:
+    if size == 0:
         sync_directory(index_dir)
 
 
@@ -123,21 +121,22 @@ def last_sequence(index_dir: Path, writer: str) -> int:
 
     Reads the end of the index alone: an index grows as long as its run.
     """
-    path = index_dir / f"{writer}.jsonl"
-    if not path.exists():
+    try:
+        stream = (index_dir / f"{writer}.jsonl").open("rb", buffering=0)
+    except FileNotFoundError:
         return -1
-    size_bytes, tail_bytes = path.stat().st_size, _TAIL_BYTES
-    while True:
-        start = max(0, size_bytes - tail_bytes)
-        with path.open("rb") as stream:
+    with stream:
+        size_bytes, tail_bytes = os.fstat(stream.fileno()).st_size, _TAIL_BYTES
+        while True:
+            start = max(0, size_bytes - tail_bytes)
             stream.seek(start)
             tail = stream.read()
-        # Unless it is the file's first, the line that the tail begins in is not whole.
-        lines = _whole_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
-        sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
-        if sequences or start == 0:
-            return max(sequences, default=-1)
-        tail_bytes *= 4
+            # Unless it is the file's first, the line that the tail begins in is not whole.
+            lines = _whole_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
+            sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
+            if sequences or start == 0:
+                return max(sequences, default=-1)
+            tail_bytes *= 4
 
 
 class _Named(msgspec.Struct):
@@ -166,6 +165,18 @@ def locate_tickets(
         for ticket in shard.tickets:
             places.setdefault((ticket.ticket_id, ticket.attempt), (shard.file, ticket))
     return places
+
+
+def open_making_folders(path: Path, flags: int) -> int:
+    """Open a file, and make its folder only if there is none.
+
+    Asking first would cost the metadata server of a shared file system two calls a file.
+    """
+    try:
+        return os.open(path, flags, 0o644)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, flags, 0o644)
 
 
 def sync_directory(path: Path) -> None:

@@ -29,6 +29,7 @@ from areal_hpc.shards.index import (
     group_tickets,
     last_sequence,
     oldest_version,
+    open_making_folders,
     sync_directory,
 )
 from areal_hpc.shards.schema import (
@@ -63,7 +64,6 @@ def seal(
         raise ValueError("a shard holds at least one trajectory, got none")
     pieces = _pieces(trajectories)
     try:
-        shards_dir.mkdir(parents=True, exist_ok=True)
         partial = _claim(shards_dir, index_dir, writer_name)
         try:
             offsets = _lay_out(partial, pieces, writer_name)
@@ -141,7 +141,7 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
         path = shards_dir / shard_name(writer, sequence)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
-            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
+            os.close(open_making_folders(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             continue
         if not path.exists():

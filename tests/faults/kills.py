@@ -55,6 +55,10 @@ POINTS = {
         "a commit is written but not visible",
     ),
 }
+"""The kill matrix strikes every party at each of these."""
+UPDATE = Point(
+    "areal_hpc.weights.swap:GroupSwap.end", "before", "replicas hold new weights half loaded"
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,12 @@ class Kill:
 
     party: str
     point: str
+    """One of `POINTS`, or `update`."""
+
+    @property
+    def where(self) -> Point:
+        """The moment itself."""
+        return UPDATE if self.point == "update" else POINTS[self.point]
 
     @property
     def name(self) -> str:
@@ -72,7 +82,9 @@ class Kill:
 class KilledRun(SmallRun):
     """A small run, without warm-up, whose processes are killed one after another."""
 
-    def __init__(self, root: Path, model: Path, kills: list[Kill], steps: int = 24) -> None:
+    def __init__(
+        self, root: Path, model: Path, kills: list[Kill], steps: int = 24, *overrides: str
+    ) -> None:
         super().__init__(
             root / "runs",
             "warmup=null",
@@ -81,6 +93,7 @@ class KilledRun(SmallRun):
             f"trainer.total_steps={steps}",
             "trainer.commit_every_steps=2",
             "evaluation.every_steps=4",
+            *overrides,
         )
         self.steps = steps
         self.kills = kills
@@ -92,8 +105,8 @@ class KilledRun(SmallRun):
             "faults": [
                 {
                     "name": kill.name,
-                    "point": POINTS[kill.point].function,
-                    "moment": POINTS[kill.point].moment,
+                    "point": kill.where.function,
+                    "moment": kill.where.moment,
                     "victim": PARTIES[kill.party],
                 }
                 for kill in kills

@@ -48,6 +48,10 @@ class SmallRun:
         """Added to the environment of the command."""
         self.process: subprocess.Popen[bytes] | None = None
 
+    def override(self, *overrides: str) -> None:
+        """From the next start on, these hold too."""
+        self._overrides = (*self._overrides, *overrides)
+
     def start(self) -> None:
         """Run the command in a process group of its own, as a shell would."""
         with self._log.open("ab") as log:

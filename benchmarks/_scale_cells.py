@@ -1,0 +1,263 @@
+"""Cells and a trainer without models: the real driver, peers, seals and reads; episodes that sleep.
+
+What a cell says to the ledger is said by `rollout.driver.Driver` itself. Replaced is only what
+would need a model: running a ticket's episodes is a sleep of log-normal length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.layout import RunLayout
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.driver import Driver, Peers
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.schema import shard_name
+from areal_hpc.shards.writer import seal
+from areal_hpc.telemetry import EventLog
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchManifest,
+    BatchReply,
+    BatchRequest,
+    Empty,
+    LedgerStatus,
+    OpenEpochRequest,
+    PublishRequest,
+    SettledTicket,
+    SettleRequest,
+    TicketGrant,
+    TicketRef,
+)
+
+ROW_TOKENS = 64
+LONGEST_OVER_MEDIAN = 8.0
+"""99th percentile of a ticket's time over its median."""
+NINETY_NINTH = 2.326
+"""Of the standard normal distribution."""
+
+
+@dataclass(frozen=True)
+class Tempo:
+    """How fast the cells and the trainer of one measurement are."""
+
+    median_ticket_s: float
+    tickets_at_once: int
+    n_samples: int
+    seal_after_s: float
+    with_shards: bool
+    """Seal real shards, and read them for each batch; else tickets settle without files."""
+
+
+@dataclass
+class Tally:
+    """What happened so far."""
+
+    granted: int = 0
+    settled: int = 0
+    sealed: int = 0
+    steps: int = 0
+    manifest_s: list[float] = field(default_factory=list)
+    """From asking for a batch whose tickets are all there, to having its manifest."""
+    read_s: list[float] = field(default_factory=list)
+    """Opening the batch's shards and reading its rows."""
+
+
+class Storehouse:
+    """What a proxy does with finished tickets: seal by age or when asked, then settle."""
+
+    def __init__(
+        self, cell: str, layout: RunLayout, ledger: Peer, tempo: Tempo, tally: Tally, pool: Executor
+    ) -> None:
+        self._cell = cell
+        self._layout = layout
+        self._ledger = ledger
+        self._tempo = tempo
+        self._tally = tally
+        self._pool = pool
+        self._finished: list[TicketRef] = []
+        self._since_s = 0.0
+        self._sequence = 0
+        self._sealing = asyncio.Lock()
+
+    def finish(self, ref: TicketRef) -> None:
+        """A ticket ended."""
+        if not self._finished:
+            self._since_s = time.monotonic()
+        self._finished.append(ref)
+
+    async def run(self) -> None:
+        """Seal what has waited long enough, until cancelled."""
+        while True:
+            age_s = time.monotonic() - self._since_s if self._finished else 0.0
+            left_s = self._tempo.seal_after_s - age_s
+            if left_s <= 0:
+                await self.seal_now()
+            await asyncio.sleep(max(left_s, 0.05))
+
+    async def seal_now(self) -> None:
+        """Seal and settle what is finished."""
+        async with self._sealing:
+            refs, self._finished = self._finished, []
+            if not refs:
+                return
+            tickets = await self._write(refs)
+            await self._ledger.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
+            self._tally.sealed += 1
+            self._tally.settled += len(tickets)
+
+    async def _write(self, refs: Sequence[TicketRef]) -> list[SettledTicket]:
+        n_samples = self._tempo.n_samples
+        rewards = [float(episode % 2) for episode in range(n_samples)]
+        file = shard_name(self._cell, self._sequence)
+        self._sequence += 1
+        if self._tempo.with_shards:
+            rows = [row for ref in refs for row in trajectories(ref, rewards)]
+            shards_dir, index_dir = self._layout.shards_dir, self._layout.index_dir
+            loop = asyncio.get_running_loop()
+            shard = await loop.run_in_executor(
+                self._pool, seal, rows, shards_dir, index_dir, self._cell
+            )
+            file = shard.file
+        return [
+            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards)
+            for first, ref in zip(range(0, len(refs) * n_samples, n_samples), refs, strict=True)
+        ]
+
+
+def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajectory]:
+    """The rows of a ticket: short ones, since bytes are not what is measured here."""
+    for episode, reward in enumerate(rewards):
+        yield Trajectory(
+            ticket_id=ref.ticket_id,
+            attempt=ref.attempt,
+            episode=episode,
+            row=0,
+            input_ids_T=np.zeros(ROW_TOKENS, np.int32),
+            loss_mask_T=np.ones(ROW_TOKENS, np.uint8),
+            logprobs_T=np.full(ROW_TOKENS, -0.5, np.float32),
+            versions_T=np.full(ROW_TOKENS, 1 << 32, np.int64),
+            reward=reward,
+        )
+
+
+class SleepingCell(Driver):
+    """The driver of a cell whose episodes are sleeps."""
+
+    def __init__(
+        self, number: int, layout: RunLayout, ledger: Peer, stores: Storehouse, tempo: Tempo,
+        tally: Tally,
+    ) -> None:  # fmt: skip
+        n_samples = tempo.n_samples
+        super().__init__(
+            f"cell-{number}",
+            RolloutConfig(n_samples=n_samples),
+            SamplingConfig(),
+            n_samples * tempo.tickets_at_once,
+            agent=None,
+            tasks={"train": TaskSet(Path(), []), "valid": TaskSet(Path(), [])},
+            peers=Peers(ledger=ledger, proxy=ledger),
+            http_client=None,
+            events=EventLog(layout.events, "cells"),
+        )
+        self._stores = stores
+        self._tempo = tempo
+        self._tally = tally
+        self._generator = np.random.default_rng(number)
+
+    async def _generate(self, grant: TicketGrant) -> None:
+        self._tally.granted += 1
+        self._board.begin(grant)
+        sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
+        await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
+        for _ in range(grant.n_samples):
+            self._board.end_episode(grant.ref)
+        self._stores.finish(grant.ref)
+
+    async def _seal_now(self) -> None:
+        await self._stores.seal_now()
+        self._news.set()
+
+
+async def run_cells(
+    count: int, layout: RunLayout, tempo: Tempo, tally: Tally, pool: Executor
+) -> None:
+    """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
+    peers: list[Peer] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            for number in range(count):
+                ledger, other = to_ledger(layout), to_ledger(layout)
+                peers += ledger, other
+                stores = Storehouse(f"cell-{number}", layout, other, tempo, tally, pool)
+                cell = SleepingCell(number, layout, ledger, stores, tempo, tally)
+                group.create_task(stores.run())
+                group.create_task(cell.run())
+                await asyncio.sleep(0.001)  # jobs do not start in the same moment
+    finally:
+        for peer in peers:
+            await peer.close()
+
+
+def to_ledger(layout: RunLayout) -> Peer:
+    """A connection of its own."""
+    return Peer(layout.rendezvous_dir, "ledger", ensure_admin_key(layout.admin_key))
+
+
+async def run_trainer(layout: RunLayout, batch_size: int, tempo: Tempo, tally: Tally) -> None:
+    """Ask for batch after batch, and say at once that it was trained, until cancelled."""
+    ledger = to_ledger(layout)
+    try:
+        await _train(layout, ledger, batch_size, tempo, tally)
+    finally:
+        await ledger.close()
+
+
+async def _train(
+    layout: RunLayout, ledger: Peer, batch_size: int, tempo: Tempo, tally: Tally
+) -> None:
+    await ledger.call("/open_epoch", OpenEpochRequest(1, 0), Acknowledged)
+    while True:
+        step = tally.steps + 1
+        manifest, manifest_s = await _batch(ledger, step, batch_size)
+        if manifest_s is not None:
+            tally.manifest_s.append(manifest_s)
+        if tempo.with_shards:
+            began = time.monotonic()
+            await asyncio.to_thread(read_rows, manifest, layout.shards_dir)
+            tally.read_s.append(time.monotonic() - began)
+        await ledger.call("/publish", PublishRequest(1, step), Acknowledged)
+        tally.steps = step
+
+
+async def _batch(ledger: Peer, step: int, batch_size: int) -> tuple[BatchManifest, float | None]:
+    """A batch; the time that took, if its tickets were all there when it was asked for."""
+    while True:
+        status = await ledger.call("/status", Empty(), LedgerStatus)
+        began = time.monotonic()
+        reply = await ledger.call("/batch", BatchRequest(1, step, 2.0), BatchReply)
+        if reply.manifest is not None:
+            was_there = status.settled >= batch_size
+            return reply.manifest, time.monotonic() - began if was_there else None
+
+
+def read_rows(manifest: BatchManifest, shards_dir: Path) -> int:
+    """Read all of a batch as one trainer rank does; how many rows."""
+    rows_of: dict[str, list[int]] = {}
+    for ticket in manifest.tickets:
+        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
+    return sum(
+        len(ShardReader(shards_dir / file).read_rows(rows, with_meta=False))
+        for file, rows in rows_of.items()
+    )

@@ -1,0 +1,149 @@
+"""One measurement of `benchmarks.scale`, in a process of its own: `_scale_run SETTINGS RUN_DIR`.
+
+Starts the real ledger as a process, the cells and the trainer as tasks of this one, lets them
+run in, and prints what happened in the seconds after that as one JSON object.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import os
+import resource
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.layout import RunLayout
+from benchmarks._scale_cells import Tally, Tempo, run_cells, run_trainer
+
+ENOUGH_STEPS = 10**6
+START_TIMEOUT_S = 60.0
+SEALERS = 4
+BOUND = 4
+"""`max_head_offpolicyness`."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured."""
+
+    nodes: int
+    batch_size: int
+    run_in_s: float
+    measured_s: float
+    tempo: Tempo
+
+
+@contextlib.contextmanager
+def running_ledger(layout: RunLayout, settings: Settings) -> Iterator[int]:
+    """The real ledger of a run directory, as its job starts it; its process id."""
+    config = {
+        "run_dir": str(layout.root),
+        "batch_size": settings.batch_size,
+        "n_samples": settings.tempo.n_samples,
+        "max_head_offpolicyness": BOUND,
+        "max_concurrent_rollouts": settings.nodes
+        * settings.tempo.tickets_at_once
+        * settings.tempo.n_samples,
+        "seed": 1,
+        "n_train_tasks": 100_000,
+        "n_valid_tasks": 0,
+        "total_steps": ENOUGH_STEPS,
+    }
+    file = layout.root / "ledger.json"
+    file.write_text(json.dumps(config))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_hpc.cluster.entry", "areal_hpc.ledger.job:run", str(file)],
+        env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+    )
+    try:
+        rendezvous.await_endpoint(
+            layout.rendezvous_dir,
+            "ledger",
+            START_TIMEOUT_S,
+            is_cancelled=lambda: process.poll() is not None,
+        )
+        yield process.pid
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def cpu_s(pid: int) -> float:
+    """Time on a core so far, all threads; the kernel's other clocks tick in hundredths."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+
+
+async def measure(layout: RunLayout, settings: Settings) -> dict[str, Any]:
+    """Let everything run; what happened after the run-in."""
+    tally, ourselves = Tally(), os.getpid()
+    with running_ledger(layout, settings) as ledger, ThreadPoolExecutor(SEALERS) as pool:
+        cells = asyncio.create_task(run_cells(settings.nodes, layout, settings.tempo, tally, pool))
+        trainer = asyncio.create_task(
+            run_trainer(layout, settings.batch_size, settings.tempo, tally)
+        )
+        both = (cells, trainer)
+        await asyncio.wait(both, timeout=settings.run_in_s, return_when=asyncio.FIRST_COMPLETED)
+        before, began = copy.deepcopy(tally), time.time()
+        used = {"ledger": cpu_s(ledger), "cells": cpu_s(ourselves)}
+        await asyncio.wait(both, timeout=settings.measured_s, return_when=asyncio.FIRST_COMPLETED)
+        ended, wall_s = time.time(), time.time() - began
+        used = {
+            "ledger": cpu_s(ledger) - used["ledger"],
+            "cells": cpu_s(ourselves) - used["cells"],
+        }
+        seen = {name: getattr(tally, name) - getattr(before, name) for name in COUNTS}
+        for task in both:
+            if task.done():
+                task.result()
+            task.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+    return {
+        "began": began,
+        "ended": ended,
+        "wall_s": wall_s,
+        "ledger_cpu_s": used["ledger"],
+        "cells_cpu_s": used["cells"],
+        "manifest_ms": 1e3 * median(tally.manifest_s[len(before.manifest_s) :]),
+        "read_ms": 1e3 * median(tally.read_s[len(before.read_s) :]),
+        **seen,
+    }
+
+
+COUNTS = ("granted", "settled", "sealed", "steps")
+
+
+def median(values: Sequence[float]) -> float:
+    """0 when there is none."""
+    return statistics.median(values) if values else 0.0
+
+
+def main() -> None:
+    """Measure what the arguments say."""
+    given = json.loads(sys.argv[1])
+    settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
+    layout = RunLayout(Path(sys.argv[2]))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
+    take_next_epoch(layout.epochs_dir)
+    print(json.dumps(uvloop.run(measure(layout, settings))))
+
+
+if __name__ == "__main__":
+    main()

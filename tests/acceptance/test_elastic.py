@@ -1,0 +1,137 @@
+"""Replicas leave and come back while a run trains: 3, 2, 1, none, 3. Its trainer never restarts.
+
+A cell leaves as one does that is preempted: its processes are killed, and nothing of it comes
+back until its supervisor, which is stopped meanwhile, may go on. Writes
+`benchmarks/results/elastic.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_hpc.telemetry import read_json_lines
+from tests.faults.kills import KilledRun, warmed_up_model
+from tests.integration.launch.small_run import REPOSITORY, await_none_left
+
+pytestmark = pytest.mark.timeout(1800)
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "elastic.json"
+CELLS = 3
+STEPS = 400
+STEPS_BETWEEN = 5
+MOST_MEMBERSHIP_S = 5.0
+NOTICED_S = 60.0
+START_TIMEOUT_S = 300.0
+
+
+class ElasticRun(KilledRun):
+    """A run of three cells that can be sent away and called back."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        super().__init__(
+            root,
+            model,
+            [],
+            STEPS,
+            f"inference.cells={CELLS}",
+            "evaluation.every_steps=0",
+            "rollout.workflow=tests.faults.slow_agent.SlowAgent",
+            "rollout.workflow_kwargs.mean_pause_s=1.0",
+            "rollout.max_head_offpolicyness=1",
+        )
+        self._away: dict[int, psutil.Process] = {}
+
+    def send_away(self, cell: int) -> None:
+        """Kill all of a cell, and keep its supervisor from starting it anew."""
+        folder = str(self.layout.jobs_dir / f"cell-{cell}")
+        supervisor = next(
+            process
+            for process in psutil.process_iter()
+            if any(folder in word for word in _command(process))
+            and "submitit" in str(_command(process))
+        )
+        supervisor.suspend()
+        for child in supervisor.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        self._away[cell] = supervisor
+
+    def call_back(self) -> None:
+        """Let every cell that was sent away start again."""
+        for supervisor in self._away.values():
+            supervisor.send_signal(signal.SIGCONT)
+        self._away.clear()
+
+    def published(self) -> list[dict[str, Any]]:
+        """Every publication so far."""
+        return [one for one in read_json_lines(self.layout.events) if one["event"] == "published"]
+
+    def step(self) -> int:
+        """The newest step."""
+        rows = read_json_lines(self.layout.metrics)
+        return int(rows[-1]["step"]) if rows else -1
+
+    def await_replicas(self, count: int, timeout_s: float) -> None:
+        """Wait until `STEPS_BETWEEN` steps in a row were published to so many replicas."""
+        self.await_true(
+            lambda: (
+                [one["replicas"] for one in self.published()[-STEPS_BETWEEN:]]
+                == [count] * STEPS_BETWEEN
+            ),
+            timeout_s,
+        )
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return []
+
+
+def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
+    run = ElasticRun(tmp_path, warmed_up_model(tmp_path / "model"))
+    seen: list[dict[str, Any]] = []
+    run.start()
+    run.await_replicas(CELLS, START_TIMEOUT_S)
+    for left in (2, 1):
+        began, known = time.time(), len(run.published())
+        run.send_away(left)
+        run.await_replicas(left, NOTICED_S)
+        seen.append(change(run, f"{left + 1} -> {left}", began, known))
+    began, known = time.time(), len(run.published())
+    run.send_away(0)
+    time.sleep(20.0)
+    paused_at = run.step()
+    time.sleep(10.0)
+    assert run.step() == paused_at, "nothing can be trained on without a replica"
+    run.call_back()
+    run.await_replicas(CELLS, START_TIMEOUT_S)
+    seen.append(change(run, "1 -> 0 -> 3", began, known))
+    run.press_ctrl_c()
+    await_none_left(run, 20.0)
+    events = read_json_lines(run.layout.events)
+    died = [one["process"] for one in events if one["event"] == "process_died"]
+    assert not [process for process in died if "trainer" in process], died
+    RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
+    assert max(one["longest_update_s"] for one in seen) <= MOST_MEMBERSHIP_S, seen
+
+
+def change(run: ElasticRun, name: str, began: float, known: int) -> dict[str, Any]:
+    """What publications say of one change of membership."""
+    publications = run.published()[known:]
+    return {
+        "change": name,
+        "seconds": round(time.time() - began, 1),
+        "longest_update_s": max(one["seconds"] for one in publications),
+        "failed_updates": sum(bool(one["failed"]) for one in publications),
+        "publications": len(publications),
+    }

@@ -1,0 +1,191 @@
+"""Fifteen minutes of kill -9: a random process every 45 to 60 seconds, and three named points.
+
+Writes `benchmarks/results/soak.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_hpc.telemetry import read_json_lines
+from tests.faults.kills import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
+from tests.integration.launch.small_run import REPOSITORY, await_none_left
+
+pytestmark = pytest.mark.timeout(3600)
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "soak.json"
+SOAK_S = 900.0
+PAUSE_S = (45.0, 60.0)
+POINTS = (Kill("trainer", "commit"), Kill("proxy", "seal"), Kill("trainer", "update"))
+MORE_STEPS = 4
+"""Taken after the last kill."""
+SETTLED_S = 60.0
+"""A process younger than this still grows by itself."""
+MOST_GROWTH = 1.15
+
+
+class Soak(KilledRun):
+    """A run without an end in sight, and the process that is killed next."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        super().__init__(
+            root,
+            model,
+            [*POINTS],
+            10_000,
+            "rollout.workflow=tests.faults.slow_agent.SlowAgent",
+            "rollout.workflow_kwargs.mean_pause_s=4.0",
+            "rollout.max_head_offpolicyness=2",
+            "inference.cells=2",
+            "evaluation.every_steps=0",
+            "inference.max_restarts=100",
+        )
+        self.killed: Counter[str] = Counter()
+        self.launches = 0
+        self.resident_mb: dict[str, list[float]] = defaultdict(list)
+        """By role, as time went by."""
+
+    def launch(self) -> None:
+        """Give the command."""
+        self.start()
+        self.launches += 1
+
+    def members(self) -> dict[psutil.Process, str]:
+        """Live processes of the run and their roles."""
+        found = {}
+        for process in psutil.process_iter():
+            try:
+                if process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                text = " ".join([*process.cmdline(), *process.environ().values()])
+                if str(self.layout.root) in text or str(self.fileroot) in text:
+                    found[process] = role_of(process.cmdline())
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return {process: role for process, role in found.items() if role}
+
+    def kill_one(self, chance: random.Random) -> None:
+        """A role first, so that roles of many processes are not killed more often."""
+        members = self.members()
+        if not members:
+            return
+        role = chance.choice(sorted(set(members.values())))
+        victim = chance.choice([process for process, its in members.items() if its == role])
+        victim.kill()
+        self.killed[role] += 1
+
+    def weigh(self) -> None:
+        """Note how much memory settled processes hold."""
+        for process, role in self.members().items():
+            try:
+                if time.time() - process.create_time() > SETTLED_S:
+                    self.resident_mb[role].append(process.memory_info().rss / 1e6)
+            except psutil.NoSuchProcess:
+                continue
+
+    def soak(self, seconds: float, chance: random.Random) -> None:
+        """Kill for so long; give the command again whenever it gives up."""
+        self.launch()
+        self.await_true(lambda: bool(read_json_lines(self.layout.metrics)), timeout_s=300.0)
+        ends_at = time.monotonic() + seconds
+        strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
+        while time.monotonic() < ends_at:
+            assert self.process is not None
+            if self.process.poll() is not None:
+                assert self.process.returncode != 0, self.said()
+                self.launch()
+            if time.monotonic() >= strikes_at:
+                self.kill_one(chance)
+                strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
+            self.weigh()
+            time.sleep(2.0)
+
+    def wind_up(self) -> int:
+        """Ask for a few more steps and let the run complete; how many it has."""
+        assert self.process is not None
+        if self.process.poll() is None:
+            self.press_ctrl_c()
+        self.steps = read_json_lines(self.layout.metrics)[-1]["step"] + MORE_STEPS
+        self.override(f"trainer.total_steps={self.steps}")
+        self.launch()
+        assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
+        return self.steps
+
+    def growth(self) -> dict[str, float]:
+        """By role, the median memory of the second half of the time over that of the first."""
+        return {
+            role: statistics.median(seen[len(seen) // 2 :])
+            / statistics.median(seen[: len(seen) // 2])
+            for role, seen in self.resident_mb.items()
+            if len(seen) >= 40
+        }
+
+
+def role_of(command: list[str]) -> str:
+    """What a process is; empty if it is none of the run's own kinds."""
+    text = " ".join(command)
+    for part in ("trainer.job", "ledger.job", "proxy.job", "rollout.job", "inference.job"):
+        if part in text:
+            return part.removesuffix(".job")
+    for part, role in (
+        ("sglang::scheduler", "scheduler"),
+        ("sglang::detokenizer", "detokenizer"),
+        ("cpu_engine", "server"),
+        ("commits.writer", "writer"),
+        ("cluster.supervisor", "supervisor"),
+        ("submitit", "supervisor"),
+        ("areal_hpc run", "launcher"),
+    ):
+        if part in text:
+            return role
+    return ""
+
+
+def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
+    run = Soak(tmp_path, warmed_up_model(tmp_path / "model"))
+    chance = random.Random(20261121)
+    began = time.monotonic()
+    run.soak(SOAK_S, chance)
+    steps = run.wind_up()
+    verdict = run.audited()
+    assert run.struck().keys() == {kill.name for kill in POINTS}, run.said()
+    assert verdict == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
+    verified = subprocess.run(
+        [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+    )
+    assert verified.returncode == 0, verified.stdout
+    await_none_left(run, 20.0)
+    growth = run.growth()
+    write(run, verdict, steps, time.monotonic() - began, growth)
+    assert max(growth.values()) <= MOST_GROWTH, growth
+
+
+def write(run: Soak, verdict: str, steps: int, seconds: float, growth: dict[str, float]) -> None:
+    """Keep what was seen."""
+    seen: dict[str, Any] = {
+        "seconds": round(seconds),
+        "steps": steps,
+        "launches": run.launches,
+        "killed": dict(sorted(run.killed.items())),
+        "killed_at_points": sorted(run.struck()),
+        "audit": verdict,
+        "resident_mb": {
+            role: round(statistics.median(held)) for role, held in sorted(run.resident_mb.items())
+        },
+        "growth": {role: round(value, 3) for role, value in sorted(growth.items())},
+    }
+    RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
