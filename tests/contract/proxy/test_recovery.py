@@ -244,7 +244,7 @@ def test_evaluation_sessions_are_not_journaled(own_stage):
 
 def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
     stage = own_stage
-    first, key = stage.open_session(REF)
+    _, key = stage.open_session(REF)
     other, _ = stage.open_session(TicketRef(8, 0))
 
     def status(*ids):
@@ -269,7 +269,7 @@ def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
 
 def test_a_filtered_ticket_is_forgotten_and_never_sealed(own_stage):
     stage = own_stage
-    first, key = stage.open_session(REF)
+    _, key = stage.open_session(REF)
     stage.ask(key, "hi")
     other, other_key = stage.open_session(TicketRef(8, 0))
     stage.ask(other_key, "hi")
