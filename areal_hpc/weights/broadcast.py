@@ -19,6 +19,9 @@ from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.weights.transport import Expected, Order, Transport, longest_load_s
 from areal_hpc.weights.version import WeightVersion
 
+_SERIAL = itertools.count()
+"""Part of group names: torch takes none twice in the life of a process."""
+
 
 class Broadcast(Transport[GroupSwap]):
     """Keeps the groups of replicas that are well from one update to the next.
@@ -38,7 +41,6 @@ class Broadcast(Transport[GroupSwap]):
         self._replica_device = "cuda" if backend == "nccl" else "cpu"
         self._swaps: dict[tuple[ReplicaKey, ...], GroupSwap] = {}
         self._suspects: set[tuple[str, int]] = set()
-        self._serial = itertools.count()
 
     def _carry(self, update: Attempt[GroupSwap], order: Order, timer: PhaseTimer) -> Expected:
         expected = Expected(order.tp_sizes, self._replica_device)
@@ -78,7 +80,7 @@ class Broadcast(Transport[GroupSwap]):
     def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> GroupSwap:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
         group = UpdateGroup(
-            f"epoch{version.epoch}/{members}/{next(self._serial)}",
+            f"epoch{version.epoch}/{members}/{next(_SERIAL)}",
             advertised_host(),
             1 + sum(key.tp for key in keys),
             self._backend,
