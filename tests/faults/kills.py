@@ -41,7 +41,9 @@ POINTS = {
         "areal_hpc.proxy.upstream:Upstream._post", "during", "while SGLang generates a reply"
     ),
     "journal": Point(
-        "areal_hpc.shards.journal:write_whole", "torn", "half of a journal record is written"
+        "areal_hpc.shards.journal:JournalWriter.append",
+        "torn",
+        "half of a journal record is written",
     ),
     "seal": Point(
         "areal_hpc.shards.writer:append_to_index", "before", "a shard is whole but not indexed"

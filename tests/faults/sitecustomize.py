@@ -3,9 +3,9 @@
 `AREAL_HPC_FAULTS` names a JSON file: `{"run_dir": ..., "rest_s": ..., "faults": [{"name": ...,
 "point": "package.module:function", "moment": ..., "victim": ...}, ...]}`. Faults strike in order,
 each once in the life of the run: a file beside the JSON file with the fault's name says when, and
-which process was killed. Moments: `before` the call; `torn`, after the call has written half of
-its buffers; `during`, a moment into it. A fault waits for its victim to live, and for `rest_s`
-after the one before it.
+which process was killed. Moments: `before` the call; `torn`, when half of the record that the call
+appends is written; `during`, a moment into it. A fault waits for its victim to live, and for
+`rest_s` after the one before it.
 """
 
 from __future__ import annotations
@@ -87,6 +87,17 @@ class Fault:
             os.kill(pid, signal.SIGKILL)
 
 
+def tear(fault: Fault, journal: Any, kind: int, payload: bytes) -> None:
+    """Strike when half of a record is in the journal; who survives that finds it whole again."""
+    from areal_hpc.shards.journal import encode_header
+
+    record = encode_header(kind, payload) + payload
+    with journal._appending:
+        os.write(journal._descriptor, record[: len(record) // 2])
+        fault.strike()
+        os.ftruncate(journal._descriptor, journal.bytes_written)
+
+
 def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -94,12 +105,7 @@ def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
             if fault.moment == "during":
                 threading.Timer(DURING_S, fault.strike).start()
             elif fault.moment == "torn":
-                descriptor, buffers = args[0], list(args[1])
-                whole = b"".join(bytes(buffer) for buffer in buffers)
-                os.write(descriptor, whole[: len(whole) // 2])
-                fault.strike()
-                os.ftruncate(descriptor, os.fstat(descriptor).st_size - len(whole) // 2)
-                return function(descriptor, buffers, *args[2:], **kwargs)
+                tear(fault, *args, **kwargs)
             else:
                 fault.strike()
         return function(*args, **kwargs)

@@ -25,6 +25,7 @@ from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from tests.integration.commands import command_of, is_scheduler
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""
@@ -160,17 +161,13 @@ class Cell:
         """The first process of one server that is up."""
         port = self.replica(index).url.rpartition(":")[2]
         (engine,) = [
-            child for child in psutil.Process(self.job.pid).children() if port in child.cmdline()
+            child for child in psutil.Process(self.job.pid).children() if port in command_of(child)
         ]
         return engine
 
     def scheduler(self, index: int = 0) -> psutil.Process:
         """The process of one server that runs the model."""
-        (scheduler,) = [
-            child
-            for child in self.engine(index).children()
-            if child.cmdline()[0].startswith("sglang::scheduler")
-        ]
+        (scheduler,) = filter(is_scheduler, self.engine(index).children())
         return scheduler
 
     def engine_processes(self) -> list[psutil.Process]:
@@ -178,7 +175,7 @@ class Cell:
         engines = [
             child
             for child in psutil.Process(self.job.pid).children()
-            if "areal_hpc.inference.cpu_engine" in child.cmdline()
+            if "areal_hpc.inference.cpu_engine" in command_of(child)
         ]
         return [*engines, *(child for engine in engines for child in engine.children(True))]
 

@@ -7,6 +7,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.integration.commands import is_scheduler
 from tests.integration.inference.cell import Cell, alive, running_cell, tiny_qwen3
 
 pytestmark = pytest.mark.timeout(240)
@@ -92,7 +93,7 @@ def test_a_change_of_weights_whose_sender_vanished_ends_in_a_restart(cell: Cell)
 
 def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell) -> None:
     before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
-    (scheduler,) = [one for one in cell.engine_processes() if "scheduler" in one.cmdline()[0]]
+    (scheduler,) = filter(is_scheduler, cell.engine_processes())
     scheduler.suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
     cell.await_replica(lambda view: view.state == "ready")

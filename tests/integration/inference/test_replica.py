@@ -16,6 +16,7 @@ from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
+from tests.integration.commands import is_scheduler
 
 SERVER = """
 import http.server, subprocess, sys, time
@@ -91,11 +92,7 @@ def is_ready(view: ReplicaView) -> bool:
 
 
 def schedulers() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(True)
-        if child.cmdline()[:1] == ["sglang::scheduler"]
-    ]
+    return [*filter(is_scheduler, psutil.Process().children(True))]
 
 
 def caller(replica: Replica, *, epoch: int = 1, deadline_s: float = 30) -> Caller:

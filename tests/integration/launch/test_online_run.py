@@ -82,7 +82,7 @@ def bearer(key: str) -> dict[str, str]:
 def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
     run = SmallRun(
         tmp_path / "runs",
-        *("rollout.workflow=", "rollout.agent.mode=online", "valid_dataset=null"),
+        *("rollout.workflow=''", "rollout.agent.mode=online", "valid_dataset=null"),
         *(f"trainer.total_steps={STEPS}", "trainer.commit_every_steps=1"),
     )
     programs = Programs(run)

@@ -12,13 +12,14 @@ import psutil
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.parsers import close_parsers
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+from tests.integration.commands import command_of
 from tests.integration.proxy.test_tool_calls import ADD, CALL, QUESTION
 from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 
 
 def parser_processes() -> int:
     children = psutil.Process().children(recursive=True)
-    return sum("areal_hpc.inference.reply_parsers" in child.cmdline() for child in children)
+    return sum("areal_hpc.inference.reply_parsers" in command_of(child) for child in children)
 
 
 def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
