@@ -244,7 +244,7 @@ def test_evaluation_sessions_are_not_journaled(own_stage):
 
 def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
     stage = own_stage
-    _, key = stage.open_session(REF)
+    first, key = stage.open_session(REF)
     other, _ = stage.open_session(TicketRef(8, 0))
 
     def status(*ids):
