@@ -19,14 +19,28 @@ from areal_hpc.trainer.model.architecture import misfits, parse_architecture
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
-LONGEST_AGENT_LOAD_S = 120
-"""An agent that takes longer to import and build would also hold up every driver."""
+LONGEST_LOAD_S = 120
+"""User code that takes longer to import and build would also hold up every driver."""
+
+_LOAD_CURRICULUM = """
+import json, sys
+from areal_hpc.errors import ArealError
+from areal_hpc.user_function import load_function
+request = json.load(sys.stdin)
+sys.path[:0] = request["sys_path"]
+try:
+    load_function(request["curriculum"], "rollout.curriculum")
+except ArealError as error:
+    problem = error.problems[0]
+    print(json.dumps([problem.message, problem.key, problem.hint]))
+    sys.exit(error.exit_code)
+"""
 
 _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.rollout.acceptance import load_should_accept
 from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
+from areal_hpc.user_function import load_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
@@ -34,7 +48,7 @@ try:
     if request["workflow"]:
         load_agent(request["workflow"], request["kwargs"], extra_kwargs)
     if request["should_accept"]:
-        load_should_accept(request["should_accept"])
+        load_function(request["should_accept"], "rollout.should_accept")
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
@@ -59,6 +73,8 @@ def inspect_inputs(
         problems += _dataset(recipe.warmup.dataset, "warmup.dataset")
     if Path(pythons["agents"]).exists():
         problems += _agent(recipe, pythons["agents"], sys_path)
+    if Path(pythons["train"]).exists():
+        problems += _curriculum(recipe, pythons["train"], sys_path)
     return problems
 
 
@@ -160,21 +176,32 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
         "sys_path": sys_path,
         "mode": recipe.rollout.agent.mode,
     }
+    yield from _loads(python, _LOAD_AGENT, request, "rollout.workflow", "the agent")
+
+
+def _curriculum(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
+    """Import the user's function in the ledger's environment."""
+    if recipe.rollout.curriculum:
+        request = {"curriculum": recipe.rollout.curriculum, "sys_path": sys_path}
+        yield from _loads(python, _LOAD_CURRICULUM, request, "rollout.curriculum", "the curriculum")
+
+
+def _loads(
+    python: str, program: str, request: Mapping[str, object], key: str, what: str
+) -> Iterator[Problem]:
+    """Run a program that imports the user's code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(
-            [python, "-c", _LOAD_AGENT],
+            [python, "-c", program],
             input=json.dumps(request),
             capture_output=True,
             text=True,
-            timeout=LONGEST_AGENT_LOAD_S,
+            timeout=LONGEST_LOAD_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        yield Problem(
-            f"the agent {recipe.rollout.workflow} was not built within {LONGEST_AGENT_LOAD_S} s",
-            "rollout.workflow",
-            "move slow work from the constructor into run()",
-        )
+        message = f"{what} was not ready within {LONGEST_LOAD_S} s"
+        yield Problem(message, key, "move slow work out of imports and constructors")
         return
     if answer.returncode == 0:
         return
@@ -182,6 +209,5 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
         message, key, hint = json.loads(answer.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        message = f"the agent {recipe.rollout.workflow} cannot be built: {last}"
-        key, hint = "rollout.workflow", ""
+        message, hint = f"{what} cannot be loaded: {last}", ""
     yield Problem(message, key, hint)

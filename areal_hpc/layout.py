@@ -95,6 +95,11 @@ class RunLayout:
         return self.root / "drops.jsonl"
 
     @property
+    def curriculum(self) -> Path:
+        """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
+        return self.root / "curriculum.jsonl"
+
+    @property
     def ledger_state(self) -> Path:
         """The ledger's incarnation, newest epoch and published step."""
         return self.root / "ledger.json"

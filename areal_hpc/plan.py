@@ -131,6 +131,8 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         ],
         "n_valid_tasks": facts.valid_tasks,
         "total_steps": recipe.trainer.total_steps,
+        "curriculum": recipe.rollout.curriculum,
+        "sys_path": list(facts.sys_path) if recipe.rollout.curriculum else [],
     }
     return JobSpec(
         "trainer",

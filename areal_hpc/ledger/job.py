@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,14 @@ from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
+from areal_hpc.ledger import manifests
 from areal_hpc.ledger.app import LedgerApp
+from areal_hpc.ledger.curriculum import KEY, Curriculum
+from areal_hpc.ledger.drops import read_drops
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.user_function import load_function
 from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
@@ -61,6 +66,10 @@ class LedgerJobConfig(StageConfig):
     """Batches of the run."""
     cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
     """A cell silent for longer has lost its tickets."""
+    curriculum: str = ""
+    """`package.module:function` that weighs the tasks; empty: each has its turn."""
+    sys_path: tuple[str, ...] = ()
+    """Folders from which it is imported."""
 
     @property
     def policy(self) -> TicketPolicy:
@@ -89,6 +98,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     Raises:
         ClusterError: The run directory cannot be written, or its manifests have a gap.
         ShardError: A file of the ledger is damaged.
+        RecipeError: The curriculum cannot be imported.
     """
     layout = RunLayout(config.run_dir)
     try:
@@ -99,6 +109,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
                 config.task_sources or (TaskSource(config.n_train_tasks),),
                 config.n_samples,
                 config.seed,
+                curriculum_of(config, layout) if config.curriculum else None,
             ),
             n_valid_tasks=config.n_valid_tasks,
             clock=time.monotonic,
@@ -140,6 +151,27 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     app.close()
     server.should_exit = True
     await serving
+
+
+def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:
+    """The user's curriculum, told of every group that is over.
+
+    Raises:
+        RecipeError: The function cannot be imported.
+    """
+    sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
+    curriculum = Curriculum(
+        layout.curriculum,
+        load_function(config.curriculum, KEY),
+        n_tasks=config.n_train_tasks,
+        batch_size=config.batch_size,
+        seed=config.seed,
+    )
+    for ticket in manifests.read_settled(layout):
+        curriculum.note(ticket.ref.ticket_id, ticket.rewards)
+    for drop in read_drops(layout):
+        curriculum.note(drop.ref.ticket_id, drop.rewards)
+    return curriculum
 
 
 class _Server(uvicorn.Server):

@@ -90,7 +90,6 @@ class LedgerService:
         self._clock = clock
         before = manifests.read_state(layout)
         self._state = msgspec.structs.replace(before, incarnation=before.incarnation + 1)
-        is_restart = before.incarnation > 0
         self._listens_until_s = clock() + policy.report_within_s
         self._tickets = Tickets.rebuilt(
             policy,
@@ -100,7 +99,7 @@ class LedgerService:
             dropped=read_drops(layout),
             settled=manifests.read_settled(layout),
             # A new trainer may resume from before the version of the last ledger.
-            grants_from_s=float("inf") if is_restart else clock(),
+            grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_state(layout, self._state)
         self._evaluations: dict[int, Evaluation] = {}
@@ -121,8 +120,7 @@ class LedgerService:
     async def lease(self, request: LeaseRequest, patience: Patience) -> LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         self._hear(request)
-        wait_s = min(request.wait_s, self._policy.report_within_s)
-        until_s = self._clock() + wait_s
+        until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
         while not self._stopped:
             grants = self._grant(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
@@ -135,6 +133,7 @@ class LedgerService:
         for ticket in request.tickets:
             refuse_unfit(ticket)
         for ticket in request.tickets:
+            self._stream.note(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
                 log.info("%s settled %s, which is %s", request.cell, ticket.ref, state)
@@ -149,6 +148,7 @@ class LedgerService:
                 evaluation.fail(ref, request.reason)
         else:
             drop = Drop.asked(request)
+            self._stream.note(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
             if self._tickets.state_of(ref.ticket_id) in ("dropped", "filtered"):
@@ -196,7 +196,7 @@ class LedgerService:
         while True:
             self._check_epoch(request.epoch)
             manifest = self._manifest_of(request)
-            trouble = "" if manifest else self._tickets.setbacks.trouble()
+            trouble = "" if manifest else self._stream.trouble or self._tickets.setbacks.trouble()
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -268,7 +268,7 @@ class LedgerService:
             refs = evaluation.lease(request.cell, request.capacity, now_s)
         groups = (request.capacity - len(refs)) // self._stream.n_samples
         refs += self._tickets.lease(request.cell, groups, now_s)
-        return [self._stream.grant(ref) for ref in refs]
+        return self._stream.grants(refs)
 
     def _is_sealing_urgent(self) -> bool:
         """True when nothing but a seal stands between the trainer and its batch."""

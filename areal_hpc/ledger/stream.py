@@ -1,12 +1,16 @@
-"""The endless stream of tasks: which task and seed a ticket stands for. Pure functions."""
+"""The endless stream of tasks: which task and seed a ticket stands for."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from areal_hpc.errors import AgentError
+from areal_hpc.ledger.curriculum import Curriculum
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 _SEED_MASK = 2**31 - 1
@@ -98,14 +102,42 @@ class TaskStream:
     n_samples: int
     """Episodes of one training ticket."""
     seed: int
+    curriculum: Curriculum | None = None
+    """Chooses the tasks in place of the passes."""
+
+    def grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
+        """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
+        grants: list[TicketGrant] = []
+        with contextlib.suppress(AgentError):
+            for ref in refs:
+                grants.append(self.grant(ref))
+        return grants
 
     def grant(self, ref: TicketRef) -> TicketGrant:
-        """What to run for `ref`. An evaluation ticket is one episode with a fixed seed."""
+        """What to run for `ref`. An evaluation ticket is one episode with a fixed seed.
+
+        Raises:
+            AgentError: The user's curriculum failed.
+            OSError: What it drew could not be written down.
+        """
         if ref.eval_step >= 0:
             return TicketGrant(ref, ref.ticket_id, seed_of("eval", ref.ticket_id, self.seed), 1)
+        task = self._task_of(ref.ticket_id)
+        return TicketGrant(ref, task, seed_of("train", ref.ticket_id, self.seed), self.n_samples)
+
+    def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
+        """The group of a training ticket is over."""
+        if self.curriculum is not None:
+            self.curriculum.note(ticket_id, rewards)
+
+    @property
+    def trouble(self) -> str:
+        """Why no more tickets can be granted, in words for the user; else empty."""
+        return self.curriculum.trouble if self.curriculum else ""
+
+    def _task_of(self, ticket_id: int) -> int:
+        if self.curriculum is not None:
+            return self.curriculum.task_of(ticket_id)
         if len(self.sources) == 1:
-            task = task_of(ref.ticket_id, self.sources[0].n_tasks, self.seed)
-        else:
-            task = mixed_task_of(ref.ticket_id, self.sources, self.seed)
-        seed = seed_of("train", ref.ticket_id, self.seed)
-        return TicketGrant(ref, task, seed, self.n_samples)
+            return task_of(ticket_id, self.sources[0].n_tasks, self.seed)
+        return mixed_task_of(ticket_id, self.sources, self.seed)

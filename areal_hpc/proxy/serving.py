@@ -29,8 +29,8 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.session.normalise import load_normaliser
 from areal_hpc.session.tails import is_local
+from areal_hpc.user_function import load_function
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class ProxyService:
     ) -> None:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
-            model = replace(model, normalise=load_normaliser(limits.message_normaliser, key))
+            model = replace(model, normalise=load_function(limits.message_normaliser, key))
         is_local(model.template)  # found out now, not in the first call
         self._limits = limits
         self._recorder = recorder

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.errors import AgentError
 from areal_hpc.rollout.config import RolloutConfig
+from areal_hpc.user_function import load_function
 
 ShouldAccept = Callable[[dict[str, Any]], object]
 """Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
@@ -30,7 +30,9 @@ class Acceptance:
             RecipeError: The user's function cannot be imported.
         """
         self._name = rollout.should_accept
-        self._should_accept = load_should_accept(self._name) if self._name else None
+        self._should_accept: ShouldAccept | None = (
+            load_function(self._name, KEY) if self._name else None
+        )
         self._filter_same_reward = rollout.filter_same_reward
 
     def refusal(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
@@ -58,26 +60,3 @@ class Acceptance:
                 f"{self._name} returned {answer!r:.200} ({type(answer).__name__}), expected a bool"
             )
         return "" if answer else f"{self._name} refused the rewards {list(rewards)}"
-
-
-def load_should_accept(dotted: str) -> ShouldAccept:
-    """The user's filter by its path, `package.module:function`.
-
-    Raises:
-        RecipeError: There is no such function.
-    """
-    module, colon, name = dotted.partition(":")
-    if not colon:
-        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=KEY)
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except Exception as error:  # boundary: importing runs the user's code
-        raise RecipeError(
-            f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
-            key=KEY,
-            hint="start the run from the folder that holds the package",
-        ) from error
-    if not callable(function):
-        raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=KEY)
-    accept: ShouldAccept = function
-    return accept

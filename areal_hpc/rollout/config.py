@@ -68,6 +68,8 @@ class RolloutConfig(StageConfig):
     """Leave groups whose final rewards are all equal out of training; they teach nothing."""
     should_accept: str = ""
     """`package.module:function`: given `{"rewards": array, "task": row}`, says if to train it."""
+    curriculum: str = ""
+    """`package.module:function`: weighs the tasks by how they went; empty: each in its turn."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0

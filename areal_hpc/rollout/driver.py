@@ -229,7 +229,7 @@ class Driver:
                 continue
             if refusal_reason:
                 self._record("ticket_filtered", grant, refusal_reason)
-                drop = DropRequest(self._cell, grant.ref, refusal_reason, "filtered")
+                drop = DropRequest(self._cell, grant.ref, refusal_reason, "filtered", rewards)
                 await self._report("/drop", drop)
             return not refusal_reason
 

@@ -3,40 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RecipeError
 from areal_hpc.session.template import Message
 
 Normalise = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
-
-
-def load_normaliser(dotted: str, key: str) -> Normalise:
-    """A user's own normaliser, for what their clients change from request to request.
-
-    Args:
-        dotted: `package.module:function`.
-        key: The recipe's key, for messages.
-
-    Raises:
-        RecipeError: There is no such function.
-    """
-    module, _, name = dotted.partition(":")
-    try:
-        normalise: Normalise = getattr(importlib.import_module(module), name)
-    except Exception as error:  # boundary: importing runs the user's code
-        raise RecipeError(
-            f"{dotted} cannot be imported ({type(error).__name__}: {error})",
-            key=key,
-            hint="start the run from the folder that holds the package",
-        ) from error
-    return normalise
 
 
 def normalise_chat_message(message: Mapping[str, Any]) -> Message:

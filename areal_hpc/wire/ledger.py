@@ -103,6 +103,8 @@ class DropRequest(Struct, frozen=True):
     ref: TicketRef
     reason: str
     kind: Literal["failed", "filtered"] = "failed"
+    rewards: list[float] = []
+    """Of the episodes of a `filtered` group."""
 
 
 class EvaluatedRequest(Struct, frozen=True):

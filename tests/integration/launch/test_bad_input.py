@@ -168,3 +168,9 @@ def test_a_filter_of_groups_that_does_not_import_is_named(tmp_path: Path) -> Non
     said = refused(tmp_path, "rollout.should_accept=examples.quickstart.agent:no_such_filter")
     assert "at: rollout.should_accept" in said
     assert "no_such_filter" in said
+
+
+def test_a_curriculum_that_does_not_import_is_named(tmp_path: Path) -> None:
+    said = refused(tmp_path, "rollout.curriculum=examples.quickstart.agent:no_such_weights")
+    assert "at: rollout.curriculum" in said
+    assert "no_such_weights" in said

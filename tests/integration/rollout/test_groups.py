@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.acceptance import load_should_accept
+from areal_hpc.rollout.acceptance import Acceptance
+from areal_hpc.rollout.config import RolloutConfig
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
@@ -104,7 +105,7 @@ def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
 )
 def test_a_filter_that_is_none_is_named(path: str) -> None:
     with pytest.raises(RecipeError, match=r"rollout\.should_accept"):
-        load_should_accept(path)
+        Acceptance(RolloutConfig(should_accept=path))
 
 
 class Staggered:

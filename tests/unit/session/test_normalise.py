@@ -3,9 +3,7 @@
 import msgspec
 import pytest
 
-from areal_hpc.errors import RecipeError
 from areal_hpc.session.normalise import (
-    load_normaliser,
     normalise_chat_message,
     without_volatile_lines,
 )
@@ -49,10 +47,3 @@ def test_a_billing_line_is_taken_away_and_nothing_else():
     assert without_volatile_lines(line.strip()) == ""
     kept = "Say x-anthropic-billing-header: when asked."
     assert without_volatile_lines(kept) == kept
-
-
-@pytest.mark.parametrize("dotted", ["no.such.module:f", "json:nothing", "json"])
-def test_a_normaliser_that_is_not_there_is_named_with_its_key(dotted):
-    with pytest.raises(RecipeError, match=dotted) as caught:
-        load_normaliser(dotted, "proxy.message_normaliser")
-    assert caught.value.problems[0].key == "proxy.message_normaliser"

@@ -1,0 +1,139 @@
+"""Tasks chosen by how they went so far: the user's function weighs them, the ledger draws.
+
+Tasks are drawn for a batch's worth of tickets at a time, from what is known when the first of
+them is issued, and written down before one is: a ticket stands for the same task ever after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.errors import AgentError
+from areal_hpc.ledger.lines import append_line, read_lines
+
+KEY = "rollout.curriculum"
+
+Weigh = Callable[[dict[str, Any]], Any]
+"""Given what `Curriculum` says of the tasks, a weight for each; see docs/admission.md."""
+
+
+class Drawn(msgspec.Struct, frozen=True):
+    """The tasks of the tickets from `first_ticket` on."""
+
+    first_ticket: int
+    tasks: list[int]
+
+
+class Curriculum:
+    """Which task a ticket stands for. Draws with the run's seed, so only `weigh` is free."""
+
+    def __init__(
+        self, path: Path, weigh: Weigh, *, n_tasks: int, batch_size: int, seed: int
+    ) -> None:
+        """Take up what was drawn before.
+
+        Args:
+            path: Where it is written down.
+            weigh: The user's function.
+            n_tasks: Lines of the training set.
+            batch_size: Tickets to draw for at a time.
+            seed: Of the run.
+        """
+        self._path = path
+        self._weigh = weigh
+        self._batch_size = batch_size
+        self._seed = seed
+        self.trouble = ""
+        """Why nothing more can be drawn, in words for the user."""
+        self._tasks: dict[int, int] = {}  # by ticket
+        for drawn in read_lines(path, Drawn):
+            self._take(drawn)
+        self._groups = np.zeros(n_tasks, np.int64)
+        self._reward = np.full(n_tasks, np.nan, np.float32)
+        self._newest = np.full(n_tasks, -1, np.int64)  # the ticket whose reward that is
+        self._noted: set[int] = set()
+
+    def task_of(self, ticket_id: int) -> int:
+        """The task of a ticket.
+
+        Raises:
+            AgentError: The user's function failed, now or before: `trouble` is set.
+            OSError: The task could not be written down: ask again.
+        """
+        if ticket_id not in self._tasks:
+            if self.trouble:
+                raise AgentError(self.trouble)
+            first_ticket = ticket_id - ticket_id % self._batch_size
+            drawn = Drawn(first_ticket, self._draw(first_ticket))
+            append_line(self._path, drawn)
+            self._take(drawn)
+        return self._tasks[ticket_id]
+
+    def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
+        """A group is over; repeats change nothing, nor does the order."""
+        task = self._tasks.get(ticket_id)
+        if task is None or ticket_id in self._noted or not rewards:
+            return
+        self._noted.add(ticket_id)
+        self._groups[task] += 1
+        if ticket_id > self._newest[task]:
+            self._newest[task] = ticket_id
+            self._reward[task] = np.mean(rewards)
+
+    def _take(self, drawn: Drawn) -> None:
+        for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
+            self._tasks.setdefault(ticket_id, task)
+
+    def _draw(self, first_ticket: int) -> list[int]:
+        """Each task once at most while there are enough; by weight.
+
+        Raises:
+            AgentError: As `_weights`.
+        """
+        weights = self._weights(first_ticket)
+        draws = np.random.default_rng([self._seed, first_ticket]).choice(
+            len(weights),
+            size=self._batch_size,
+            replace=int(np.count_nonzero(weights)) < self._batch_size,
+            p=weights / weights.sum(),
+        )
+        tasks: list[int] = draws.tolist()
+        return tasks
+
+    def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
+        """What the user's function says.
+
+        Raises:
+            AgentError: It raised, or its weights cannot be used.
+        """
+        known = {
+            "ticket": first_ticket,
+            "groups": self._groups.copy(),
+            "reward": self._reward.copy(),
+        }
+        try:
+            return usable_weights(self._weigh(known), len(self._groups))
+        except Exception as error:  # boundary: the function is the user's code
+            self.trouble = f"{KEY}: {type(error).__name__}: {error}"
+            raise AgentError(self.trouble) from error
+
+
+def usable_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
+    """Weights as an array.
+
+    Raises:
+        ValueError: They are not one number of at least 0 a task, or all 0.
+    """
+    expected = f"expected {n_tasks} numbers of at least 0, and one above it"
+    array = np.asarray(weights, dtype=np.float64)
+    if array.shape != (n_tasks,):
+        raise ValueError(f"got weights of shape {array.shape}, {expected}")
+    if not (np.isfinite(array).all() and (array >= 0).all() and array.any()):
+        raise ValueError(f"got weights from {array.min()} to {array.max()}, {expected}")
+    return array

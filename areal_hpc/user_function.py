@@ -1,0 +1,36 @@
+"""Functions that a recipe names: `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+
+
+def load_function(dotted: str, key: str) -> Callable[..., Any]:
+    """The user's function.
+
+    Args:
+        dotted: `package.module:function`.
+        key: The recipe's key that names it, for errors.
+
+    Raises:
+        RecipeError: There is no such function, or importing its module fails.
+    """
+    module, colon, name = dotted.partition(":")
+    if not colon:
+        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except Exception as error:  # boundary: importing runs the user's code
+        raise RecipeError(
+            f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
+            key=key,
+            hint="start the run from the folder that holds the package",
+        ) from error
+    if not callable(function):
+        raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=key)
+    loaded: Callable[..., Any] = function
+    return loaded

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.errors import AgentError
+from areal_hpc.ledger.curriculum import Curriculum, Weigh
+
+
+def evenly(known: dict[str, Any]) -> Any:
+    return np.ones(len(known["reward"]))
+
+
+def curriculum(path: Path, weigh: Weigh = evenly, batch_size: int = 3) -> Curriculum:
+    return Curriculum(path / "curriculum.jsonl", weigh, n_tasks=6, batch_size=batch_size, seed=5)
+
+
+def test_a_ticket_stands_for_the_same_task_ever_after(tmp_path: Path) -> None:
+    first = curriculum(tmp_path)
+    tasks = [first.task_of(ticket) for ticket in (0, 4, 2, 11)]
+    again = curriculum(tmp_path, weigh=lambda known: np.eye(6)[0])
+    assert [again.task_of(ticket) for ticket in (11, 2, 4, 0)] == tasks[::-1]
+    assert again.task_of(6) == 0  # never drawn before
+
+
+def test_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
+    curriculum(tmp_path).task_of(0)
+    kept = curriculum(tmp_path).task_of(0)
+    with (tmp_path / "curriculum.jsonl").open("ab") as stream:
+        stream.write(b'{"first_ticket":3,"ta')
+    again = curriculum(tmp_path)
+    task = again.task_of(3)
+    assert curriculum(tmp_path).task_of(3) == task
+    assert curriculum(tmp_path).task_of(0) == kept
+
+
+def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -> None:
+    even = curriculum(tmp_path, batch_size=6)
+    assert sorted(even.task_of(ticket) for ticket in range(6)) == list(range(6))
+    few = curriculum(tmp_path / "few", weigh=lambda known: [0, 1, 0, 1, 0, 0], batch_size=6)
+    (tmp_path / "few").mkdir()
+    assert {few.task_of(ticket) for ticket in range(12)} == {1, 3}
+
+
+@given(order=st.permutations(range(9)), repeats=st.lists(st.integers(0, 8), max_size=5))
+def test_what_is_known_depends_on_no_order(
+    tmp_path_factory: pytest.TempPathFactory, order: list[int], repeats: list[int]
+) -> None:
+    seen: list[dict[str, Any]] = []
+
+    def weigh(known: dict[str, Any]) -> Any:
+        seen.append(known)
+        return [1, 1, 1, 0, 0, 0]
+
+    tasks = curriculum(tmp_path_factory.mktemp("any"), weigh)
+    drawn = [tasks.task_of(ticket) for ticket in range(9)]
+    assert np.isnan(seen[0]["reward"]).all()
+    for ticket in (*order, *repeats):
+        tasks.note(ticket, [ticket / 8, 0.0])
+    tasks.note(100, [1.0])  # of another curriculum, or none
+    tasks.task_of(9)
+    newest = [max(t for t in range(9) if drawn[t] == task) for task in range(3)]
+    np.testing.assert_allclose(seen[-1]["reward"][:3], [ticket / 16 for ticket in newest])
+    assert np.isnan(seen[-1]["reward"][3:]).all()
+    assert seen[-1]["groups"].tolist() == [3, 3, 3, 0, 0, 0]
+    assert seen[-1]["ticket"] == 9
+
+
+@pytest.mark.parametrize(
+    ("weights", "says"),
+    [
+        ([1.0] * 5, r"shape \(5,\), expected 6"),
+        ([0.0] * 6, "0.0 to 0.0"),
+        ([1.0] * 5 + [float("nan")], "nan"),
+        ([1.0] * 5 + [-1.0], "-1.0 to 1.0"),
+        ("heavy", "could not convert"),
+        (None, "shape"),
+    ],
+)
+def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
+    tmp_path: Path, weights: Any, says: str
+) -> None:
+    asked: list[int] = []
+
+    def weigh(known: dict[str, Any]) -> Any:
+        asked.append(known["ticket"])
+        return evenly(known) if known["ticket"] == 0 else weights
+
+    tasks = curriculum(tmp_path, weigh)
+    kept = tasks.task_of(1)
+    for _ in range(2):
+        with pytest.raises(AgentError, match=rf"rollout\.curriculum: .*{says}"):
+            tasks.task_of(3)
+    assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
+    assert asked == [0, 3]
+    assert tasks.task_of(1) == kept

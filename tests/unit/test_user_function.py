@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.user_function import load_function
+
+
+@pytest.mark.parametrize(
+    "dotted", ["json", "no.such.module:f", "json:nothing", "json:decoder", "antigravity.py:fly"]
+)
+def test_a_function_that_is_not_there_is_named_with_its_key(dotted: str) -> None:
+    with pytest.raises(RecipeError, match=dotted) as caught:
+        load_function(dotted, "rollout.curriculum")
+    assert caught.value.problems[0].key == "rollout.curriculum"
+
+
+def test_a_function_is_found() -> None:
+    assert load_function("json:dumps", "rollout.curriculum") is json.dumps
