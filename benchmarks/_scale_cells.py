@@ -176,7 +176,7 @@ class SleepingCell(Driver):
         self._tally = tally
         self._generator = np.random.default_rng(number)
 
-    async def _generate(self, grant: TicketGrant) -> None:
+    async def _generate(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
         self._board.begin(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
@@ -184,6 +184,7 @@ class SleepingCell(Driver):
         for _ in range(grant.n_samples):
             self._board.end_episode(grant.ref)
         self._stores.finish(grant.ref)
+        return True
 
     async def _seal_now(self) -> None:
         await self._stores.seal_now()

@@ -33,7 +33,7 @@ FEW = 16
 CALLS = "trace=%file,ftruncate,fsync,fdatasync,getdents64,fchmod"
 """What a file system's metadata server hears of, and syncs."""
 TRACED = re.compile(r"^\d+ +(?P<at>\d+\.\d+) (?P<call>\w+)\((?P<rest>.*)$")
-FAST = Tempo(1.4, 2, 8, 1.0, with_shards=False)
+FAST = Tempo(1.4, 4, 8, 1.0, with_shards=False)
 SLOW = Tempo(14.0, 2, 8, 10.0, with_shards=True)
 
 
