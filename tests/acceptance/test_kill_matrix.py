@@ -33,8 +33,9 @@ def record() -> Iterator[dict[str, Any]]:
     parties: dict[str, Any] = {}
     yield parties
     if parties.keys() == PARTIES.keys():
-        RESULTS.write_text(json.dumps({"parties": parties}, indent=2) + "\n")
-        TABLE.write_text(table(parties))
+        ordered = {party: parties[party] for party in PARTIES}
+        RESULTS.write_text(json.dumps({"parties": ordered}, indent=2) + "\n")
+        TABLE.write_text(table(ordered))
 
 
 @pytest.mark.parametrize("party", PARTIES)
