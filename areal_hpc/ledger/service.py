@@ -125,7 +125,7 @@ class LedgerService:
             grants = self._grant(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
-                return LeaseReply(grants, seal_now)
+                return LeaseReply(grants, seal_now, over=self._tickets.over(request.finished))
         return LeaseReply(stop=True)
 
     async def settle(self, request: SettleRequest, patience: Patience) -> Acknowledged:

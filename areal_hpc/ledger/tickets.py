@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Container, Iterable, Sequence
 from itertools import islice
-from typing import Literal
+from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketCounts, admissible
@@ -37,17 +37,9 @@ ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
-State = Literal[
-    "unissued",
-    "waiting",
-    "leased",
-    "finished",
-    "settled",
-    "batched",
-    "trained",
-    "dropped",
-    "filtered",
-]
+Over = Literal["settled", "batched", "trained", "dropped", "filtered"]
+"""Nothing more is expected of the cells."""
+State = Literal["unissued", "waiting", "leased", "finished"] | Over
 
 
 class Tickets:
@@ -164,6 +156,11 @@ class Tickets:
             ("settled", self._settled),
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
+
+    def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
+        """Those of finished tickets that their cell need not report again."""
+        is_too_old, state_of, over = self.setbacks.is_too_old, self.state_of, get_args(Over)
+        return [ref for ref in refs if state_of(ref.ticket_id) in over or is_too_old(ref)]
 
     @property
     def counts(self) -> TicketCounts:

@@ -127,6 +127,7 @@ class Driver:
         """
         async with asyncio.TaskGroup() as group:
             while not (reply := await self._lease()).stop:
+                self._board.forget(reply.over)
                 for grant in reply.grants:
                     if self._board.accept(grant):
                         self._start(group, self._run_ticket(grant))

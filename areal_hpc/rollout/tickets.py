@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections.abc import Iterable
 
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
-
-FINISHED_KEPT = 256
-"""Finished tickets reported again and again, because the driver does not see them settle.
-
-The ledger ignores those it knows to be settled; after a restart of the ledger the others would
-look lost.
-"""
 
 
 class TicketBoard:
@@ -20,7 +13,7 @@ class TicketBoard:
     def __init__(self, episode_slots: int) -> None:
         self._slots = episode_slots
         self._open_episodes: dict[TicketRef, int] = {}
-        self._finished: OrderedDict[TicketRef, None] = OrderedDict()
+        self._finished: dict[TicketRef, None] = {}  # in order
 
     @property
     def capacity(self) -> int:
@@ -34,7 +27,11 @@ class TicketBoard:
 
     @property
     def finished(self) -> list[TicketRef]:
-        """Training tickets finished lately, oldest first."""
+        """Training tickets that ended and, as far as is known here, are not settled.
+
+        They are reported until the ledger says otherwise: one that restarted knows nothing of
+        them.
+        """
         return list(self._finished)
 
     def accept(self, grant: TicketGrant) -> bool:
@@ -56,8 +53,11 @@ class TicketBoard:
         """A held training ticket is in the proxy's journal."""
         self.release(ref)
         self._finished[ref] = None
-        while len(self._finished) > FINISHED_KEPT:
-            self._finished.popitem(last=False)
+
+    def forget(self, refs: Iterable[TicketRef]) -> None:
+        """The ledger has settled these finished tickets, or wants them no more."""
+        for ref in refs:
+            self._finished.pop(ref, None)
 
     def release(self, ref: TicketRef) -> None:
         """A held ticket was dropped or evaluated: it is the driver's no more."""

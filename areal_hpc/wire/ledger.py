@@ -74,6 +74,8 @@ class LeaseReply(Struct, frozen=True):
     """The trainer waits for tickets that are finished but not sealed."""
     stop: bool = False
     """The run is over."""
+    over: list[TicketRef] = field(default_factory=list)
+    """Finished tickets that the cell need not report again."""
 
 
 class SettledTicket(Struct, frozen=True):

@@ -108,6 +108,15 @@ def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None
     assert len(ledger.grants("cell-1")) == 2
 
 
+def test_a_cell_need_not_report_what_is_settled(ledger: LedgerProcess) -> None:
+    one, other = (grant.ref for grant in ledger.grants(tickets=2))
+    assert ledger.lease(held=[other], finished=[one]).over == []
+    ledger.settle(ledger.seal([one]))
+    assert ledger.lease(held=[other], finished=[one]).over == [one]
+    ledger.restart()
+    assert ledger.lease(held=[other], finished=[one]).over == [one]
+
+
 def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProcess) -> None:
     ledger.open_epoch()
     refs = [grant.ref for grant in ledger.grants()]

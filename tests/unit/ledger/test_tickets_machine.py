@@ -66,6 +66,10 @@ class TicketHistories(RuleBasedStateMachine):
 
     def heartbeat(self, cell: Cell) -> None:
         self.ledger.report(cell.name, cell.held, cell.finished, self.now_s)
+        durable = {ticket.ref.ticket_id for ticket in self.disk.index}
+        durable |= {drop.ref.ticket_id for drop in self.disk.drops}
+        for ref in self.ledger.over(cell.finished):
+            assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
         refs = self.ledger.lease(cell.name, count, self.now_s)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.driver import episode_seed
 from areal_hpc.rollout.tasks import TaskSet
-from areal_hpc.rollout.tickets import FINISHED_KEPT, TicketBoard
+from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 
@@ -53,13 +53,15 @@ def test_dropped_ticket_is_forgotten() -> None:
     assert board.accept(grant(1))
 
 
-def test_report_of_finished_tickets_is_bounded_and_keeps_the_newest() -> None:
-    board = TicketBoard(8)
-    for number in range(FINISHED_KEPT + 10):
+def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> None:
+    board = TicketBoard(24)
+    for number in range(3):
         board.accept(grant(number))
         board.finish(grant(number).ref)
-    assert len(board.finished) == FINISHED_KEPT
-    assert board.finished[-1].ticket_id == FINISHED_KEPT + 9
+    board.forget([grant(1).ref, grant(7).ref])
+    assert [ref.ticket_id for ref in board.finished] == [0, 2]
+    board.forget(board.finished)
+    assert board.finished == []
 
 
 @given(st.lists(st.integers(1, 5), max_size=20))
