@@ -52,6 +52,8 @@ class Curriculum:
         self.trouble = ""
         """Why nothing more can be drawn, in words for the user."""
         self._tasks: dict[int, int] = {}  # by ticket
+        # By first ticket: a write that failed may have left the line, which then counts.
+        self._unwritten: dict[int, Drawn] = {}
         for drawn in read_lines(path, Drawn):
             self._take(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
@@ -70,9 +72,10 @@ class Curriculum:
             if self.trouble:
                 raise AgentError(self.trouble)
             first_ticket = ticket_id - ticket_id % self._batch_size
-            drawn = Drawn(first_ticket, self._draw(first_ticket))
+            drawn = self._unwritten.get(first_ticket) or self._draw(first_ticket)
+            self._unwritten[first_ticket] = drawn
             append_line(self._path, drawn)
-            self._take(drawn)
+            self._take(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 
     def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
@@ -90,7 +93,7 @@ class Curriculum:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 
-    def _draw(self, first_ticket: int) -> list[int]:
+    def _draw(self, first_ticket: int) -> Drawn:
         """Each task once at most while there are enough; by weight.
 
         Raises:
@@ -103,8 +106,7 @@ class Curriculum:
             replace=int(np.count_nonzero(weights)) < self._batch_size,
             p=weights / weights.sum(),
         )
-        tasks: list[int] = draws.tolist()
-        return tasks
+        return Drawn(first_ticket, draws.tolist())
 
     def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
         """What the user's function says.
