@@ -167,6 +167,13 @@ def test_help_lists_the_commands() -> None:
     assert "train a recipe in the foreground" in answer.stdout
 
 
+def test_a_recipe_of_several_sources_is_planned_without_them() -> None:
+    sources = "{sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl}], generator: null}"
+    answer = areal_hpc("plan", QUICKSTART, f"train_dataset={sources}")
+    assert answer.returncode == 0, answer.stderr
+    assert "ledger" in answer.stdout
+
+
 def test_status_of_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     answer = areal_hpc("status", str(tmp_path))
     assert answer.returncode == 78
