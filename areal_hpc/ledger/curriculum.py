@@ -6,6 +6,7 @@ them is issued, and written down before one is: a ticket stands for the same tas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import numpy.typing as npt
 
 from areal_hpc.errors import AgentError
 from areal_hpc.ledger.lines import append_line, read_lines
+
+log = logging.getLogger(__name__)
 
 KEY = "rollout.curriculum"
 
@@ -122,6 +125,7 @@ class Curriculum:
         try:
             return usable_weights(self._weigh(known), len(self._groups))
         except Exception as error:  # boundary: the function is the user's code
+            log.exception("%s failed at ticket %d", KEY, first_ticket)
             self.trouble = f"{KEY}: {type(error).__name__}: {error}"
             raise AgentError(self.trouble) from error
 

@@ -106,7 +106,7 @@ def test_what_is_known_depends_on_no_order(
     ],
 )
 def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
-    tmp_path: Path, weights: Any, says: str
+    tmp_path: Path, weights: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[int] = []
 
@@ -122,3 +122,4 @@ def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
     assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
     assert asked == [0, 3]
     assert tasks.task_of(1) == kept
+    assert "Traceback" in caplog.text, "the log says where in the user's code"
