@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -111,18 +111,23 @@ def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[dict[s
         ) from error
 
 
-def materialise(parts: Sequence[tuple[DatasetConfig, str]], out: Path) -> list[int]:
+def materialise(
+    parts: Sequence[tuple[DatasetConfig, str]],
+    out: Path,
+    check: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[int]:
     """Write data sets one after another as JSON lines, visible whole or not at all.
 
     Args:
         parts: Each with its place in the recipe.
         out: The file.
+        check: Raises RecipeError for a row that is of no use.
 
     Returns:
         The number of rows of each.
 
     Raises:
-        RecipeError: As `rows`, or a data set is empty.
+        RecipeError: As `rows` and `check`, or a data set is empty.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.tmp")
@@ -132,6 +137,7 @@ def materialise(parts: Sequence[tuple[DatasetConfig, str]], out: Path) -> list[i
             count = 0
             for row in rows(config, key):
                 stream.write(_as_line(row, count, key))
+                _apply(check, row, count, key)
                 count += 1
             if count == 0:
                 partial.unlink()
@@ -141,6 +147,23 @@ def materialise(parts: Sequence[tuple[DatasetConfig, str]], out: Path) -> list[i
         os.fsync(stream.fileno())
     partial.rename(out)
     return counts
+
+
+def _apply(
+    check: Callable[[dict[str, Any]], None], row: dict[str, Any], number: int, key: str
+) -> None:
+    """Check a row, and say which it is.
+
+    Raises:
+        RecipeError: It did not pass.
+    """
+    try:
+        check(row)
+    except RecipeError as error:
+        problem = error.problems[0]
+        raise RecipeError(
+            f"row {number}, {problem.key}: {problem.message}", key=key, hint=problem.hint
+        ) from error
 
 
 def _as_line(row: object, number: int, key: str) -> str:

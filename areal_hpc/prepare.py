@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ import yaml
 
 from areal_hpc import dataset
 from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
-from areal_hpc.dataset import TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.plan import Facts
 from areal_hpc.recipe import Recipe
+from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.tiny_model import make_tiny_model
 
 TOKENIZER_ROWS = 2000
@@ -48,21 +49,20 @@ def put_in_place(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    _put_tasks_in_place(recipe.train_dataset, layout, say)
-    others = [("valid", "valid_dataset", recipe.valid_dataset)]
-    if recipe.warmup is not None:
-        others.append(("warmup", "warmup.dataset", recipe.warmup.dataset))
-    for split, key, source in others:
-        path = layout.dataset(split)
-        if source is not None and not path.exists():
-            say(f"data     writing the {split} set")
-            dataset.materialise([(source, key)], path)
-    valid = layout.dataset("valid")
+    _put_tasks_in_place(recipe, layout, say)
+    valid, warmup = layout.dataset("valid"), layout.dataset("warmup")
+    if recipe.valid_dataset is not None and not valid.exists():
+        say("data     writing the valid set")
+        check = _check_of_tasks(recipe)
+        dataset.materialise([(recipe.valid_dataset, "valid_dataset")], valid, check)
+    if recipe.warmup is not None and not warmup.exists():
+        say("data     writing the warmup set")
+        dataset.materialise([(recipe.warmup.dataset, "warmup.dataset")], warmup)
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         make_tiny_model(
             layout.tiny_model_dir,
-            _texts(layout.dataset("warmup")),
+            _texts(warmup),
             seed=recipe.seed,
             **recipe.model.tiny.model_dump(),
         )
@@ -78,15 +78,18 @@ def put_in_place(
     )
 
 
-def _put_tasks_in_place(
-    config: TrainDatasetConfig, layout: RunLayout, say: Callable[[str], None]
-) -> None:
+def _check_of_tasks(recipe: Recipe) -> Callable[[dict[str, Any]], None]:
+    """What every row of a task set has to pass."""
+    return partial(refuse_unkeepable_limits, recipe.rollout, recipe.proxy.session_timeout_s)
+
+
+def _put_tasks_in_place(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
     """The training set, and how many of its rows come from which source."""
-    path, task_counts = layout.dataset("train"), layout.task_counts
+    config, path, task_counts = recipe.train_dataset, layout.dataset("train"), layout.task_counts
     if path.exists() and (task_counts.exists() or not config.sources):
         return
     say("data     writing the train set")
-    counts = dataset.materialise(config.parts("train_dataset"), path)
+    counts = dataset.materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
     if config.sources:
         partial = task_counts.with_name(f".{task_counts.name}.tmp")
         partial.write_text(json.dumps(counts))

@@ -266,6 +266,15 @@ def _partial_groups_are_parts(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
+def _one_thing_mixes_the_tasks(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.rollout.curriculum and any(one.weight != 1 for one in recipe.train_dataset.sources):
+        yield Problem(
+            "rollout.curriculum weighs every task, so the weights of sources have no say",
+            "train_dataset.sources",
+            "leave the weights out, and have the curriculum weigh the rows",
+        )
+
+
 def _episodes_fit_the_cells(recipe: Recipe) -> Iterator[Problem]:
     episodes = recipe.rollout.episodes_per_ticket
     least = max(recipe.inference.cells, episodes)
@@ -319,6 +328,7 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _programs_come_or_an_agent_is_named,
     _a_group_has_at_least_two,
     _partial_groups_are_parts,
+    _one_thing_mixes_the_tasks,
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,
     _engine_and_trainer_agree,

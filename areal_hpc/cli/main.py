@@ -31,7 +31,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. Overrides may follow options, which argparse alone refuses."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(item[0] == "-" for item in rest)):
+    if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
         arguments.overrides = [*arguments.overrides, *rest]

@@ -121,7 +121,8 @@ class RelayApp:
                 serve = _decode(await _body(receive), ServeRequest)
                 serving = self._replica(index).serve(_caller(headers), serve)
                 return 200, msgspec.json.encode(serving)
-            case "POST", ["replicas", _, "fetch"]:
+            case "POST", ["replicas", index, "fetch"]:
+                self._replica(index).admit(_caller(headers))
                 fetch = _decode(await _body(receive), FetchRequest)
                 await self._copied(self._folder(fetch.folder))
                 return 200, b"{}"
@@ -150,7 +151,7 @@ class RelayApp:
         """The cell's copy of a folder that says how to make one."""
         try:
             return await asyncio.to_thread(self._local.take, folder)
-        except (WeightSyncError, OSError) as error:
+        except (WeightSyncError, OSError, msgspec.DecodeError) as error:
             raise _Refusal(409, f"no copy of {folder.name}: {error}") from error
 
     async def _load_body(self, request: LoadRequest) -> bytes:

@@ -6,6 +6,7 @@ them is issued, and written down before one is: a ticket stands for the same tas
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import numpy.typing as npt
 
 from areal_hpc.errors import AgentError
 from areal_hpc.ledger.lines import append_line, read_lines
+
+log = logging.getLogger(__name__)
 
 KEY = "rollout.curriculum"
 
@@ -52,6 +55,8 @@ class Curriculum:
         self.trouble = ""
         """Why nothing more can be drawn, in words for the user."""
         self._tasks: dict[int, int] = {}  # by ticket
+        # By first ticket: a write that failed may have left the line, which then counts.
+        self._unwritten: dict[int, Drawn] = {}
         for drawn in read_lines(path, Drawn):
             self._take(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
@@ -70,9 +75,10 @@ class Curriculum:
             if self.trouble:
                 raise AgentError(self.trouble)
             first_ticket = ticket_id - ticket_id % self._batch_size
-            drawn = Drawn(first_ticket, self._draw(first_ticket))
+            drawn = self._unwritten.get(first_ticket) or self._draw(first_ticket)
+            self._unwritten[first_ticket] = drawn
             append_line(self._path, drawn)
-            self._take(drawn)
+            self._take(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 
     def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
@@ -90,7 +96,7 @@ class Curriculum:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 
-    def _draw(self, first_ticket: int) -> list[int]:
+    def _draw(self, first_ticket: int) -> Drawn:
         """Each task once at most while there are enough; by weight.
 
         Raises:
@@ -103,8 +109,7 @@ class Curriculum:
             replace=int(np.count_nonzero(weights)) < self._batch_size,
             p=weights / weights.sum(),
         )
-        tasks: list[int] = draws.tolist()
-        return tasks
+        return Drawn(first_ticket, draws.tolist())
 
     def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
         """What the user's function says.
@@ -120,6 +125,7 @@ class Curriculum:
         try:
             return usable_weights(self._weigh(known), len(self._groups))
         except Exception as error:  # boundary: the function is the user's code
+            log.exception("%s failed at ticket %d", KEY, first_ticket)
             self.trouble = f"{KEY}: {type(error).__name__}: {error}"
             raise AgentError(self.trouble) from error
 

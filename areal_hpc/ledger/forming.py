@@ -30,22 +30,45 @@ def next_batch(tickets: Tickets, epoch: int, forks: Sequence[Fork] = ()) -> Batc
     return BatchManifest(tickets.formed_steps + 1, epoch, taken, tickets.setbacks.counts(stale))
 
 
-def too_old(tickets: Tickets, epoch: int, forks: Sequence[Fork]) -> list[Drop]:
+class AgeCheck:
+    """Looks for tickets that are too old again and again, at each ticket once a batch.
+
+    The trainer asks whenever anything has happened: with a thousand nodes, thousands of times a
+    second.
+    """
+
+    def __init__(self) -> None:
+        self._version: WeightVersion | None = None
+        self._passed = 0
+        """Tickets that settled first and are young enough for a step from `_version`."""
+
+    def too_old(self, tickets: Tickets, epoch: int, forks: Sequence[Fork]) -> list[Drop]:
+        """As the function; the caller sets aside what is found, and nothing else."""
+        version = WeightVersion(epoch, tickets.formed_steps)
+        found = too_old(tickets, epoch, forks, self._passed if version == self._version else 0)
+        self._version, self._passed = (None, 0) if found else (version, tickets.settled)
+        return found
+
+
+def too_old(
+    tickets: Tickets, epoch: int, forks: Sequence[Fork], known_young: int = 0
+) -> list[Drop]:
     """What must be set aside before the next batch is formed, as the run's policy wants it.
 
     Args:
         tickets: Where everything is.
         epoch: Of the trainer that trains the batch.
         forks: Every epoch of the run with the step it began from.
+        known_young: So many of those that settled first need not be looked at.
     """
     policy = tickets.policy
-    if policy.stale_groups == "train_with_correction":
+    if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
         return []
     kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
     current = WeightVersion(epoch, tickets.formed_steps)
     return [
         Drop(ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind)
-        for ticket in tickets.settled_first(tickets.settled)
+        for ticket in tickets.settled_first(tickets.settled)[known_young:]
         if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness
     ]
 

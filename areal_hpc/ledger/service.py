@@ -107,8 +107,8 @@ class LedgerService:
         self._cells: dict[str, float] = {}  # name -> last heard of
         self._batch_wanted_until_s = float("-inf")
         self._stopped = layout.finished.exists()
-        self._work = News()
-        self._progress = News()
+        self._work, self._progress = News(), News()
+        self._ages = forming.AgeCheck()
 
     @property
     def incarnation(self) -> int:
@@ -294,7 +294,7 @@ class LedgerService:
             return manifests.read_manifest(self._layout, step)
         refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
         epoch, forks = request.epoch, self._state.forks
-        for drop in forming.too_old(tickets, epoch, forks):
+        for drop in self._ages.too_old(tickets, epoch, forks):
             self._check_newest_on_disk(epoch)
             append_drop(self._layout, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)

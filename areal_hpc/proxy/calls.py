@@ -77,7 +77,7 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session):
+        with self._in_flight(session, call.n):
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
                 [self._generate(prompt, choice) for choice in range(call.n)]
@@ -137,7 +137,7 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session):
+        with self._in_flight(session, call.n):
             prompt = await self._prompts.prepare(session, call, answer_id)
         live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -222,15 +222,15 @@ class ModelCaller:
             raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
 
     @contextmanager
-    def _in_flight(self, session: Session) -> Iterator[None]:
+    def _in_flight(self, session: Session, replies: int = 1) -> Iterator[None]:
         """A session is not idle while the model answers it."""
         self._calls += 1
-        session.in_flight += 1
+        session.in_flight += replies
         try:
             yield
         finally:
             self._calls -= 1
-            session.in_flight -= 1
+            session.in_flight -= replies
             session.touch()
 
     def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:

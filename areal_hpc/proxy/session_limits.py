@@ -15,7 +15,7 @@ def refuse_beyond_limits(session: Session, choices: int) -> None:
         RequestRefused: 400, with the limit as its parameter.
     """
     limits = session.request.limits
-    turns = len(session.tree) + session.in_flight - 1  # this call is in flight
+    turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
     if limits.max_turns and turns + choices > limits.max_turns:
         raise RequestRefused(
             400,

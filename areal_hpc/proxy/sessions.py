@@ -51,6 +51,7 @@ class Session:
         self.tree = InteractionTree()
         self.ended = False
         self.in_flight = 0
+        """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
         self.known = KnownMessages()
         self.calls = 0

@@ -31,6 +31,7 @@ from areal_hpc.wire.ledger import (
     LeaseReply,
     LeaseRequest,
     TicketGrant,
+    TicketRef,
 )
 from areal_hpc.wire.proxy import (
     ExportSettings,
@@ -312,6 +313,16 @@ class Driver:
         self._record("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
+        if grant.ref.eval_step < 0:
+            await self._discard(grant.ref)
+
+    async def _discard(self, ref: TicketRef) -> None:
+        """Close a dropped ticket's sessions: threads of a cancelled agent may still ask in them."""
+        request = FinishTicketRequest(ref, [], discard=True)
+        try:
+            await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
+        except HttpRefused as refusal:
+            log.warning("the proxy keeps the sessions of %s: %s", ref, refusal)
 
     async def _report(self, route: str, request: DropRequest | EvaluatedRequest) -> None:
         try:

@@ -43,3 +43,30 @@ def limits_of(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
             key=TASK_KEY,
             hint=f"give any of {', '.join(recipe)}, or rename that key of the task",
         ) from error
+
+
+def refuse_unkeepable_limits(
+    rollout: RolloutConfig, session_timeout_s: float, task: dict[str, Any]
+) -> None:
+    """Demand that a task's own limits can be read, and that its sessions outlive its episodes.
+
+    An episode that ended well waits in its session for the others of its group.
+
+    Args:
+        rollout: The recipe's section.
+        session_timeout_s: How long the proxy keeps a session that nobody uses.
+        task: A row of a task set.
+
+    Raises:
+        RecipeError: They cannot.
+    """
+    if TASK_KEY not in task:
+        return
+    tries, timeout_s = rollout.max_episode_tries, limits_of(rollout, task).timeout_s
+    if session_timeout_s < timeout_s * tries:
+        raise RecipeError(
+            f"proxy.session_timeout_s={session_timeout_s:.0f} is less than the "
+            f"{timeout_s * tries:.0f} s that {tries} tries of {timeout_s:g} s take",
+            key=TASK_KEY,
+            hint=f"use proxy.session_timeout_s={timeout_s * tries:.0f} or more",
+        )

@@ -171,7 +171,9 @@ class Conductor:
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             return Train(reply.manifest)
         if reply.trouble:
-            raise AgentError(reply.trouble, hint="read the driver's log in logs/latest")
+            raise AgentError(
+                reply.trouble, hint="read the logs of ledger and drivers in logs/latest"
+            )
         return Idle()
 
     def _close_line(self) -> None:

@@ -28,7 +28,7 @@ class WeightsConfig(StageConfig):
     # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
     # the checksums of all weights, which a CPU takes at more than 1 GB/s.
     update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Deadline of each wait in an update: the slowest bucket and all checksums, and little more."""
+    """Deadline of each wait in an update: the slowest bucket (from disk: all), all checksums."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
 

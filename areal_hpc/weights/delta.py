@@ -69,7 +69,7 @@ def apply(target: Bytes, delta: bytes) -> None:
     """Make the newer bucket of the older one, in place.
 
     Raises:
-        WeightSyncError: The changes are not of this bucket, or were cut short.
+        WeightSyncError: The changes are not of this bucket, were cut short or damaged.
     """
     if len(delta) < _HEAD.size:
         raise WeightSyncError(f"expected at least {_HEAD.size} bytes of changes, got {len(delta)}")
@@ -85,5 +85,9 @@ def apply(target: Bytes, delta: bytes) -> None:
     per_block = np.frombuffer(delta, "<u4", blocks, start)
     low = np.frombuffer(delta, "<u2", count, start + 4 * blocks)
     values = np.frombuffer(delta, f"<u{word_bytes}", count, start + 4 * blocks + 2 * count)
+    if (told := int(per_block.sum())) != count:
+        raise WeightSyncError(f"expected {count} changed words, its blocks have {told}")
     places = np.repeat(np.arange(blocks, dtype=np.int64) << _BLOCK_BITS, per_block) + low
+    if count and places.max() >= words:
+        raise WeightSyncError(f"expected changed words below {words}, got {places.max()}")
     target.view(f"<u{word_bytes}")[places] = values

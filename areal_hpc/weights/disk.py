@@ -126,6 +126,10 @@ class WeightsFolder:
         except OSError as error:
             raise _refused(self._root, error) from error
 
+    def discard(self) -> None:
+        """Delete what was written so far: it will not be completed."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
     def delete_older(self) -> None:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
@@ -239,10 +243,14 @@ class Disk(Transport[DiskSwap]):
         def ship(packed: PackedBucket) -> Wait:
             return self._pool.submit(folder.write, packed, next(pairs, None)).result
 
-        self._pipeline.run(
-            order.buckets, order.arrivals, ship, lambda packed: self._watch(expected, packed)
-        )
-        folder.put_in_place()
+        try:
+            self._pipeline.run(
+                order.buckets, order.arrivals, ship, lambda packed: self._watch(expected, packed)
+            )
+            folder.put_in_place()
+        except StorageRefusedError:
+            folder.discard()
+            raise
         self._folder = folder
         self._old, self._old_version = old, str(order.version)
         return folder

@@ -41,11 +41,7 @@ class UpdateReport:
     size_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of the phases; generation stands still during all but `join`.
-
-    `transfer` is gathering, packing and sending; `load` is what the slowest group waited for its
-    replicas after that; then come `verify`, `flush` (of the old weights' cache) and `resume`.
-    """
+    """Wall time of the phases, see docs/weights.md; generation stands still from `pause` on."""
 
     def raise_if_failed(self) -> None:
         """Raise one error that names every replica left out.

@@ -161,7 +161,7 @@ class FinishTicketRequest(Struct, frozen=True):
     ref: TicketRef
     session_ids: list[str]
     discard: bool = False
-    """The ticket was filtered: all its sessions are discarded, none is named."""
+    """The ticket was filtered or dropped: all its sessions are discarded, none is named."""
 
 
 class FinishTicketReply(Struct, frozen=True):

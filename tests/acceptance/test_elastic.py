@@ -131,7 +131,7 @@ def change(run: ElasticRun, name: str, began: float, known: int) -> dict[str, An
     return {
         "change": name,
         "seconds": round(time.time() - began, 1),
-        "longest_update_s": max(one["seconds"] for one in publications),
+        "longest_update_s": max(sum(one["seconds"].values()) for one in publications),
         "failed_updates": sum(bool(one["failed"]) for one in publications),
         "publications": len(publications),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -46,6 +47,21 @@ def test_a_broken_generator_is_named_and_leaves_no_file(
     out = tmp_path / "train.jsonl"
     with pytest.raises(RecipeError, match=complaint):
         materialise([(DatasetConfig(generator=generator), "train_dataset")], out)
+    assert not out.exists()
+
+
+def test_a_row_that_does_not_pass_is_named_and_leaves_no_file(
+    generators: None, tmp_path: Path
+) -> None:
+    def check(row: dict[str, Any]) -> None:
+        if row["n"] == 2:
+            raise RecipeError("it is two", key="n")
+
+    out = tmp_path / "train.jsonl"
+    config = DatasetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
+    with pytest.raises(RecipeError, match="row 2, n: it is two") as refusal:
+        materialise([(config, "train_dataset")], out, check)
+    assert refusal.value.problems[0].key == "train_dataset"
     assert not out.exists()
 
 

@@ -139,3 +139,14 @@ def test_a_partial_group_is_no_larger_than_the_whole() -> None:
 def test_extra_episodes_take_part_of_the_concurrency() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.max_concurrent_rollouts"):
         load(QUICKSTART, ["rollout.extra_samples=10000"])
+
+
+def test_a_curriculum_and_weights_of_sources_do_not_mix() -> None:
+    overrides = [
+        "train_dataset.generator=null",
+        "train_dataset.kwargs={}",
+        "train_dataset.sources=[{path: a.jsonl, weight: 3}, {path: b.jsonl}]",
+    ]
+    assert load(QUICKSTART, overrides).train_dataset.sources[0].weight == 3
+    with pytest.raises(RecipeError, match="the weights of sources have no say"):
+        load(QUICKSTART, [*overrides, "rollout.curriculum=my.tasks:weigh"])

@@ -1,5 +1,7 @@
 """An episode uses no more of the model than its limits say; what was said is kept."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
@@ -38,6 +40,18 @@ def test_every_choice_of_a_call_is_a_turn(stage):
     assert stage.chat(key, QUESTION, n=3).status_code == 200
     refused = stage.chat(key, QUESTION)
     assert refused.json()["error"]["param"] == "limits.max_turns"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_choices_that_are_under_way_count(stage, stream):
+    _, key = open_limited(stage, max_turns=4)
+    stage.sglang.script = lambda request: Script(delay_s=0.5)
+
+    def ask(_):
+        return stage.chat(key, QUESTION, n=3, stream=stream).status_code
+
+    with ThreadPoolExecutor(2) as agents:
+        assert sorted(agents.map(ask, range(2))) == [200, 400]
 
 
 def wordy(request):

@@ -68,11 +68,11 @@ class Stage:
     def _launch(incarnation: int, ports: Ports) -> Command:
         return Command((sys.executable, "-c", SGLANG, str(ports.http)))
 
-    def call(self, route: str, body: object = None) -> httpx.Response:
+    def call(self, route: str, body: object = None, epoch: int = 1) -> httpx.Response:
         headers = {
             "authorization": "Bearer key",
             "x-areal-incarnation": "1",
-            "x-areal-epoch": "1",
+            "x-areal-epoch": str(epoch),
         }
         url = f"{self.relay.url}/replicas/0/{route}"
         return httpx.post(url, json=body or {}, headers=headers, timeout=20, trust_env=False)
@@ -143,3 +143,22 @@ def test_an_update_from_disk_is_a_change_of_weights_until_it_is_verified(tmp_pat
         if event["event"] == "generation_resumed"
     ]
     assert [event["reprefill_s"] for event in noted] == [stall.reprefill_s]
+
+
+def test_a_superseded_trainer_cannot_change_the_cells_copy(tmp_path: Path) -> None:
+    """Another replica may be loading it for the trainer that has taken over."""
+    (tmp_path / "weights" / "1.3.0").mkdir(parents=True)
+    with running(tmp_path) as stage:
+        stage.call("fence", {}, epoch=2).raise_for_status()
+        answer = stage.call("fetch", {"folder": "1.3.0"}, epoch=1)
+        assert answer.status_code == 409
+        assert "epoch 2 of the trainer has taken over" in answer.text
+
+
+def test_a_folder_whose_manifest_is_torn_is_refused(stage: Stage) -> None:
+    folder = stage.directory / "weights" / "1.4.0"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_bytes(b'{"version": "1.4", "base')
+    answer = stage.call("fetch", {"folder": folder.name})
+    assert answer.status_code == 409
+    assert "no copy of 1.4.0" in answer.text

@@ -49,6 +49,15 @@ def test_missing_dataset(tmp_path: Path) -> None:
     assert "at: train_dataset.path" in said
 
 
+def test_a_task_whose_episodes_outlast_their_sessions(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text('{"question": "2+2"}\n{"question": "3+3", "limits": {"timeout_s": 1800}}\n')
+    said = refused(tmp_path, "train_dataset.generator=null", f"train_dataset.path={tasks}",
+                   "train_dataset.kwargs={}")  # fmt: skip
+    assert "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s" in said
+    assert "at: train_dataset" in said
+
+
 def test_a_generator_that_does_not_import(tmp_path: Path) -> None:
     said = refused(tmp_path, "train_dataset.generator=examples.quickstart.task:no_such_tasks")
     assert "at: train_dataset.generator" in said
@@ -156,6 +165,13 @@ def test_help_lists_the_commands() -> None:
     answer = areal_hpc("--help")
     assert answer.returncode == 0
     assert "train a recipe in the foreground" in answer.stdout
+
+
+def test_a_recipe_of_several_sources_is_planned_without_them() -> None:
+    sources = "{sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl}], generator: null}"
+    answer = areal_hpc("plan", QUICKSTART, f"train_dataset={sources}")
+    assert answer.returncode == 0, answer.stderr
+    assert "ledger" in answer.stdout
 
 
 def test_status_of_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:

@@ -176,3 +176,4 @@ def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[
     cell.run()
     assert "no luck at" in cell.script.dropped[TicketRef(0, 0)]
     assert cell.proxy.finished == {}
+    assert cell.proxy.discarded == [TicketRef(0, 0)], "cut episodes left open sessions behind"

@@ -39,6 +39,29 @@ def test_a_torn_line_is_drawn_again(tmp_path: Path) -> None:
     assert curriculum(tmp_path).task_of(0) == kept
 
 
+def test_what_a_storage_may_have_taken_is_not_drawn_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The line may be there although the storage refused: a restarted ledger would believe it."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError("no space left for the log of the storage")
+
+    asked: list[int] = []
+
+    def another_each_time(known: dict[str, Any]) -> Any:
+        asked.append(known["ticket"])
+        return np.eye(6)[len(asked)]
+
+    tasks = curriculum(tmp_path, another_each_time)
+    with monkeypatch.context() as storage:
+        storage.setattr("os.fsync", refuse)
+        with pytest.raises(OSError, match="no space"):
+            tasks.task_of(0)
+    task = tasks.task_of(0)
+    assert curriculum(tmp_path).task_of(0) == task
+
+
 def test_a_batch_has_each_task_once_unless_too_few_have_weight(tmp_path: Path) -> None:
     even = curriculum(tmp_path, batch_size=6)
     assert sorted(even.task_of(ticket) for ticket in range(6)) == list(range(6))
@@ -83,7 +106,7 @@ def test_what_is_known_depends_on_no_order(
     ],
 )
 def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
-    tmp_path: Path, weights: Any, says: str
+    tmp_path: Path, weights: Any, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: list[int] = []
 
@@ -99,3 +122,4 @@ def test_weights_that_cannot_be_used_are_said_and_not_asked_for_again(
     assert says.strip("\\").split(",")[0].replace("\\", "") in tasks.trouble
     assert asked == [0, 3]
     assert tasks.task_of(1) == kept
+    assert "Traceback" in caplog.text, "the log says where in the user's code"

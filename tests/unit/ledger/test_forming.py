@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.ledger.drops import Drop
-from areal_hpc.ledger.forming import next_batch, too_old
+from areal_hpc.ledger.forming import AgeCheck, next_batch, too_old
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.weights.version import Fork, WeightVersion
@@ -182,6 +184,60 @@ def test_a_filtered_ticket_gives_its_place_to_another() -> None:
     for ref in (refs[1], replacement):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
     assert fill(tickets).counts == BatchCounts(filtered=1)
+
+
+class CountedForks(tuple[Fork, ...]):
+    """Counts the tickets whose age was asked for."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Fork]:
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
+    """A trainer asks after every event: thousands of times a second in a large run."""
+    tickets, ages, forks = tickets_of("drop", bound=9), AgeCheck(), CountedForks([Fork(1, 0)])
+    for ref in tickets.lease("a", 20, 0.0):
+        tickets.settle(settled(ref, WeightVersion(1, 0)))
+        for _ in range(3):
+            assert ages.too_old(tickets, 1, forks) == []
+    assert forks.looks == 20
+    manifest = next_batch(tickets, 1)
+    assert manifest is not None
+    tickets.record_batch(manifest)
+    ages.too_old(tickets, 1, forks)
+    assert forks.looks == 20 + 18
+    ages.too_old(tickets, 2, forks)
+    assert forks.looks == 20 + 2 * 18, "another trainer, so other ages"
+
+
+@given(
+    st.lists(st.sampled_from(["fresh", "old", "look", "batch", "epoch"]), max_size=40),
+    st.sampled_from(["drop", "requeue"]),
+)
+def test_looking_once_finds_what_looking_always_does(
+    events: list[str], policy: StaleGroups
+) -> None:
+    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [Fork(1, 0)]
+    for event in events:
+        if event in ("fresh", "old"):
+            step = tickets.formed_steps if event == "fresh" else 0
+            for ref in tickets.lease("a", 1, 0.0):
+                tickets.settle(settled(ref, WeightVersion(epoch, step)))
+        elif event == "epoch":
+            epoch += 1
+            forks.append(Fork(epoch, max(0, tickets.version_step - 1)))
+        found = too_old(tickets, epoch, forks)
+        if event in ("look", "batch"):
+            assert ages.too_old(tickets, epoch, forks) == found
+            for drop in found:
+                tickets.set_aside(drop)
+        if event == "batch" and (manifest := next_batch(tickets, epoch, forks)):
+            assert manifest.counts.stale_trained == 0
+            tickets.record_batch(manifest)
+            tickets.publish(manifest.step)
 
 
 @given(st.permutations(range(12)), st.lists(st.integers(0, 11), max_size=4))

@@ -22,7 +22,7 @@ from hypothesis.stateful import (
 
 from areal_hpc.audit.fates import Fate
 from areal_hpc.ledger.drops import Drop
-from areal_hpc.ledger.forming import next_batch, too_old
+from areal_hpc.ledger.forming import AgeCheck, next_batch
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import State, Tickets
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
@@ -61,6 +61,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.granted: Counter[TicketRef] = Counter()
         self.drops = 0
         self.ledger = Tickets(self.policy)
+        self.ages = AgeCheck()
 
     # Cells -----------------------------------------------------------------------------------
 
@@ -155,7 +156,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        for drop in too_old(self.ledger, self.epoch, self.forks):
+        for drop in self.ages.too_old(self.ledger, self.epoch, self.forks):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
@@ -209,6 +210,7 @@ class TicketHistories(RuleBasedStateMachine):
     @rule()
     def restart_ledger(self) -> None:
         self.disk.incarnation += 1
+        self.ages = AgeCheck()
         self.ledger = Tickets.rebuilt(
             self.policy,
             incarnation=self.disk.incarnation,

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.config import RolloutConfig
-from areal_hpc.rollout.limits import EpisodeLimits, limits_of
+from areal_hpc.rollout.limits import EpisodeLimits, limits_of, refuse_unkeepable_limits
 
 ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
 
@@ -29,3 +29,22 @@ def test_limits_of_a_task_that_cannot_be_read_are_an_error(limits: Any) -> None:
         RecipeError, match=re.escape("give any of max_turns, max_tokens, timeout_s")
     ):
         limits_of(ROLLOUT, {"limits": limits})
+
+
+@pytest.mark.parametrize(
+    ("limits", "said"),
+    [
+        ({"timeout_s": 1300}, "session_timeout_s=3600 is less than the 3900 s that 3 tries"),
+        ({"max_turn": 1}, "cannot be read"),
+    ],
+)
+def test_limits_that_cannot_be_kept_are_refused_before_any_episode(
+    limits: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RecipeError, match=said):
+        refuse_unkeepable_limits(ROLLOUT, 3600.0, {"limits": limits})
+
+
+def test_other_limits_are_let_through() -> None:
+    refuse_unkeepable_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1200}})
+    refuse_unkeepable_limits(ROLLOUT, 1.0, {"question": "2+2"})

@@ -1,3 +1,5 @@
+from contextlib import suppress
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -51,6 +53,27 @@ def test_changes_of_another_bucket_or_cut_short_are_refused() -> None:
     for target, given_delta in ((np.zeros(16, np.uint8), delta), (buckets(2, 0, 0)[0], delta[:-1])):
         with pytest.raises(WeightSyncError, match="changes of a bucket"):
             apply(target, given_delta)
+
+
+@pytest.mark.parametrize("place", [32, 36, 40], ids=["first block", "last block", "a place"])
+def test_changes_that_were_damaged_are_refused_or_come_out_otherwise(place: int) -> None:
+    """Never an error that a relay does not expect: the digest tells what came out otherwise."""
+    old, new = buckets(2, 10, 0)
+    delta = bytearray(encode(old, new, 2) or b"")
+    delta[place] ^= 0x55
+    with suppress(WeightSyncError):
+        apply(old, bytes(delta))
+    assert not np.array_equal(old, new)
+
+
+def test_changes_beyond_the_bucket_are_refused() -> None:
+    old = np.zeros(WORDS * 2, np.uint8)
+    new = old.copy()
+    new[-1] = 1  # in the last block, which is not full
+    delta = bytearray(encode(old, new, 2) or b"")
+    delta[-4:-2] = b"\xff\xff"  # its place
+    with pytest.raises(WeightSyncError, match="below 70000, got 131071"):
+        apply(old, bytes(delta))
 
 
 def test_changes_travel_by_disk_alone() -> None:

@@ -1,5 +1,6 @@
 import errno
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -162,3 +163,22 @@ def test_a_full_disk_leaves_replicas_alone_and_is_said_of_each(tmp_path: Path) -
         assert isinstance(error, WeightSyncError)
         assert os.strerror(errno.ENOTDIR) in str(error)
         assert "make room" in str(error)
+
+
+def test_what_a_full_disk_took_is_given_back(tmp_path: Path) -> None:
+    """Else every try would leave a part of the model behind, and the disk would stay full."""
+    specs = [TensorSpec(f"norm.{at}.weight", (1024,), "float32") for at in (1, 4, 5)]
+    specs[2] = TensorSpec("norm.5.weight", (4096,), "float32")
+    config = WeightsConfig(transport="disk", update_timeout_s=5, bucket_bytes=4096)
+    key = ReplicaKey("cell-0", 0, 1, 1, "http://127.0.0.1:9", 0.0)
+    publisher = Publisher(config, tmp_path, 1, "key", "gloo", CPU, tmp_path / "weights")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
+    try:
+        parameters = ((spec.name, torch.zeros(spec.shape)) for spec in specs)
+        report = publisher.publish(WeightVersion(1, 0), specs, parameters, [key])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    publisher.close()
+    assert os.strerror(errno.EFBIG) in str(report.failed[key])
+    assert list((tmp_path / "weights").iterdir()) == []
