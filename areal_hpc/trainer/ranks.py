@@ -22,6 +22,8 @@ LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """What gloo says on the ranks that outlive one of them."""
 FAILURES = "failures"
 """Counts failed ranks in the store that the world was opened with."""
+REPORTED = "reported"
+"""Set in that store once a failed rank knows that it is the first, and says why."""
 REPORT_TIMEOUT_S = 10.0
 
 
@@ -97,13 +99,19 @@ def one_report() -> Iterator[None]:
 def _await_report() -> None:
     """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
-        _get_default_store().wait([FAILURES], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+        _get_default_store().wait([REPORTED], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
 
 
 def _is_first_to_fail() -> bool:
     if dist.get_world_size() == 1:
         return True
+    store = _get_default_store()
     try:
-        return bool(_get_default_store().add(FAILURES, 1) == 1)
+        is_first = store.add(FAILURES, 1) == 1
     except RuntimeError:  # rank 0 kept the store, and is gone
         return False
+    # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
+    # rank 0, it may take the store away in between.
+    with contextlib.suppress(RuntimeError):
+        store.set(REPORTED, b"")
+    return bool(is_first)
