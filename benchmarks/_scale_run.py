@@ -11,7 +11,6 @@ import contextlib
 import copy
 import json
 import os
-import resource
 import signal
 import statistics
 import subprocess
@@ -26,6 +25,7 @@ from typing import Any
 import uvloop
 
 from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.layout import RunLayout
 from benchmarks._scale_cells import Tally, Tempo, run_cells, run_trainer
@@ -138,8 +138,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
     layout = RunLayout(Path(sys.argv[2]))
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    allow_all_descriptors()
     layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
     take_next_epoch(layout.epochs_dir)
     print(json.dumps(uvloop.run(measure(layout, settings))))

@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.telemetry import set_up_logging
 
@@ -67,6 +68,7 @@ def main() -> None:
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
     threading.Thread(target=_exit_when_orphaned, args=(parent,), daemon=True).start()
+    allow_all_descriptors()
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(Path(config_path).read_text())

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator
 
 from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
@@ -67,6 +68,7 @@ def run(config: AloneConfig, say: Callable[[str], None]) -> None:
         RecipeError: The model directory lacks a tokenizer or a chat template.
         ClusterError: The address is taken, or the journal failed.
     """
+    allow_all_descriptors()
     stop = StopRequest.install()
     run_loop(_serve(config, stop, say))
 

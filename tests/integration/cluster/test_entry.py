@@ -1,0 +1,34 @@
+"""The main of every process of a job, in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[3]
+LOW = 200
+
+
+def write_limit(config: dict[str, Any]) -> None:
+    """What the process under test does."""
+    Path(config["out"]).write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+
+
+def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert hard > LOW
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"out": str(tmp_path / "limit")}))
+    entry = ("areal_hpc.cluster.entry", f"{__name__}:write_limit", str(config))
+    subprocess.run(
+        ["bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry],
+        check=True,
+        cwd=REPOSITORY,
+        env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
+    )
+    assert int((tmp_path / "limit").read_text()) == hard
