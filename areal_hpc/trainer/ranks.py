@@ -113,5 +113,5 @@ def _is_first_to_fail() -> bool:
     # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
     # rank 0, it may take the store away in between.
     with contextlib.suppress(RuntimeError):
-        store.set(REPORTED, b"")
+        store.set(REPORTED, "")
     return bool(is_first)
