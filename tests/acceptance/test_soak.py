@@ -32,6 +32,8 @@ MORE_STEPS = 4
 """Taken after the last kill."""
 SETTLED_S = 60.0
 """A process younger than this still grows by itself."""
+LOOK_EVERY_S = 2.0
+ENOUGH_LOOKS = 60
 MOST_GROWTH = 1.15
 
 
@@ -53,8 +55,8 @@ class Soak(KilledRun):
         )
         self.killed: Counter[str] = Counter()
         self.launches = 0
-        self.resident_mb: dict[str, list[float]] = defaultdict(list)
-        """By role, as time went by."""
+        self.resident_mb: dict[tuple[str, int], list[float]] = defaultdict(list)
+        """By role and process, as time went by."""
 
     def launch(self) -> None:
         """Give the command."""
@@ -90,7 +92,8 @@ class Soak(KilledRun):
         for process, role in self.members().items():
             try:
                 if time.time() - process.create_time() > SETTLED_S:
-                    self.resident_mb[role].append(process.memory_info().rss / 1e6)
+                    held_mb = process.memory_info().rss / 1e6
+                    self.resident_mb[role, process.pid].append(held_mb)
             except psutil.NoSuchProcess:
                 continue
 
@@ -109,7 +112,7 @@ class Soak(KilledRun):
                 self.kill_one(chance)
                 strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
             self.weigh()
-            time.sleep(2.0)
+            time.sleep(LOOK_EVERY_S)
 
     def wind_up(self) -> int:
         """Ask for a few more steps and let the run complete; how many it has."""
@@ -123,13 +126,24 @@ class Soak(KilledRun):
         return self.steps
 
     def growth(self) -> dict[str, float]:
-        """By role, the median memory of the second half of the time over that of the first."""
-        return {
-            role: statistics.median(seen[len(seen) // 2 :])
-            / statistics.median(seen[: len(seen) // 2])
-            for role, seen in self.resident_mb.items()
-            if len(seen) >= 40
-        }
+        """By role, the median memory of the second half of a process's time over the first's.
+
+        Of the process that grew most; those that were looked at for two minutes count.
+        """
+        most: dict[str, float] = {}
+        for (role, _), seen in self.resident_mb.items():
+            if len(seen) >= ENOUGH_LOOKS:
+                middle = len(seen) // 2
+                grown = statistics.median(seen[middle:]) / statistics.median(seen[:middle])
+                most[role] = max(grown, most.get(role, 0.0))
+        return most
+
+    def median_mb(self) -> dict[str, int]:
+        """By role, of all its processes at all times."""
+        held: dict[str, list[float]] = defaultdict(list)
+        for (role, _), seen in self.resident_mb.items():
+            held[role] += seen
+        return {role: round(statistics.median(seen)) for role, seen in sorted(held.items())}
 
 
 def role_of(command: list[str]) -> str:
@@ -183,9 +197,7 @@ def write(run: Soak, verdict: str, steps: int, seconds: float, growth: dict[str,
         "killed": dict(sorted(run.killed.items())),
         "killed_at_points": sorted(run.struck()),
         "audit": verdict,
-        "resident_mb": {
-            role: round(statistics.median(held)) for role, held in sorted(run.resident_mb.items())
-        },
+        "resident_mb": run.median_mb(),
         "growth": {role: round(value, 3) for role, value in sorted(growth.items())},
     }
     RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
