@@ -15,7 +15,7 @@ class ProxyConfig(StageConfig):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time one model call may take, waiting for a replica included."""
     session_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """A session idle for longer is dropped."""
+    """A session is dropped when it, and all others of its ticket, are idle for longer."""
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
     max_calls: Annotated[int, Field(ge=1)] = 8192

@@ -201,7 +201,9 @@ class Control:
         if not session.ended:
             self._recorder.record(SessionEnded(session.session_id))
         self._router.forget(session.session_id)
-        reply = EndSessionReply("ended", len(session.tree), final_reward(session.tree))
+        reply = EndSessionReply(
+            "ended", len(session.tree), final_reward(session.tree), self._router.serving_count
+        )
         return msgspec.json.encode(reply)
 
     def finish_ticket(self, body: bytes) -> bytes:

@@ -191,14 +191,22 @@ class SessionBook:
     def idle_sessions(self, older_than_s: float) -> list[Session]:
         """Sessions that nobody used for so long, apart from those of finished tickets.
 
-        An ended session that is not recorded has no use but to answer a repeated end.
+        A ticket's sessions wait for one another: none of them is idle while one is used. An ended
+        session that is not recorded has no use but to answer a repeated end.
         """
         now = time.monotonic()
-        return [
-            session
-            for session in self.sessions.values()
-            if now - session.touched_at
-            > (older_than_s if session.is_recorded or not session.ended else ENDED_KEPT_S)
-            and session.in_flight == 0
-            and session.request.ref not in self.finished
-        ]
+        used_at: dict[TicketRef, float] = {}
+        for session in self.sessions.values():
+            if (ref := session.request.ref) is not None:
+                used = now if session.in_flight else session.touched_at
+                used_at[ref] = max(used_at.get(ref, used), used)
+
+        def is_idle(session: Session) -> bool:
+            ref = session.request.ref
+            if session.in_flight or ref in self.finished:
+                return False
+            is_kept = session.is_recorded or not session.ended
+            last_used = session.touched_at if ref is None else used_at[ref]
+            return now - last_used > (older_than_s if is_kept else ENDED_KEPT_S)
+
+        return [session for session in self.sessions.values() if is_idle(session)]

@@ -267,7 +267,7 @@ class Driver:
         Raises:
             AgentError: It failed `max_episode_tries` times; says how it failed last.
         """
-        failures = 0
+        failures = outages = 0
         while True:
             spec = self._spec(grant, split, episode, failures)
             if self._agent is None:
@@ -278,8 +278,10 @@ class Driver:
                 self._free_slot(grant)
                 return outcome
             self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
-            failures += outcome.status != "interrupted"
-            await asyncio.sleep(min(FIRST_RETRY_PAUSE_S * 2**failures, LONGEST_RETRY_PAUSE_S))
+            failures += outcome.status in ("failed", "timed_out")
+            outages += outcome.status == "unserved"
+            doublings = min(failures + outages, 16)
+            await asyncio.sleep(min(FIRST_RETRY_PAUSE_S * 2**doublings, LONGEST_RETRY_PAUSE_S))
             if failures == self._rollout.max_episode_tries:
                 self._free_slot(grant)
                 raise AgentError(

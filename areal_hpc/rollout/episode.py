@@ -50,9 +50,10 @@ class EpisodeSpec:
 class EpisodeOutcome:
     """How an episode ended."""
 
-    status: Literal["ok", "failed", "timed_out", "interrupted"]
-    """`interrupted`: not the agent's fault: the proxy restarted and lost the session, or a program
-    that had come left without a reward."""
+    status: Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
+    """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
+    session, or a program that had come left without a reward; `unserved`: it ended badly while no
+    replica of the cell served."""
     session_id: str
     reward: float = 0.0
     """Of the last interaction that has a reward, if `ok`."""
@@ -97,9 +98,10 @@ async def _run_placed(
         returned = await _run_agent(spec, session, agent, proxy.url, http_client)
         reward = await _record(checked_rewards(returned), session, proxy)
     except (AgentError, TimeoutError) as error:
-        await _close(session, proxy)
+        is_served = await _close(session, proxy)
         timed_out = isinstance(error, TimeoutError)
-        status: Literal["timed_out", "failed"] = "timed_out" if timed_out else "failed"
+        status: Literal["timed_out", "failed", "unserved"] = "timed_out" if timed_out else "failed"
+        status = status if is_served else "unserved"
         reason = f"took longer than {spec.timeout_s:g} s" if timed_out else str(error)
     else:
         return EpisodeOutcome("ok", session.session_id, reward=reward)
@@ -208,9 +210,14 @@ async def _record(
     return ended.reward
 
 
-async def _close(session: StartSessionReply, proxy: Peer) -> None:
-    """End a session whose episode is lost, so that the proxy may forget it."""
+async def _close(session: StartSessionReply, proxy: Peer) -> bool:
+    """End a session whose episode is lost, so that the proxy may forget it.
+
+    Returns:
+        False if no replica serves.
+    """
     try:
-        await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
     except HttpRefused:
-        return  # the proxy has forgotten it already, or it has ended
+        return True  # the proxy has forgotten it already, or it has ended
+    return ended.replicas_serving > 0

@@ -150,6 +150,8 @@ class EndSessionReply(Struct, frozen=True):
     interaction_count: int
     reward: float | None = None
     """The reward of the last interaction that has one."""
+    replicas_serving: int = 1
+    """Of the cell, now: while it is 0, an episode fails through no fault of its agent."""
 
 
 class FinishTicketRequest(Struct, frozen=True):

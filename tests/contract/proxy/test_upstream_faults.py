@@ -66,10 +66,14 @@ def test_without_any_replica_the_wait_ends_with_503(own_stage):
     answer = own_stage.ask(key, "hi")
     assert answer.status_code == 503
     assert answer.json()["error"]["type"] == "server_error"
+    ended = own_stage.post("/rl/end_session", {}, key).json()
+    assert ended["replicas_serving"] == 0, "its driver blames no agent for that"
     own_stage.relay.show(own_stage.sglang.url)
+    _, key = own_stage.open_session()
     own_stage.sglang.script = lambda request: Script(delay_s=2.0)
     time.sleep(0.3)
     assert own_stage.ask(key, "hi").status_code == 504
+    assert own_stage.post("/rl/end_session", {}, key).json()["replicas_serving"] == 1
 
 
 def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage):

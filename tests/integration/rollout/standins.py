@@ -161,6 +161,8 @@ class StandInProxy(Service):
         self.discarded: list[TicketRef] = []
         self.seals = 0
         self.most_open = 0
+        self.has_replica = True
+        self.unserved_calls = 0
         self.opened = 0
         self.incarnation = 0
         self.script: LedgerScript | None = None
@@ -198,6 +200,9 @@ class StandInProxy(Service):
 
     async def complete(self, request: web.Request) -> web.Response:
         session = self.session_of(request)
+        if not self.has_replica:
+            self.unserved_calls += 1
+            raise web.HTTPServiceUnavailable(text="no server of the model answers now")
         await request.read()
         name = f"chatcmpl-{len(session.interactions)}"
         session.interactions.append(name)
@@ -220,7 +225,8 @@ class StandInProxy(Service):
         session.ended = True
         rewarded = [session.rewards[one] for one in session.interactions if one in session.rewards]
         reward = rewarded[-1] if rewarded else None
-        return answer(EndSessionReply("ended", len(session.interactions), reward))
+        count, replicas = len(session.interactions), int(self.has_replica)
+        return answer(EndSessionReply("ended", count, reward, replicas))
 
     async def finish_ticket(self, request: web.Request) -> web.Response:
         assert key_of(request) == KEY

@@ -290,6 +290,29 @@ def test_restart_of_the_proxy_costs_no_try_and_no_ticket(tmp_path: Path) -> None
     assert {event["event"] for event in cell.events} == {"episode_interrupted"}
 
 
+@pytest.mark.parametrize("kind", ["train", "valid"])
+def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, kind: str) -> None:
+    """It may last for hours: a trainer that was killed in an update waits in a queue."""
+    grants = tickets(1, n_samples=2) if kind == "train" else evaluations(2)
+    cell = Cell(tmp_path, Steady(0.0), grants, n_samples=2, max_episode_tries=1)
+    cell.proxy.has_replica = False
+
+    async def come_back() -> None:
+        sessions = cell.proxy.sessions.values()
+        while cell.proxy.unserved_calls < 4 or not all(one.ended for one in sessions):
+            await asyncio.sleep(0.01)
+        cell.proxy.has_replica = True
+
+    cell.run(meanwhile=come_back)
+    assert cell.script.dropped == {}
+    assert (len(cell.proxy.finished), len(cell.script.evaluated)) == (
+        (1, 0) if kind == "train" else (0, 2)
+    )
+    unserved = [event for event in cell.events if event["event"] == "episode_unserved"]
+    assert len(unserved) >= 4
+    assert "503" in unserved[0]["reason"]
+
+
 def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Steady(0.4), tickets(1))
     cell.run()

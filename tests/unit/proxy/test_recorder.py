@@ -202,3 +202,20 @@ def test_only_what_nobody_needs_is_idle(ref, ended, dropped):
     assert book.idle_sessions(3600.0) == [session]
     session.in_flight = 1
     assert book.idle_sessions(3600.0) == []
+
+
+def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played():
+    """They may be tried again and again until a replica serves."""
+    book = SessionBook()
+    for name, ticket_id in (("good", 1), ("tried", 1), ("other", 2)):
+        request = StartSessionRequest("t", TicketRef(ticket_id, 0))
+        book.apply(SessionOpened(name, name.encode(), request))
+        book.sessions[name].touched_at -= 3601.0
+    good, tried, other = book.sessions.values()
+    good.ended = True
+    assert book.idle_sessions(3600.0) == [good, tried, other]
+    tried.in_flight = 1
+    assert book.idle_sessions(3600.0) == [other]
+    tried.in_flight = 0
+    tried.touch()
+    assert book.idle_sessions(3600.0) == [other]
