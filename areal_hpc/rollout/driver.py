@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from areal_hpc.errors import AgentError, ArealError, RecipeError
 from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
 from areal_hpc.rollout.group import run_group
 from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Peer
@@ -187,8 +186,11 @@ class Driver:
 
     async def _seal_now(self) -> None:
         """Let the proxy seal what is finished: the trainer waits for it."""
+        finished = self._board.finished
         try:
             await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
+            # Settled, or lost with the proxy's journal: then the ledger must issue them again.
+            self._board.forget(finished)
         except HttpRefused as refusal:
             log.error("the proxy could not seal: %s", refusal)
             await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
@@ -335,12 +337,6 @@ class Driver:
     def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
         self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)
-
-
-def episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
-    """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
-    digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
-    return int.from_bytes(digest.digest()) >> 1
 
 
 def _first(group: BaseException) -> BaseException:

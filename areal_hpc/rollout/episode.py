@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -59,6 +60,12 @@ class EpisodeOutcome:
     """Of the last interaction that has a reward, if `ok`."""
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
+
+
+def episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
+    """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
+    digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
+    return int.from_bytes(digest.digest()) >> 1
 
 
 async def run_episode(

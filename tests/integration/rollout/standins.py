@@ -246,6 +246,9 @@ class StandInProxy(Service):
         self.seals += 1
         if self.script is not None:
             self.script.seal_now = False
+            for ref in self.finished:  # settled before the answer
+                if self.script.leased.pop(ref, None):
+                    self.script.finished.add(ref)
         return answer(SealReply(len(self.finished)))
 
 

@@ -258,6 +258,24 @@ def test_seal_is_passed_on_while_episodes_go_on(tmp_path: Path) -> None:
     assert len(cell.proxy.finished) == 6
 
 
+def test_what_a_seal_left_behind_is_reported_no_more(tmp_path: Path) -> None:
+    """A proxy that lost its journal can never settle it: the ledger has to issue it again."""
+    cell = Cell(tmp_path, Steady(0.3), tickets(6))
+    cell.proxy.script = script = cell.script
+    before: set[TicketRef] = set()
+
+    async def ask_for_a_seal() -> None:
+        while not any(request.finished for request in script.requests):
+            await asyncio.sleep(0.01)
+        before.update(script.requests[-1].finished)
+        script.seal_now = True
+
+    cell.run(slots=8, meanwhile=ask_for_a_seal)
+    assert before
+    assert before.isdisjoint(script.requests[-1].finished)
+    assert len(script.finished) == 6
+
+
 def test_driver_survives_restarts_of_the_ledger(tmp_path: Path) -> None:
     cell = Cell(tmp_path, Steady(0.1), tickets(24))
 
