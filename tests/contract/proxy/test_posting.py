@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 
-import aiohttp
 import pytest
 
 from areal_hpc.proxy.posting import Connections
@@ -49,8 +48,7 @@ class ScriptedServer:
             await writer.wait_closed()
 
     async def ask(self, body=b"{}"):
-        async with self.connections.post("/generate", body) as answer:
-            return answer.status, await answer.content.read()
+        return await self.connections.ask("/generate", body, 5.0)
 
 
 def answer(body, *, extra=b"", status=b"200 OK"):
@@ -108,7 +106,7 @@ def test_an_answer_that_is_left_half_read_closes_its_connection():
         parts = answer(b"x" * 100)[:-50]
         async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
             async with server.connections.post("/generate", b"{}") as half:
-                assert await half.content.readany() == b"x" * 50
+                assert await half.part() == b"x" * 50
             assert await server.ask() == (200, b"two")
             assert server.accepted == 2
 
@@ -137,10 +135,55 @@ def test_a_preliminary_answer_is_not_the_answer():
 
 
 @pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
-def test_a_server_that_leaves_is_a_client_error(script):
+def test_a_server_that_leaves_is_a_connection_error(script):
     async def run():
         async with ScriptedServer(script) as server:
-            with pytest.raises(aiohttp.ClientError):
+            with pytest.raises(ConnectionError):
                 await server.ask()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_does_not_come_in_time_is_a_timeout():
+    async def run():
+        async with ScriptedServer(
+            (answer(b"x" * 100)[:-50], False), (answer(b"two"), False)
+        ) as server:
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", 0.1)
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_what_is_not_http_is_a_connection_error():
+    async def run():
+        async with ScriptedServer(
+            (b"SSH-2.0-OpenSSH_9.6\r\n", False), (answer(b"two"), False)
+        ) as server:
+            with pytest.raises(ConnectionError, match="does not speak HTTP"):
+                await server.ask()
+            assert await server.ask() == (200, b"two")
+
+    asyncio.run(run())
+
+
+def test_a_long_answer_read_in_parts_comes_whole():
+    async def run():
+        body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
+        chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
+        coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        async with ScriptedServer((head + coded, False), (answer(b"two"), False)) as server:
+            read = b""
+            async with server.connections.post("/generate", b"{}") as long:
+                assert long.status == 200
+                while part := await long.part():
+                    read += part
+                    await asyncio.sleep(0.001)
+            assert read == body
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 1
 
     asyncio.run(run())
