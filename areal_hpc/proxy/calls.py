@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -77,7 +76,8 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session):
+        self._began(session)
+        try:
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
                 [self._generate(prompt, choice) for choice in range(call.n)]
@@ -87,6 +87,8 @@ class ModelCaller:
                 self._record(prompt, choice, generation, said[choice])
                 for choice, generation in enumerate(generations)
             ]
+        finally:
+            self._ended(session)
 
     async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """What the model would read (`PromptMaker.prompt_json`).
@@ -137,8 +139,11 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session):
+        self._began(session)
+        try:
             prompt = await self._prompts.prepare(session, call, answer_id)
+        finally:
+            self._ended(session)
         live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
             task = asyncio.ensure_future(self._speak(prompt, choice, live))
@@ -175,21 +180,22 @@ class ModelCaller:
         def may_repeat() -> bool:
             return resumption.is_possible and not live.abandoned
 
-        with self._in_flight(prompt.session):
-            try:
-                generation = await self._routed(prompt, choice, generate, may_repeat)
-                if reader is not None:
-                    rest = await reader.feed("", last=True)
-                    said.add(rest)
-                    live.put(Delta(choice, rest, NO_TOKENS))
-                if generation.output_ids or not live.abandoned:
-                    live.put(self._record(prompt, choice, generation, said))
-            except Exception as error:  # boundary: raised again where the stream is read
-                if live.abandoned:
-                    log.info("an abandoned stream ended with: %s", error)
-                live.put(error)
-            finally:
-                live.generated(choice)
+        self._began(prompt.session)
+        try:
+            generation = await self._routed(prompt, choice, generate, may_repeat)
+            if reader is not None:
+                rest = await reader.feed("", last=True)
+                said.add(rest)
+                live.put(Delta(choice, rest, NO_TOKENS))
+            if generation.output_ids or not live.abandoned:
+                live.put(self._record(prompt, choice, generation, said))
+        except Exception as error:  # boundary: raised again where the stream is read
+            if live.abandoned:
+                log.info("an abandoned stream ended with: %s", error)
+            live.put(error)
+        finally:
+            live.generated(choice)
+            self._ended(prompt.session)
 
     async def _routed(
         self,
@@ -221,17 +227,15 @@ class ModelCaller:
         if self._calls >= most:
             raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
 
-    @contextmanager
-    def _in_flight(self, session: Session) -> Iterator[None]:
+    def _began(self, session: Session) -> None:
         """A session is not idle while the model answers it."""
         self._calls += 1
         session.in_flight += 1
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            session.in_flight -= 1
-            session.touch()
+
+    def _ended(self, session: Session) -> None:
+        self._calls -= 1
+        session.in_flight -= 1
+        session.touch()
 
     def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:
         session = prompt.session

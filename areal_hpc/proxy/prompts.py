@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -51,7 +51,7 @@ class Prompt(msgspec.Struct, frozen=True):
         """One try at generating a choice."""
         seed = (self.sampling.sampling_seed or 0) + choice
         return GenerateRequest(
-            secrets.token_hex(16),
+            os.urandom(16).hex(),
             self.prompt_json,
             msgspec.structs.replace(self.sampling, sampling_seed=seed),
             self.top_logprobs,
