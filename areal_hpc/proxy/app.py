@@ -30,6 +30,7 @@ from areal_hpc.proxy.routes import (
     with_and_without_v1,
 )
 from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.session.tree import ids_json
 from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
@@ -259,7 +260,7 @@ class ProxyApp:
             return tokens.tokenized(*await self._caller.prompt_json(session, call), self._model)
         with_special = request.add_special_tokens is not False
         ids = await self._caller.encode(request.prompt, add_special_tokens=with_special)
-        return tokens.tokenized(msgspec.json.encode(ids)[1:-1], len(ids), self._model)
+        return tokens.tokenized(ids_json(ids), len(ids), self._model)
 
     async def _detokenize(self, opened: Session | None, body: bytes) -> bytes:
         self._open_session(opened)

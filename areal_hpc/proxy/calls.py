@@ -23,7 +23,7 @@ from areal_hpc.proxy.resuming import Resumption
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest, Upstream
-from areal_hpc.session.tree import ABORTED
+from areal_hpc.session.tree import ABORTED, ids_json, joined_json
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
@@ -243,6 +243,8 @@ class ModelCaller:
             raise RequestRefused(403, "the session ended while the model answered")
         interaction = prompt.interaction(choice, generation, said)
         self._recorder.record(InteractionAdded(session.session_id, interaction))
+        own_json = joined_json(prompt.new_json, ids_json(generation.output_ids))
+        session.tree.keep_json(interaction.interaction_id, own_json)
         return Answer(choice, interaction, generation, said)
 
 
