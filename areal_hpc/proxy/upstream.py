@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from areal_hpc.proxy.connection import Connection
 from areal_hpc.proxy.generation import (
     Generation,
     Piece,
@@ -18,13 +19,15 @@ from areal_hpc.proxy.generation import (
     error_text,
     generation_of,
 )
-from areal_hpc.proxy.posting import Connection, Connections
+from areal_hpc.proxy.posting import Connections
 from areal_hpc.proxy.refusal import RequestRefused
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
+FORGOTTEN_S = 60.0
+"""A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
 
@@ -157,8 +160,16 @@ class Upstream:
         server = self._servers.get(base_url)
         if server is None:
             server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            self._forget_unused(server.used_at)
             self._servers[base_url] = server
         return server
+
+    def _forget_unused(self, now: float) -> None:
+        """A replica that starts anew has another address: the old one is not called again."""
+        for url, server in [*self._servers.items()]:
+            if now - server.used_at > FORGOTTEN_S:
+                server.close()
+                del self._servers[url]
 
     def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""

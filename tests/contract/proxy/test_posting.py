@@ -5,7 +5,9 @@ import contextlib
 
 import pytest
 
+from areal_hpc.proxy import upstream
 from areal_hpc.proxy.posting import Connections
+from areal_hpc.proxy.upstream import Upstream
 
 
 class ScriptedServer:
@@ -16,12 +18,14 @@ class ScriptedServer:
         self.heads = []
         self.bodies = []
         self.accepted = 0
+        self.left = 0
         self._serving = []
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        self.connections = Connections(f"http://127.0.0.1:{port}/sub", "x-mark: 1\r\n", 2.0)
+        self.url = f"http://127.0.0.1:{port}/sub"
+        self.connections = Connections(self.url, "x-mark: 1\r\n", 2.0)
         return self
 
     async def __aexit__(self, *error):
@@ -43,6 +47,7 @@ class ScriptedServer:
                 await writer.drain()
                 if hangs_up:
                     break
+        self.left += 1
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
@@ -157,6 +162,24 @@ def test_an_answer_that_does_not_come_in_time_is_a_timeout():
     asyncio.run(run())
 
 
+def test_each_call_has_a_time_limit_of_its_own():
+    async def run():
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def waited_s(server, timeout_s):
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", timeout_s)
+            return loop.time() - began
+
+        async with ScriptedServer(*[(b"", False)] * 4) as server:
+            asked_s = [0.4, 0.2, 0.6, 0.2]
+            waits_s = await asyncio.gather(*(waited_s(server, one) for one in asked_s))
+            assert all(0 <= wait - one < 0.15 for wait, one in zip(waits_s, asked_s, strict=True))
+
+    asyncio.run(run())
+
+
 def test_what_is_not_http_is_a_connection_error():
     async def run():
         async with ScriptedServer(
@@ -185,5 +208,39 @@ def test_a_long_answer_read_in_parts_comes_whole():
             assert read == body
             assert await server.ask() == (200, b"two")
             assert server.accepted == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch):
+    monkeypatch.setattr(upstream, "FORGOTTEN_S", 0.05)
+
+    async def run():
+        scripts = [(answer(b"one"), False)] * 2
+        async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
+            calls = Upstream()
+            assert await calls.relay(old.url, "1", b"{}", 5.0) == b"one"
+            assert await calls.relay(new.url, "2", b"{}", 5.0) == b"one"
+            assert old.left == 0
+            await asyncio.sleep(0.1)
+            async with ScriptedServer(*scripts) as third:
+                assert await calls.relay(third.url, "3", b"{}", 5.0) == b"one"
+                await asyncio.sleep(0.05)
+                assert (old.left, new.left) == (1, 1)
+                assert await calls.relay(new.url, "4", b"{}", 5.0) == b"one"  # as if it were new
+                await calls.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_under_way_outlives_the_closing_of_the_others():
+    async def run():
+        async with ScriptedServer((answer(b"one"), False)) as server:
+            asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
+            await asyncio.sleep(0)
+            server.connections.close()
+            assert await asked == (200, b"one")
+            await asyncio.sleep(0.05)
+            assert server.left == 1
 
     asyncio.run(run())
