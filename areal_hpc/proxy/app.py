@@ -238,7 +238,7 @@ class ProxyApp:
         return self._control.health()
 
     async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
-        return metrics.exposition(self._book, self._caller.drift)
+        return metrics.exposition(self._book, self._caller.drift, self._caller.resumed)
 
     async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
         return described(self._routes)

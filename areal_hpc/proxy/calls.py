@@ -53,6 +53,8 @@ class ModelCaller:
         self._limits = limits
         self._calls = 0
         """In flight."""
+        self.resumed = 0
+        """How often another replica was asked to go on from what a lost one had said."""
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -114,6 +116,7 @@ class ModelCaller:
         ) -> Generation:
             nonlocal resumption
             request = resumption.request(whole)
+            self.resumed += resumption.has_begun
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
                 resumption.aborted(generation, request)
@@ -166,6 +169,7 @@ class ModelCaller:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             url, request = replica.url, resumption.request(whole)
+            self.resumed += resumption.has_begun
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.generate_live(url, request, timeout_s, take)

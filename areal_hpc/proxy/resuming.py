@@ -25,6 +25,11 @@ class Resumption:
         self.is_possible = True
         """False once something was said that another replica cannot go on from."""
 
+    @property
+    def has_begun(self) -> bool:
+        """A lost replica has said something."""
+        return self._said is not None
+
     def request(self, request: GenerateRequest) -> GenerateRequest:
         """What to ask the next replica."""
         if self._said is None:
