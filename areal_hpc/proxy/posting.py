@@ -68,7 +68,7 @@ class Connections:
         """Prepare; nothing is sent. To be made inside the event loop.
 
         Args:
-            url: Scheme, host and port, and what all paths begin with.
+            url: Scheme, host and port, and what all paths begin with; no user, no password.
             headers: Lines that every request has.
             connect_timeout_s: How long a server may take to accept.
         """
@@ -78,8 +78,7 @@ class Connections:
         self._is_secure = parts.scheme == "https"
         self._port = parts.port or (443 if self._is_secure else 80)
         self._path = parts.path
-        host = parts.netloc.rpartition("@")[2]
-        self._headers = f"HTTP/1.1\r\nhost: {host}\r\n{headers}"
+        self._headers = f"HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
         self._limits = _TimeLimits()
