@@ -21,6 +21,7 @@ from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
 from areal_hpc.proxy.model_call import ServedModel
+from areal_hpc.proxy.packets import ResponseProtocol
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.relaying import GenerateRelay
@@ -90,7 +91,7 @@ class ProxyService:
             uvicorn.Config(
                 self._app,
                 loop="none",
-                http="httptools",
+                http=ResponseProtocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,
