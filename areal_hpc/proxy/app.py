@@ -18,7 +18,7 @@ from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
-from areal_hpc.proxy.hanging_up import ClientGone, Receive, unless_gone
+from areal_hpc.proxy.hanging_up import GONE, ClientGone, unless_gone
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
 from areal_hpc.proxy.relaying import GenerateRelay
@@ -36,6 +36,7 @@ from areal_hpc.wire import proxy as wire
 log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
@@ -137,6 +138,7 @@ class ProxyApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
         allowed = b""
+        gone = scope.get("extensions", {}).get(GONE, {}).get("future")
         try:
             route = self._route(scope["path"])
             key, refused, allowed = "", route.refused, route.method.encode()
@@ -152,9 +154,9 @@ class ProxyApp:
                     raise self._too_large()
             opened = self._guards[route.opened_by](key)  # without a key no memory for a body
             body = await self._body(receive)
-            result = await unless_gone(receive, route.answer(opened, body))
+            result = await unless_gone(gone, route.answer(opened, body))
             if not isinstance(result, bytes):
-                await unless_gone(receive, _send_events(send, result))
+                await unless_gone(gone, _send_events(send, result))
                 return
             status, content, form = 200, result, route.form
         except ClientGone:

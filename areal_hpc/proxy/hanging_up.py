@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
+from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-"""ASGI's."""
+GONE = "areal_hpc.gone"
+"""The extension of ASGI's scope whose `future` is done when the client hangs up."""
 Awaited = TypeVar("Awaited")
 
 
@@ -15,31 +15,31 @@ class ClientGone(Exception):
     """Nobody is left to answer."""
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> Awaited:
+async def unless_gone(
+    gone: asyncio.Future[None] | None, work: Coroutine[Any, Any, Awaited]
+) -> Awaited:
     """The work's result; cancels it when the client hangs up first.
 
     Args:
-        receive: The request's own; its body has been read.
+        gone: Done when it has hung up; None if it cancels its request itself, in this process.
         work: What the client waits for.
 
     Raises:
         ClientGone: It hung up.
     """
+    if gone is None:
+        return await work
+    if gone.done():
+        work.close()
+        raise ClientGone
     here = asyncio.current_task()
     assert here is not None
     is_over = False
 
-    def stop(gone: asyncio.Future[Any]) -> None:
-        if not is_over:  # sending the end of an answer wakes who listens, too
+    def stop(gone: asyncio.Future[None]) -> None:
+        if not is_over:  # it may be called late, although it was removed
             here.cancel()
 
-    listening = receive().__await__()
-    try:
-        # Runs up to the future that it waits for; a task to wait in would cost more than a call.
-        gone = next(listening)
-    except StopIteration:
-        work.close()
-        raise ClientGone from None
     gone.add_done_callback(stop)
     try:
         return await work
@@ -51,4 +51,3 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> A
     finally:
         is_over = True
         gone.remove_done_callback(stop)
-        listening.close()

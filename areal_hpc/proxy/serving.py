@@ -17,11 +17,11 @@ import uvloop
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
+from areal_hpc.proxy.client_protocol import ResponseProtocol
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
 from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.packets import ResponseProtocol
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.relaying import GenerateRelay
