@@ -55,6 +55,9 @@ class Connection(asyncio.Protocol):
         Raises:
             ConnectionError: The server left, or does not speak HTTP.
         """
+        if self._reads_parts:  # from now on no more
+            self._reads_parts = False
+            self._transport.resume_reading()
         while not self._is_whole:
             await self._changed()
         return self._taken()
@@ -102,10 +105,12 @@ class Connection(asyncio.Protocol):
 
     # What the event loop tells -------------------------------------------------------------
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:  # noqa: D102
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The server has accepted."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's own is none
 
-    def data_received(self, data: bytes) -> None:  # noqa: D102
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
@@ -114,7 +119,8 @@ class Connection(asyncio.Protocol):
         if self._is_whole or self._reads_parts:
             self._wake()
 
-    def connection_lost(self, exc: Exception | None) -> None:  # noqa: D102
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The server has left, or was hung up on."""
         self.fail(ConnectionError(f"the server left: {exc or 'before the end of its answer'}"))
 
     # What the parser tells -----------------------------------------------------------------

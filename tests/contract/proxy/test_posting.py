@@ -192,6 +192,21 @@ def test_what_is_not_http_is_a_connection_error():
     asyncio.run(run())
 
 
+def test_an_answer_that_might_be_read_in_parts_can_be_read_whole():
+    async def run():
+        body = b"x" * 3_000_000  # more than is held unread
+        script = (answer(body, status=b"500 Broken"), False)
+        async with (
+            ScriptedServer(script) as server,
+            server.connections.post("/generate", b"{}") as failed,
+        ):
+            await asyncio.sleep(0.1)
+            assert failed.status == 500
+            assert await asyncio.wait_for(failed.whole(), 5) == body
+
+    asyncio.run(run())
+
+
 def test_a_long_answer_read_in_parts_comes_whole():
     async def run():
         body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
