@@ -15,13 +15,10 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.config import ProxyConfig
-from areal_hpc.proxy.job import read_context_tokens
-from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder, VolatileRecorder
 from areal_hpc.proxy.replicas import ListedReplicas
+from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.shards.config import ShardConfig
 
 
@@ -52,7 +49,10 @@ class AloneConfig(StageConfig):
     @classmethod
     def _are_urls(cls, upstreams: list[str]) -> list[str]:
         for url in upstreams:
-            if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            parts = urlsplit(url)
+            if "@" in parts.netloc:
+                raise ValueError(f"no user or password is sent to an upstream ({parts.hostname})")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"an upstream is an address such as http://host:30000, got {url}")
         return upstreams
 
@@ -74,19 +74,14 @@ def run(config: AloneConfig, say: Callable[[str], None]) -> None:
 
 
 async def _serve(config: AloneConfig, stop: StopRequest, say: Callable[[str], None]) -> None:
-    model = ServedModel(
+    model = read_model(
         config.tokenizer.resolve().name,
-        ChatTemplate.from_model_dir(config.tokenizer),
-        TokenEncoder.from_model_dir(config.tokenizer),
-        config.context_tokens or read_context_tokens(config.tokenizer),
+        config.tokenizer,
+        config.context_tokens,
         config.tool_call_parser,
         config.reasoning_parser,
     )
-    parsers = None
-    if config.tool_call_parser or config.reasoning_parser:
-        parsers = SGLangParsers(
-            config.serve_python, config.tool_call_parser, config.reasoning_parser
-        )
+    parsers = parsers_of(model, config.serve_python)
     admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
     recorder: Recorder = VolatileRecorder()
     if config.journal is not None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
 
 import msgspec
 
@@ -19,6 +18,7 @@ from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
 from areal_hpc.proxy.dialects.responses_reply import RESPONSES
+from areal_hpc.proxy.hanging_up import GONE, ClientGone, unless_gone
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
 from areal_hpc.proxy.relaying import GenerateRelay
@@ -30,6 +30,7 @@ from areal_hpc.proxy.routes import (
     with_and_without_v1,
 )
 from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.session.tree import ids_json
 from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
@@ -47,11 +48,6 @@ DIALECTS = {
 }
 JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
-Awaited = TypeVar("Awaited")
-
-
-class _ClientGone(Exception):
-    """Nobody is left to answer."""
 
 
 class ProxyApp:
@@ -75,7 +71,7 @@ class ProxyApp:
         self._caller = caller
         self._control = control
         self._relay = relay
-        self._guards: dict[str, Callable[[str], object]] = {
+        self._guards: dict[str, Callable[[str], Session | None]] = {
             "admin": self._require_admin,
             "session": self._session,
             "anyone": lambda key: None,
@@ -118,7 +114,8 @@ class ProxyApp:
         ) -> Route:
             return Route("POST", "session", self._of_session(answer), request)
 
-        start, finish = _ignoring_key(control.start_session), _ignoring_key(control.finish_ticket)
+        start = _ignoring_session(control.start_session)
+        finish = _ignoring_session(control.finish_ticket)
         return {
             "/rl/start_session": admin(start, wire.StartSessionRequest),
             "/rl/offer_session": admin(_awaiting(control.offer_session), wire.OfferRequest),
@@ -128,7 +125,7 @@ class ProxyApp:
             "/export_trajectories": admin(
                 _awaiting(control.export_trajectories), wire.ExportRequest
             ),
-            "/grant_capacity": admin(_ignoring_key(control.grant_capacity)),
+            "/grant_capacity": admin(_ignoring_session(control.grant_capacity)),
             "/rl/set_reward": session(control.set_reward, wire.SetRewardRequest),
             "/rl/record": session(control.record, wire.RecordRequest),
             "/rl/end_session": session(control.end_session),
@@ -141,6 +138,7 @@ class ProxyApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
         allowed = b""
+        gone = scope.get("extensions", {}).get(GONE, {}).get("future")
         try:
             route = self._route(scope["path"])
             key, refused, allowed = "", route.refused, route.method.encode()
@@ -154,14 +152,14 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
-            self._guards[route.opened_by](key)  # nobody without a key gets memory for a body
+            opened = self._guards[route.opened_by](key)  # without a key no memory for a body
             body = await self._body(receive)
-            result = await _unless_gone(receive, route.answer(key, body))
+            result = await unless_gone(gone, route.answer(opened, body))
             if not isinstance(result, bytes):
-                await _unless_gone(receive, _send_events(send, result))
+                await unless_gone(gone, _send_events(send, result))
                 return
             status, content, form = 200, result, route.form
-        except _ClientGone:
+        except ClientGone:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
@@ -191,7 +189,7 @@ class ProxyApp:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _ClientGone
+                raise ClientGone
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > self._max_request_bytes:
@@ -212,63 +210,69 @@ class ProxyApp:
         session.touch()
         return session
 
-    def _open_session(self, key: str) -> Session:
-        session = self._session(key)
+    def _held(self, opened: Session | None) -> Session:
+        """The session that a key opened, unless it went while the body came."""
+        if opened is None or self._book.sessions.get(opened.session_id) is not opened:
+            raise RequestRefused(401, "this key opens no session")
+        return opened
+
+    def _open_session(self, opened: Session | None) -> Session:
+        session = self._held(opened)
         if session.ended:
             raise RequestRefused(403, "the session has ended")
         return session
 
     def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
-        async def handler(key: str, body: bytes) -> bytes:
-            return answer(self._session(key), body)
+        async def handler(opened: Session | None, body: bytes) -> bytes:
+            return answer(self._held(opened), body)
 
         return handler
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _generate(self, key: str, body: bytes) -> bytes:
-        session = self._open_session(key)
+    async def _generate(self, opened: Session | None, body: bytes) -> bytes:
+        session = self._open_session(opened)
         if self._relay is None:
             raise RequestRefused(404, "there is no route /generate")
         return await self._relay.generate(session, body)
 
-    async def _health(self, key: str, body: bytes) -> bytes:
+    async def _health(self, opened: Session | None, body: bytes) -> bytes:
         return self._control.health()
 
-    async def _metrics(self, key: str, body: bytes) -> bytes:
-        return metrics.exposition(self._book, self._caller.drift)
+    async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
+        return metrics.exposition(self._book, self._caller.drift, self._caller.resumed)
 
-    async def _openapi(self, key: str, body: bytes) -> bytes:
+    async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
         return described(self._routes)
 
-    async def _models(self, key: str, body: bytes) -> bytes:
+    async def _models(self, opened: Session | None, body: bytes) -> bytes:
         return openai_forms.models(self._model.name, self._model.context_tokens)
 
-    async def _count_tokens(self, key: str, body: bytes) -> bytes:
-        session = self._open_session(key)
+    async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
+        session = self._open_session(opened)
         _, call = messages.parse(body, session.request.sampling, self._model)
         _, count = await self._caller.prompt_json(session, call)
         return messages_reply.token_count(count)
 
-    async def _tokenize(self, key: str, body: bytes) -> bytes:
-        session = self._open_session(key)
+    async def _tokenize(self, opened: Session | None, body: bytes) -> bytes:
+        session = self._open_session(opened)
         request = tokens.parse_tokenize(body)
         if request.prompt is None:
             call = tokens.conversation_call(request)
             return tokens.tokenized(*await self._caller.prompt_json(session, call), self._model)
         with_special = request.add_special_tokens is not False
         ids = await self._caller.encode(request.prompt, add_special_tokens=with_special)
-        return tokens.tokenized(msgspec.json.encode(ids)[1:-1], len(ids), self._model)
+        return tokens.tokenized(ids_json(ids), len(ids), self._model)
 
-    async def _detokenize(self, key: str, body: bytes) -> bytes:
-        self._open_session(key)
+    async def _detokenize(self, opened: Session | None, body: bytes) -> bytes:
+        self._open_session(opened)
         return tokens.detokenize(body, self._model)
 
     def _speaking(self, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""
 
-        async def handler(key: str, body: bytes) -> Result:
-            session = self._open_session(key)
+        async def handler(opened: Session | None, body: bytes) -> Result:
+            session = self._open_session(opened)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
             if exchange.streams:
@@ -278,15 +282,15 @@ class ProxyApp:
         return handler
 
 
-def _ignoring_key(answer: Callable[[bytes], bytes]) -> Handler:
-    async def handler(key: str, body: bytes) -> bytes:
+def _ignoring_session(answer: Callable[[bytes], bytes]) -> Handler:
+    async def handler(opened: Session | None, body: bytes) -> bytes:
         return answer(body)
 
     return handler
 
 
 def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> Handler:
-    async def handler(key: str, body: bytes) -> bytes:
+    async def handler(opened: Session | None, body: bytes) -> bytes:
         return await answer(body)
 
     return handler
@@ -315,34 +319,3 @@ def _refusal(caught: Exception) -> RequestRefused:
         return caught
     log.error("a request failed", exc_info=caught)
     return RequestRefused(500, "the proxy failed; see its log")
-
-
-async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, Awaited]) -> Awaited:
-    """The work's result; cancels it when the client hangs up first."""
-    here = asyncio.current_task()
-    assert here is not None
-    is_over = False
-
-    def stop(gone: asyncio.Future[Any]) -> None:
-        if not is_over:  # sending the end of an answer wakes who listens, too
-            here.cancel()
-
-    listening = receive().__await__()
-    try:
-        # Runs up to the future that it waits for; a task to wait in would cost more than a call.
-        gone = next(listening)
-    except StopIteration:
-        work.close()
-        raise _ClientGone from None
-    gone.add_done_callback(stop)
-    try:
-        return await work
-    except asyncio.CancelledError:
-        if not gone.done():
-            raise
-        here.uncancel()
-        raise _ClientGone from None
-    finally:
-        is_over = True
-        gone.remove_done_callback(stop)
-        listening.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
@@ -24,7 +23,7 @@ from areal_hpc.proxy.resuming import Resumption
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest, Upstream
-from areal_hpc.session.tree import ABORTED
+from areal_hpc.session.tree import ABORTED, ids_json, joined_json
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
@@ -54,6 +53,8 @@ class ModelCaller:
         self._limits = limits
         self._calls = 0
         """In flight."""
+        self.resumed = 0
+        """How often another replica was asked to go on from what a lost one had said."""
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -77,7 +78,8 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session, call.n):
+        self._began(session, call.n)
+        try:
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
                 [self._generate(prompt, choice) for choice in range(call.n)]
@@ -87,6 +89,8 @@ class ModelCaller:
                 self._record(prompt, choice, generation, said[choice])
                 for choice, generation in enumerate(generations)
             ]
+        finally:
+            self._ended(session, call.n)
 
     async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
         """What the model would read (`PromptMaker.prompt_json`).
@@ -112,6 +116,7 @@ class ModelCaller:
         ) -> Generation:
             nonlocal resumption
             request = resumption.request(whole)
+            self.resumed += resumption.has_begun
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
                 resumption.aborted(generation, request)
@@ -137,8 +142,11 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        with self._in_flight(session, call.n):
+        self._began(session, call.n)
+        try:
             prompt = await self._prompts.prepare(session, call, answer_id)
+        finally:
+            self._ended(session, call.n)
         live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
             task = asyncio.ensure_future(self._speak(prompt, choice, live))
@@ -161,6 +169,7 @@ class ModelCaller:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             url, request = replica.url, resumption.request(whole)
+            self.resumed += resumption.has_begun
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.generate_live(url, request, timeout_s, take)
@@ -175,21 +184,22 @@ class ModelCaller:
         def may_repeat() -> bool:
             return resumption.is_possible and not live.abandoned
 
-        with self._in_flight(prompt.session):
-            try:
-                generation = await self._routed(prompt, choice, generate, may_repeat)
-                if reader is not None:
-                    rest = await reader.feed("", last=True)
-                    said.add(rest)
-                    live.put(Delta(choice, rest, NO_TOKENS))
-                if generation.output_ids or not live.abandoned:
-                    live.put(self._record(prompt, choice, generation, said))
-            except Exception as error:  # boundary: raised again where the stream is read
-                if live.abandoned:
-                    log.info("an abandoned stream ended with: %s", error)
-                live.put(error)
-            finally:
-                live.generated(choice)
+        self._began(prompt.session, 1)
+        try:
+            generation = await self._routed(prompt, choice, generate, may_repeat)
+            if reader is not None:
+                rest = await reader.feed("", last=True)
+                said.add(rest)
+                live.put(Delta(choice, rest, NO_TOKENS))
+            if generation.output_ids or not live.abandoned:
+                live.put(self._record(prompt, choice, generation, said))
+        except Exception as error:  # boundary: raised again where the stream is read
+            if live.abandoned:
+                log.info("an abandoned stream ended with: %s", error)
+            live.put(error)
+        finally:
+            live.generated(choice)
+            self._ended(prompt.session, 1)
 
     async def _routed(
         self,
@@ -221,17 +231,15 @@ class ModelCaller:
         if self._calls >= most:
             raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
 
-    @contextmanager
-    def _in_flight(self, session: Session, replies: int = 1) -> Iterator[None]:
+    def _began(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
         self._calls += 1
         session.in_flight += replies
-        try:
-            yield
-        finally:
-            self._calls -= 1
-            session.in_flight -= replies
-            session.touch()
+
+    def _ended(self, session: Session, replies: int) -> None:
+        self._calls -= 1
+        session.in_flight -= replies
+        session.touch()
 
     def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:
         session = prompt.session
@@ -239,6 +247,8 @@ class ModelCaller:
             raise RequestRefused(403, "the session ended while the model answered")
         interaction = prompt.interaction(choice, generation, said)
         self._recorder.record(InteractionAdded(session.session_id, interaction))
+        own_json = joined_json(prompt.new_json, ids_json(generation.output_ids))
+        session.tree.keep_json(interaction.interaction_id, own_json)
         return Answer(choice, interaction, generation, said)
 
 

@@ -11,6 +11,7 @@ new. `completion_tokens` counts from the beginning in both, which tells them apa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 from msgspec import Struct, field
@@ -19,6 +20,8 @@ from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.tree import ABORTED, VersionSpan
 from areal_hpc.weights.version import WeightVersion
 
+JSON_SPACE = b" \t\r\n"
+Decoded = TypeVar("Decoded")
 UNVERSIONED = "default"
 """What SGLang calls weights that nobody gave a version."""
 Alternatives = list[tuple[float, int, str | None]] | None
@@ -86,6 +89,13 @@ class _Meta(Struct):
 
 class _Reply(Struct):
     text: str
+    output_ids: msgspec.Raw
+    """Not read, since they come a second time with their log-probabilities; compared as text."""
+    meta_info: _Meta
+
+
+class _PieceReply(Struct):
+    text: str
     output_ids: list[int]
     meta_info: _Meta
 
@@ -95,6 +105,7 @@ class _StreamError(Struct):
 
 
 _reply_decoder = msgspec.json.Decoder(_Reply)
+_piece_decoder = msgspec.json.Decoder(_PieceReply)
 _error_decoder = msgspec.json.Decoder(_StreamError)
 
 
@@ -167,7 +178,8 @@ def generation_of(where: str, answer: bytes) -> Generation:
         UpstreamLost: It is not a sound answer.
         RequestRefused: The server found the request at fault only while it ran.
     """
-    return _whole(where, _decoded(where, answer))
+    reply = _decoded(_reply_decoder, where, answer)
+    return _whole(where, reply.text, bytes(reply.output_ids), reply.meta_info)
 
 
 class PieceReader:
@@ -211,7 +223,7 @@ class PieceReader:
         if data.startswith(b'{"error"'):
             raise _refused(self._where, data)
         self._is_sound = False  # unless this comes to its end
-        reply = _decoded(self._where, data)
+        reply = _decoded(_piece_decoder, self._where, data)
         meta = reply.meta_info
         self._versions.add(meta.weight_version)
         self._cached_tokens = meta.cached_tokens
@@ -232,7 +244,8 @@ class PieceReader:
                 self._text = self._text[: len(self._text) - begun_chars(self._text, [matched])]
             meta.output_token_logprobs = self._logprobs
             meta.output_top_logprobs = self._top_logprobs
-            whole = _whole(self._where, _Reply(self._text, self._output_ids, meta))
+            ids_json = msgspec.json.encode(self._output_ids)
+            whole = _whole(self._where, self._text, ids_json, meta)
         logprobs = [entry[0] for entry in new_logprobs]
         self._is_sound = True
         return Piece(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
@@ -257,15 +270,14 @@ def begun_chars(text: str, stop: Sequence[str]) -> int:
     return longest
 
 
-def _decoded(where: str, answer: bytes) -> _Reply:
+def _decoded(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) -> Decoded:
     try:
-        return _reply_decoder.decode(answer)
+        return decoder.decode(answer)
     except msgspec.DecodeError as error:
         raise UpstreamLost(f"{where} answered something else: {error}") from error
 
 
-def _whole(where: str, reply: _Reply) -> Generation:
-    meta = reply.meta_info
+def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     reason = meta.finish_reason
     if reason is None:
         raise UpstreamLost(f"{where} answered without an end")
@@ -273,7 +285,8 @@ def _whole(where: str, reply: _Reply) -> Generation:
         if 400 <= reason.status_code < 500:
             raise RequestRefused(400, f"the model server refused: {reason.message}")
         raise UpstreamLost(f"{where} broke the call off: {reason.message}")
-    if [entry[1] for entry in meta.output_token_logprobs] != reply.output_ids:
+    output_ids = [entry[1] for entry in meta.output_token_logprobs]
+    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
         raise UpstreamLost(f"{where}: ids and log-probabilities of the reply disagree")
     spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
     covered = 0
@@ -281,11 +294,11 @@ def _whole(where: str, reply: _Reply) -> Generation:
         if span.start != covered:
             break
         covered = span.end
-    if covered != len(reply.output_ids):
+    if covered != len(output_ids):
         raise UpstreamLost(f"{where}: weight versions cover {covered} of the reply's tokens")
     return Generation(
-        text=reply.text,
-        output_ids=reply.output_ids,
+        text=text,
+        output_ids=output_ids,
         logprobs=[entry[0] for entry in meta.output_token_logprobs],
         spans=spans,
         finish_reason=reason.type,

@@ -14,23 +14,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.config import ProxyConfig
-from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
 from areal_hpc.proxy.sealing import Sealer
+from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.shards.config import ShardConfig
 
 log = logging.getLogger(__name__)
@@ -77,17 +73,14 @@ def run(config: dict[str, Any]) -> None:
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     layout = RunLayout(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    model = ServedModel(
+    model = read_model(
         job.model_name,
-        ChatTemplate.from_model_dir(job.model_path),
-        TokenEncoder.from_model_dir(job.model_path),
-        job.context_tokens or read_context_tokens(job.model_path),
+        job.model_path,
+        job.context_tokens,
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    parsers = None
-    if job.tool_call_parser or job.reasoning_parser:
-        parsers = SGLangParsers(job.serve_python, job.tool_call_parser, job.reasoning_parser)
+    parsers = parsers_of(model, job.serve_python)
     recorder = Recorder(journal_path(job, admin_key), job.shards.sync_interval_s)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
@@ -126,23 +119,6 @@ def _listen(directory: Path, name: str) -> socket.socket:
         except OSError as error:
             log.warning("cannot listen on %s:%d: %s", host, port, error)
     raise ClusterError(f"no port of {host} is free", hint="set AREAL_HPC_HOST to an own address")
-
-
-def read_context_tokens(model_path: Path) -> int:
-    """The longest sequence that the model's configuration allows.
-
-    Raises:
-        RecipeError: The configuration does not say.
-    """
-    config = msgspec.json.decode((model_path / "config.json").read_bytes())
-    limit = config.get("max_position_embeddings")
-    if not isinstance(limit, int):
-        raise RecipeError(
-            f"{model_path / 'config.json'} does not say max_position_embeddings",
-            key="inference.context_tokens",
-            hint="set inference.context_tokens to the longest prompt plus reply",
-        )
-    return limit
 
 
 def journal_path(job: ProxyJobConfig, run_secret: str) -> Path:

@@ -10,7 +10,7 @@ from areal_hpc.proxy.sessions import SessionBook
 PREFIX = "areal_hpc_proxy_"
 
 
-def exposition(book: SessionBook, drift: Drift) -> bytes:
+def exposition(book: SessionBook, drift: Drift, resumed: int) -> bytes:
     """The body of GET /metrics."""
     sessions = book.sessions.values()
     in_flight = sum(session.in_flight for session in sessions)
@@ -29,6 +29,12 @@ def exposition(book: SessionBook, drift: Drift) -> bytes:
             "counter",
             "Model calls whose history was rewritten, by the first difference.",
             _labelled("reason", drift.forks),
+        ),
+        *_family(
+            "resumptions_total",
+            "counter",
+            "Times a replica went on from what a lost one had said.",
+            {"": resumed},
         ),
     ]
     return "".join(f"{line}\n" for line in lines).encode()

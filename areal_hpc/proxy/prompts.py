@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import secrets
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TemplateRefusal
-from areal_hpc.session.tree import Interaction, Turn, pack_ids, pack_logprobs
+from areal_hpc.session.tree import Interaction, Turn, ids_json, pack_ids, pack_logprobs
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -36,6 +36,8 @@ class Prompt(msgspec.Struct, frozen=True):
     new_ids: bytes
     prompt_tokens: int
     prompt_json: bytes
+    new_json: bytes
+    """What `prompt_json` ends with: `new_ids`."""
     sampling: SamplingParams
     top_logprobs: int
     answer_id: str
@@ -51,7 +53,7 @@ class Prompt(msgspec.Struct, frozen=True):
         """One try at generating a choice."""
         seed = (self.sampling.sampling_seed or 0) + choice
         return GenerateRequest(
-            secrets.token_hex(16),
+            os.urandom(16).hex(),
             self.prompt_json,
             msgspec.structs.replace(self.sampling, sampling_seed=seed),
             self.top_logprobs,
@@ -122,12 +124,14 @@ class PromptMaker:
             sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
         sampling, reasons_first = await self._constrain(call, turn, sampling)
         session.calls += 1
+        new_json = ids_json(new_ids)
         return Prompt(
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=_join(session.tree.sequence_json(turn.parent), new_ids),
+            prompt_json=session.tree.sequence_json(turn.parent, new_json),
+            new_json=new_json,
             sampling=sampling,
             top_logprobs=call.top_logprobs,
             answer_id=answer_id,
@@ -218,7 +222,8 @@ class PromptMaker:
         """
         turn, new_ids = await self.tokenise(session, call)
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
-        return _join(session.tree.sequence_json(turn.parent), new_ids), prior + len(new_ids)
+        prompt_json = session.tree.sequence_json(turn.parent, ids_json(new_ids))
+        return prompt_json, prior + len(new_ids)
 
     def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
         """The sampling parameters with a reply limit that the context has room for."""
@@ -240,11 +245,6 @@ class PromptMaker:
 
 def _is_strict(tool: Mapping[str, Any]) -> bool:
     return bool(tool["function"].get("strict"))
-
-
-def _join(prior_json: bytes, new_ids: list[int]) -> bytes:
-    new_json = msgspec.json.encode(new_ids)[1:-1]
-    return b",".join(part for part in (prior_json, new_json) if part)
 
 
 def _session_seed(session: Session) -> int:

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 EVENT_KIND = 1
 SMALLEST_ROTATION_BYTES = 1 << 20
+_REMOVING = (SessionDropped, TicketFinished, TicketsSealed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,4 +197,4 @@ class VolatileRecorder(Recorder):
 
 
 def _removes_sessions(event: Event) -> bool:
-    return isinstance(event, SessionDropped | TicketFinished | TicketsSealed)
+    return isinstance(event, _REMOVING)

@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.proxy.generation import Generation, Partial, SamplingParams, begun_chars
 from areal_hpc.proxy.upstream import GenerateRequest
 from areal_hpc.session.template import TokenEncoder
-from areal_hpc.session.tree import VersionSpan
+from areal_hpc.session.tree import VersionSpan, ids_json, joined_json
 from areal_hpc.wire.replicas import ReplicaView
 
 
@@ -25,6 +25,11 @@ class Resumption:
         self.is_possible = True
         """False once something was said that another replica cannot go on from."""
 
+    @property
+    def has_begun(self) -> bool:
+        """A lost replica has said something."""
+        return self._said is not None
+
     def request(self, request: GenerateRequest) -> GenerateRequest:
         """What to ask the next replica."""
         if self._said is None:
@@ -33,7 +38,7 @@ class Resumption:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=request.prompt_json + b"," + msgspec.json.encode(ids)[1:-1],
+            prompt_json=joined_json(request.prompt_json, ids_json(ids)),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 

@@ -11,10 +11,11 @@ import msgspec
 from areal_hpc import __version__
 from areal_hpc.proxy.dialects import openai_forms
 from areal_hpc.proxy.dialects.dialect import EventStream, Refused
+from areal_hpc.proxy.sessions import Session
 
 Result = bytes | EventStream
-Handler = Callable[[str, bytes], Coroutine[Any, Any, Result]]
-"""(key, request body) -> response body, whole or as events."""
+Handler = Callable[[Session | None, bytes], Coroutine[Any, Any, Result]]
+"""(session that the key opened, request body) -> response body, whole or as events."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import uvloop
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
+from areal_hpc.proxy.client_protocol import ResponseProtocol
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
@@ -90,7 +91,7 @@ class ProxyService:
             uvicorn.Config(
                 self._app,
                 loop="none",
-                http="httptools",
+                http=ResponseProtocol,
                 lifespan="off",
                 access_log=False,
                 log_config=None,

@@ -7,10 +7,9 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
-from aiohttp.http_exceptions import HttpProcessingError
 
+from areal_hpc.proxy.connection import Connection
 from areal_hpc.proxy.generation import (
     Generation,
     Piece,
@@ -27,6 +26,8 @@ log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
+FORGOTTEN_S = 60.0
+"""A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
 
@@ -79,9 +80,7 @@ class Upstream:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        post = self._post(base_url, "/generate", request.body(stream=False))
-        status, answer = await self._guarded(base_url, request.rid, timeout_s, post)
-        _check(base_url, status, answer)
+        answer = await self.relay(base_url, request.rid, request.body(stream=False), timeout_s)
         return generation_of(base_url, answer)
 
     async def generate_live(
@@ -102,9 +101,8 @@ class Upstream:
         reader = PieceReader(base_url, request.sampling.stop or ())
         body = request.body(stream=True)
         try:
-            return await self._guarded(
-                base_url, request.rid, timeout_s, self._read_live(base_url, body, reader, take)
-            )
+            read = self._read_live(base_url, body, timeout_s, reader, take)
+            return await self._guarded(base_url, request.rid, timeout_s, read)
         except UpstreamLost as lost:
             lost.partial = reader.partial()
             raise
@@ -113,13 +111,15 @@ class Upstream:
         self,
         base_url: str,
         body: bytes,
+        timeout_s: float,
         reader: PieceReader,
         take: Callable[[Piece], Awaitable[None]],
     ) -> Generation:
-        async with self._server(base_url).post("/generate", body) as answer:
+        server = self._server(base_url)
+        async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
             if answer.status != 200:
-                _check(base_url, answer.status, await answer.content.read())
-            async for data in _events(answer.content):
+                _check(base_url, answer.status, await answer.whole())
+            async for data in _events(answer):
                 piece, whole = reader.read(data)
                 if piece.output_ids or piece.text:
                     await take(piece)
@@ -134,8 +134,8 @@ class Upstream:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        post = self._post(base_url, "/generate", body)
-        status, answer = await self._guarded(base_url, rid, timeout_s, post)
+        call = self._server(base_url).ask("/generate", body, timeout_s)
+        status, answer = await self._guarded(base_url, rid, timeout_s, call)
         _check(base_url, status, answer)
         return answer
 
@@ -144,10 +144,7 @@ class Upstream:
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except aiohttp.ServerTimeoutError as error:  # it does not even accept connections
-            raise UpstreamLost(f"{base_url} does not accept: {error}") from error
+            return await call
         except TimeoutError:
             self.abort(base_url, rid)
             raise RequestRefused(
@@ -156,19 +153,23 @@ class Upstream:
         except asyncio.CancelledError:
             self.abort(base_url, rid)
             raise
-        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+        except OSError as error:
             raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
-
-    async def _post(self, base_url: str, path: str, body: bytes) -> tuple[int, bytes]:
-        async with self._server(base_url).post(path, body) as answer:
-            return answer.status, await answer.content.read()
 
     def _server(self, base_url: str) -> Connections:
         server = self._servers.get(base_url)
         if server is None:
             server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            self._forget_unused(server.used_at)
             self._servers[base_url] = server
         return server
+
+    def _forget_unused(self, now: float) -> None:
+        """A replica that starts anew has another address: the old one is not called again."""
+        for url, server in [*self._servers.items()]:
+            if now - server.used_at > FORGOTTEN_S:
+                server.close()
+                del self._servers[url]
 
     def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
@@ -178,9 +179,9 @@ class Upstream:
 
     async def _send_abort(self, base_url: str, rid: str) -> None:
         try:
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self._post(base_url, "/abort_request", msgspec.json.encode({"rid": rid}))
-        except (aiohttp.ClientError, HttpProcessingError, OSError) as error:
+            body = msgspec.json.encode({"rid": rid})
+            await self._server(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
+        except OSError as error:
             log.info("abort of %s did not reach %s: %s", rid, base_url, error)
 
     async def close(self) -> None:
@@ -198,10 +199,10 @@ def _check(base_url: str, status: int, answer: bytes) -> None:
         raise RequestRefused(400, f"the model server refused: {error_text(answer)}")
 
 
-async def _events(stream: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+async def _events(answer: Connection) -> AsyncIterator[bytes]:
     """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
-    async for block in stream.iter_any():
+    while block := await answer.part():
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":

@@ -119,7 +119,11 @@ class _Node:
 
     def child(self, message: Message) -> _Node | None:
         for node in self.children:
-            if node.message == message or difference(node.message, message) is None:
+            if (
+                node.message is message
+                or node.message == message
+                or difference(node.message, message) is None
+            ):
                 return node
         return None
 
@@ -142,11 +146,11 @@ class _Node:
         return node
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _Entry(msgspec.Struct):
     interaction: Interaction
     node: _Node
-    ids_json: bytes
-    """The interaction's own ids (new prompt, reply), comma-separated for joining."""
+    own_json: bytes | None = None
+    """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
 
 
 class InteractionTree:
@@ -248,16 +252,26 @@ class InteractionTree:
             start = self._entries[interaction.parent_id].node
         node = start.descend([*interaction.new_messages, interaction.reply])
         node.interaction = interaction
-        own = ids_json(interaction.new_ids + interaction.output_ids)
-        self._entries[interaction.interaction_id] = _Entry(interaction, node, own)
+        self._entries[interaction.interaction_id] = _Entry(interaction, node)
 
-    def sequence_json(self, interaction: Interaction | None) -> bytes:
-        """Prompt and reply ids up to `interaction`, as the inside of a JSON array."""
-        parts: list[bytes] = []
+    def keep_json(self, interaction_id: str, own_json: bytes) -> None:
+        """Spare `sequence_json` the packed ids of an interaction (new prompt, reply)."""
+        self._entries[interaction_id].own_json = own_json
+
+    def sequence_json(self, interaction: Interaction | None, then: bytes) -> bytes:
+        """Prompt and reply ids up to `interaction`, and what follows them.
+
+        Both this and what follows are the inside of a JSON array.
+        """
+        parts = [then]
         while interaction is not None:
-            parts.append(self._entries[interaction.interaction_id].ids_json)
+            entry = self._entries[interaction.interaction_id]
+            if entry.own_json is None:
+                own = ids_of(interaction.new_ids + interaction.output_ids)
+                entry.own_json = ids_json(own.tolist())
+            parts.append(entry.own_json)
             interaction = self._parent(interaction)
-        return b",".join(reversed(parts))
+        return joined_json(*reversed(parts))
 
     def path(self, interaction: Interaction) -> list[Interaction]:
         """The interactions whose sequences `interaction` extends, first to last, and itself."""
@@ -292,9 +306,14 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
 
 
-def ids_json(packed: bytes) -> bytes:
+def ids_json(ids: Sequence[int]) -> bytes:
     """Token ids as the inside of a JSON array."""
-    return msgspec.json.encode(struct.unpack(f"<{len(packed) // 4}i", packed))[1:-1]
+    return msgspec.json.encode(ids)[1:-1]
+
+
+def joined_json(*parts: bytes) -> bytes:
+    """The insides of JSON arrays as that of one."""
+    return b",".join(part for part in parts if part)
 
 
 def _context_of(

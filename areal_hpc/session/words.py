@@ -14,11 +14,14 @@ from __future__ import annotations
 import random
 import re
 from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
+LEARNT_TOKENS = 1 << 15
+"""Looked at in advance; takes about 0.1 s."""
 MOST_WORDS = 1 << 16
 """Remembered at once; about 20 MB."""
 LONGEST_WORD = 64
@@ -77,7 +80,10 @@ class WordEncoder(dict[str, tuple[int, ...]]):
         if pattern is None or added is None or not _is_plain_bpe(parts.model):
             return None
         encoder = cls(tokenizer, pattern, added)
-        return encoder if encoder._agrees_with(tokenizer) else None
+        if not encoder._agrees_with(tokenizer):
+            return None
+        encoder._learn(tokenizer)
+        return encoder
 
     def __missing__(self, word: str) -> tuple[int, ...]:
         spelled = "".join(map(_BYTE_LETTERS.__getitem__, word.encode()))
@@ -97,6 +103,19 @@ class WordEncoder(dict[str, tuple[int, ...]]):
             elif part:
                 ids += chain.from_iterable(map(self.__getitem__, self._find_words(part)))
         return ids
+
+    def _learn(self, tokenizer: Tokenizer) -> None:
+        """Remember the words that have a token to themselves, the most frequent ones.
+
+        A word that is met for the first time costs as much as twenty that are known.
+        """
+        by_rank = sorted(tokenizer.get_vocab(with_added_tokens=False).items(), key=itemgetter(1))
+        for token, _ in by_rank[:LEARNT_TOKENS]:
+            if not _LETTER_BYTES.keys() >= set(token):
+                continue
+            word = bytes(map(_LETTER_BYTES.__getitem__, token))
+            if word.isascii() and self._find_words(text := word.decode()) == [text]:
+                self[text]
 
     def _agrees_with(self, tokenizer: Tokenizer) -> bool:
         """Tried on texts of every ASCII character and of characters that patterns tell apart."""
@@ -176,3 +195,4 @@ def _byte_letters() -> list[str]:
 
 
 _BYTE_LETTERS = _byte_letters()
+_LETTER_BYTES = {letter: byte for byte, letter in enumerate(_BYTE_LETTERS)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class ChatExchange:
 
     def __init__(self, request: ChatRequest, call: ModelCall, model: ServedModel) -> None:
         self.call = call
-        self.answer_id = f"chatcmpl-{secrets.token_hex(14)}"
+        self.answer_id = f"chatcmpl-{os.urandom(14).hex()}"
         self.streams = bool(request.stream)
         self._request = request
         self._model = model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class CompletionExchange:
 
     def __init__(self, request: CompletionRequest, call: ModelCall, model: ServedModel) -> None:
         self.call = call
-        self.answer_id = f"cmpl-{secrets.token_hex(14)}"
+        self.answer_id = f"cmpl-{os.urandom(14).hex()}"
         self.streams = bool(request.stream)
         self.counts_usage = request.counts_usage
         self._with_logprobs = request.logprobs is not None

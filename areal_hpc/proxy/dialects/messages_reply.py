@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,7 +35,7 @@ class MessagesExchange:
 
     def __init__(self, request: MessagesRequest, call: ModelCall, model: ServedModel) -> None:
         self.call = call
-        self.answer_id = f"msg_{secrets.token_hex(14)}"
+        self.answer_id = f"msg_{os.urandom(14).hex()}"
         self.streams = bool(request.stream)
         self._model = model
 

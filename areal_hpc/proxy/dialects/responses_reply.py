@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ class ResponsesExchange:
         self, request: ResponsesRequest, tools: OfferedTools, call: ModelCall, model: ServedModel
     ) -> None:
         self.call = call
-        number = secrets.token_hex(14)
+        number = os.urandom(14).hex()
         self.answer_id = (INSTRUCTED if request.instructions else PLAIN) + number
         self.streams = bool(request.stream)
         self._request = request

@@ -200,6 +200,7 @@ def test_a_stream_goes_on_at_another_upstream(tmp_path, lone, loop, sglang):
     [
         (("--set", "max_session=3"), "proxy.max_session"),
         (("--upstream", "localhost:30000"), "http://host:30000"),
+        (("--upstream", "http://me:secret@localhost:30000"), "no user or password"),
         (("--tokenizer", "/nonexistent"), "no chat template"),
     ],
 )

@@ -3,10 +3,11 @@
 import asyncio
 import contextlib
 
-import aiohttp
 import pytest
 
+from areal_hpc.proxy import upstream
 from areal_hpc.proxy.posting import Connections
+from areal_hpc.proxy.upstream import Upstream
 
 
 class ScriptedServer:
@@ -17,12 +18,14 @@ class ScriptedServer:
         self.heads = []
         self.bodies = []
         self.accepted = 0
+        self.left = 0
         self._serving = []
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
-        self.connections = Connections(f"http://127.0.0.1:{port}/sub", "x-mark: 1\r\n", 2.0)
+        self.url = f"http://127.0.0.1:{port}/sub"
+        self.connections = Connections(self.url, "x-mark: 1\r\n", 2.0)
         return self
 
     async def __aexit__(self, *error):
@@ -44,13 +47,13 @@ class ScriptedServer:
                 await writer.drain()
                 if hangs_up:
                     break
+        self.left += 1
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
     async def ask(self, body=b"{}"):
-        async with self.connections.post("/generate", body) as answer:
-            return answer.status, await answer.content.read()
+        return await self.connections.ask("/generate", body, 5.0)
 
 
 def answer(body, *, extra=b"", status=b"200 OK"):
@@ -108,7 +111,7 @@ def test_an_answer_that_is_left_half_read_closes_its_connection():
         parts = answer(b"x" * 100)[:-50]
         async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
             async with server.connections.post("/generate", b"{}") as half:
-                assert await half.content.readany() == b"x" * 50
+                assert await half.part() == b"x" * 50
             assert await server.ask() == (200, b"two")
             assert server.accepted == 2
 
@@ -137,10 +140,122 @@ def test_a_preliminary_answer_is_not_the_answer():
 
 
 @pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
-def test_a_server_that_leaves_is_a_client_error(script):
+def test_a_server_that_leaves_is_a_connection_error(script):
     async def run():
         async with ScriptedServer(script) as server:
-            with pytest.raises(aiohttp.ClientError):
+            with pytest.raises(ConnectionError):
                 await server.ask()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_does_not_come_in_time_is_a_timeout():
+    async def run():
+        async with ScriptedServer(
+            (answer(b"x" * 100)[:-50], False), (answer(b"two"), False)
+        ) as server:
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", 0.1)
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_each_call_has_a_time_limit_of_its_own():
+    async def run():
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def waited_s(server, timeout_s):
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", timeout_s)
+            return loop.time() - began
+
+        async with ScriptedServer(*[(b"", False)] * 4) as server:
+            asked_s = [0.4, 0.2, 0.6, 0.2]
+            waits_s = await asyncio.gather(*(waited_s(server, one) for one in asked_s))
+            assert all(0 <= wait - one < 0.15 for wait, one in zip(waits_s, asked_s, strict=True))
+
+    asyncio.run(run())
+
+
+def test_what_is_not_http_is_a_connection_error():
+    async def run():
+        async with ScriptedServer(
+            (b"SSH-2.0-OpenSSH_9.6\r\n", False), (answer(b"two"), False)
+        ) as server:
+            with pytest.raises(ConnectionError, match="does not speak HTTP"):
+                await server.ask()
+            assert await server.ask() == (200, b"two")
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_might_be_read_in_parts_can_be_read_whole():
+    async def run():
+        body = b"x" * 3_000_000  # more than is held unread
+        script = (answer(body, status=b"500 Broken"), False)
+        async with (
+            ScriptedServer(script) as server,
+            server.connections.post("/generate", b"{}") as failed,
+        ):
+            await asyncio.sleep(0.1)
+            assert failed.status == 500
+            assert await asyncio.wait_for(failed.whole(), 5) == body
+
+    asyncio.run(run())
+
+
+def test_a_long_answer_read_in_parts_comes_whole():
+    async def run():
+        body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
+        chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
+        coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        async with ScriptedServer((head + coded, False), (answer(b"two"), False)) as server:
+            read = b""
+            async with server.connections.post("/generate", b"{}") as long:
+                assert long.status == 200
+                while part := await long.part():
+                    read += part
+                    await asyncio.sleep(0.001)
+            assert read == body
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch):
+    monkeypatch.setattr(upstream, "FORGOTTEN_S", 0.05)
+
+    async def run():
+        scripts = [(answer(b"one"), False)] * 2
+        async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
+            calls = Upstream()
+            assert await calls.relay(old.url, "1", b"{}", 5.0) == b"one"
+            assert await calls.relay(new.url, "2", b"{}", 5.0) == b"one"
+            assert old.left == 0
+            await asyncio.sleep(0.1)
+            async with ScriptedServer(*scripts) as third:
+                assert await calls.relay(third.url, "3", b"{}", 5.0) == b"one"
+                await asyncio.sleep(0.05)
+                assert (old.left, new.left) == (1, 1)
+                assert await calls.relay(new.url, "4", b"{}", 5.0) == b"one"  # as if it were new
+                await calls.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_under_way_outlives_the_closing_of_the_others():
+    async def run():
+        async with ScriptedServer((answer(b"one"), False)) as server:
+            asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
+            await asyncio.sleep(0)
+            server.connections.close()
+            assert await asked == (200, b"one")
+            await asyncio.sleep(0.05)
+            assert server.left == 1
 
     asyncio.run(run())

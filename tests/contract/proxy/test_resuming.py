@@ -50,6 +50,13 @@ def speak(stage, key, **more):
     return text, error, logprobs
 
 
+def resumptions(stage):
+    """How many the proxy counted."""
+    lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
+    (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_resumptions_total "))
+    return int(line.split()[1])
+
+
 def dies_after(pieces, **more):
     return lambda request: Script(
         BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2, **more
@@ -64,8 +71,10 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(stage, pair)
     other.script = lambda request: Script(END, piece_tokens=2)
     both_serve(stage, home, other)
     home.requests.clear()
+    before = resumptions(stage)
     text, error, logprobs = speak(stage, key, logprobs=True, max_tokens=50)
     assert error is None
+    assert resumptions(stage) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = second["input_ids"][len(first["input_ids"]) :]
     assert second["input_ids"][: len(first["input_ids"])] == first["input_ids"]
@@ -111,8 +120,10 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(stage, 
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
     both_serve(stage, home, other)
+    before = resumptions(stage)
     answer = stage.chat(key, ASK, max_tokens=50)
     assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
+    assert resumptions(stage) == before + 1
     (first,), (second,) = home.requests, other.requests
     said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
     assert second["input_ids"] == first["input_ids"] + said

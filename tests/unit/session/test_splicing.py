@@ -52,7 +52,9 @@ def test_the_json_of_a_sequence_is_its_ids(turns):
         last = say(tree, messages, reply)
         messages.append(assistant(reply))
     sequence = prompt_ids(tree, last) + ids_of(last.output_ids).tolist()
-    assert msgspec.json.decode(b"[" + tree.sequence_json(last) + b"]") == sequence
+    assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"") + b"]") == sequence
+    assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"7,8") + b"]") == [*sequence, 7, 8]
+    assert tree.sequence_json(None, b"7") == b"7"
     assert len(sequence) == last.sequence_tokens
 
 

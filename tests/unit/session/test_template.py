@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from jinja2.exceptions import SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.normalise import normalise_chat_message
@@ -45,6 +47,22 @@ def test_a_template_that_raises_refuses_the_messages(source):
 def test_a_template_cannot_reach_the_interpreter():
     with pytest.raises(TemplateRefusal):
         ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").render(MESSAGES)
+
+
+@pytest.mark.parametrize("name", ["role", "items", "get", "__class__", "__mro__", "missing"])
+def test_a_message_has_the_attributes_that_jinja_gives_it(name):
+    message = {"role": "user", "items": 1, "__class__": 2, "__mro__": 3}
+    told = f"{{{{ message.{name} }}}}|{{{{ message.{name} is defined }}}}"
+    expected = ImmutableSandboxedEnvironment().from_string(told)
+    source = f"{{% set message = messages[0] %}}{told}"
+    try:
+        rendered = expected.render(message=message)
+    except SecurityError:
+        with pytest.raises(TemplateRefusal):
+            ChatTemplate(source).render([message])
+    else:
+        again = ChatTemplate(source).render([message])
+        assert again.partition(" at 0x")[0] == rendered.partition(" at 0x")[0]
 
 
 def test_a_broken_template_is_the_users_to_mend():

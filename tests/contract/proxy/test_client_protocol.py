@@ -1,0 +1,54 @@
+"""The head of a response travels with its body, and nobody waits for it."""
+
+import socket
+from urllib.parse import urlsplit
+
+import pytest
+
+
+@pytest.fixture
+def client(stage):
+    """A connection that reads what has come, packet by packet."""
+    parts = urlsplit(stage.url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
+        yield connection
+
+
+def request(line, *headers, body=b""):
+    return "\r\n".join([f"{line} HTTP/1.1", "host: proxy", *headers, "", ""]).encode() + body
+
+
+def test_head_and_body_come_in_one_packet(client):
+    for _ in range(3):
+        client.sendall(request("GET /healthz"))
+        head, _, body = client.recv(1 << 16).partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert body.startswith(b"{")
+
+
+def test_an_answer_without_a_body_comes_at_once(client):
+    for _ in range(2):
+        client.sendall(request("HEAD /healthz"))
+        assert client.recv(1 << 16).startswith(b"HTTP/1.1 405 ")
+    client.sendall(request("GET /healthz"))
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(stage, client):
+    body = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    _, key = stage.open_session()
+    headers = (
+        f"authorization: Bearer {key}",
+        "expect: 100-continue",
+        f"content-length: {len(body)}",
+    )
+    client.sendall(request("POST /v1/chat/completions", *headers))
+    assert client.recv(1 << 16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+    client.sendall(body)
+    assert b"hello world" in client.recv(1 << 16)
+
+
+def test_what_is_no_request_is_refused_and_hung_up_on(client):
+    client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
+    assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
+    assert client.recv(1) == b""
