@@ -140,6 +140,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     except Exception as error:  # boundary: PyYAML's errors have no common public base
         raise RecipeError(f"{path} is not YAML: {error}", key=str(path)) from error
+    return from_values(values)
+
+
+def from_values(values: object) -> Recipe:
+    """The recipe of a tree of keys; a RecipeError tells every problem at once."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:

@@ -1,0 +1,51 @@
+"""`areal-hpc migrate`: a configuration of AReaL's as a recipe, and what is lost on the way."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    migrate = commands.add_parser(
+        "migrate",
+        help="translate a configuration of AReaL's into a recipe",
+        description="Print the recipe that a configuration of AReaL's becomes, every key that has "
+        "no counterpart with the reason, and what the recipe still lacks.",
+    )
+    migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
+    migrate.add_argument("overrides", nargs="*", metavar="key=value", help="as AReaL takes them")
+    migrate.add_argument("--rows", type=int, help="rows of the training set, to count epochs with")
+    migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
+    migrate.set_defaults(command=_migrate)
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from areal_hpc.areal_config.loading import read_tree
+    from areal_hpc.areal_config.translation import to_recipe
+    from areal_hpc.errors import RecipeError
+    from areal_hpc.recipe import from_values
+
+    translation = to_recipe(read_tree(arguments.config, arguments.overrides), arguments.rows)
+    text = yaml.safe_dump(translation.recipe, sort_keys=False)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(f"# From {arguments.config}, by areal-hpc migrate.\n{text}")
+        print(f"wrote {arguments.out}")
+    if translation.untranslated:
+        print("# No counterpart:")
+        for one in translation.untranslated:
+            print(f"#   {one.key}: {one.value}\n#     {one.reason}")
+    try:
+        from_values(translation.recipe)
+    except RecipeError as error:
+        print("# Before it can run:")
+        for problem in error.problems:
+            print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
+    return 0

@@ -1,0 +1,69 @@
+"""What AReaL's users are told is what the code does."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from areal_hpc.areal_config.translation import RULES
+from areal_hpc.recipe import Recipe, section_of
+from tests.contract.migration_table import DOCUMENT, renewed
+
+FOLDER = Path(__file__).parent
+
+
+def migrate(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "areal_hpc", "migrate", str(config), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_the_table_of_keys_is_that_of_the_rules() -> None:
+    text = DOCUMENT.read_text()
+    assert text == renewed(text), "renew it: python -m tests.contract.migration_table"
+
+
+def test_every_key_of_a_recipe_that_a_rule_names_exists() -> None:
+    sections = {"cluster", "evaluation", "inference", "model", "proxy", "rollout", "trainer"}
+    for rule in RULES.values():
+        for name in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)`", rule.here):
+            if name.split(".")[0] not in sections or name.endswith((".jsonl", ".yaml")):
+                continue
+            if name in RULES and "as `" in rule.here:
+                continue  # another key of AReaL's
+            assert is_a_key(name) or name in RULES, (rule.key, name)
+
+
+def is_a_key(name: str) -> bool:
+    model: type = Recipe
+    *sections, last = name.split(".")
+    for section in sections:
+        field = model.model_fields.get(section)  # type: ignore[attr-defined]
+        found = field and section_of(field.annotation)
+        if not found:
+            return bool(field) and section == sections[-1]  # a free mapping
+        model = found
+    return last in model.model_fields  # type: ignore[attr-defined]
+
+
+def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(tmp_path: Path) -> None:
+    out = tmp_path / "recipe.yaml"
+    answer = migrate(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", str(out))
+    assert answer.returncode == 0, answer.stderr
+    assert "workflow: areal_hpc.workflow.openai.math_agent.MathAgent" in out.read_text()
+    assert "total_steps: 30" in out.read_text()
+    assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in answer.stdout
+    assert "Before it can run" not in answer.stdout
+
+
+def test_what_is_no_configuration_of_areal_is_refused(tmp_path: Path) -> None:
+    config = tmp_path / "other.yaml"
+    config.write_text("model: {path: /m}\n")
+    answer = migrate(config)
+    assert answer.returncode == 78
+    assert "this is no configuration of AReaL's" in answer.stderr
+
+
+def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:
+    assert migrate(tmp_path / "none.yaml").returncode == 78
