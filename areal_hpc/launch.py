@@ -63,6 +63,7 @@ def run(
     reporter: Reporter,
     stop: threading.Event,
     fresh: bool = False,
+    sys_path: Sequence[str] = (),
 ) -> None:
     """Run a recipe from where it stands to its end.
 
@@ -72,6 +73,7 @@ def run(
         reporter: Where progress goes.
         stop: Set it to stop all jobs.
         fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -80,18 +82,18 @@ def run(
         Interrupted: `stop` was set.
     """
     pythons = {role: _python_of(recipe, role) for role in ROLES}
-    sys_path = (str(Path.cwd()),)
-    problems = doctor.inspect_inputs(recipe, pythons, sys_path)
+    layout = RunLayout(recipe.run_dir.resolve())
+    folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
+    problems = doctor.inspect_inputs(recipe, pythons, folders)
     if problems:
         raise RecipeError.of(problems)
-    layout = RunLayout(recipe.run_dir.resolve())
     if fresh and (kept := archive(layout)) is not None:
         reporter.say(f"kept     the earlier run as {kept}")
     with _held(layout.lock):
         prepare.announce_changes(recipe, layout, reporter.say)
         if not is_finished(recipe, layout):
             layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
-        facts = prepare.put_in_place(recipe, layout, reporter.say, pythons["serve"], sys_path)
+        facts = prepare.put_in_place(recipe, layout, reporter.say, pythons["serve"], folders)
         attempt = prepare.open_attempt(layout)
         prepare.record_provenance(recipe, layout, attempt, command_line)
         for stage in plan(recipe, layout, facts).stages:

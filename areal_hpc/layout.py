@@ -36,6 +36,11 @@ class RunLayout:
         """Task sets, demonstrations and the starting model as launched."""
         return self.root / "data"
 
+    @property
+    def workflow_dir(self) -> Path:
+        """The user's agent, where a script handed it over as an object."""
+        return self.root / "workflow"
+
     def dataset(self, split: str) -> Path:
         """The JSON-lines task set of one split (`train`, `valid` or `warmup`)."""
         return self.data_dir / f"{split}.jsonl"

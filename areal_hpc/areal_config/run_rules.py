@@ -140,7 +140,11 @@ RUN_RULES = (
     anyway("cluster.n_nodes", "a job asks for the nodes that its ranks need"),
     anyway("cluster.cluster_name", "it has no meaning here"),
     anyway("cluster.name_resolve.*", "processes find one another by files of the run directory"),
-    computed("scheduler.type", "`local`: `areal-hpc run`; `slurm`: `areal-hpc submit`", _launched),
+    computed(
+        "scheduler.type",
+        "how a run is started: `areal-hpc run` here, or submitted to Slurm",
+        _launched,
+    ),
     lost("launcher.*", "what a job asks Slurm for is in the section `cluster`"),
     renamed("train_dataset.batch_size", "trainer.batch_size"),
     computed("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),

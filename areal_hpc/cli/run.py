@@ -5,10 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import Commands, existing_run, program, stop_on_signals
 from areal_hpc.layout import RunLayout
+
+if TYPE_CHECKING:
+    from areal_hpc.recipe import Recipe
 
 INTERRUPTED_EXIT_CODE = 130
 
@@ -42,25 +47,55 @@ def add_commands(commands: Commands) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
-    from areal_hpc import launch
     from areal_hpc.recipe import load
-    from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     recipe = load(arguments.recipe, arguments.overrides)
+    return train(recipe, f"{program()} run {arguments.recipe}", fresh=arguments.fresh)
+
+
+def train(
+    recipe: Recipe,
+    again: str,
+    *,
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> int:
+    """Run a recipe in the foreground and show how it goes.
+
+    Args:
+        recipe: What to run.
+        again: The command line that got here, for what is suggested.
+        fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
+        notes: What to tell first.
+
+    Returns:
+        The exit code.
+    """
+    from areal_hpc import launch
+    from areal_hpc.view.progress import LiveReporter, PlainReporter
+
     layout = RunLayout(recipe.run_dir.resolve())
-    if launch.is_finished(recipe, layout) and not arguments.fresh:
+    if launch.is_finished(recipe, layout) and not fresh:
         print(_summary(layout))
-        print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
+        print(f"\nthis run is finished; to start anew: {again} --fresh")
         return 0
     stop = threading.Event()
     stop_on_signals(stop)
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
-    reporter.say(f"run      {layout.root}")
+    for note in (*notes, f"run      {layout.root}"):
+        reporter.say(note)
     try:
         launch.run(
-            recipe, command_line=sys.argv, reporter=reporter, stop=stop, fresh=arguments.fresh
+            recipe,
+            command_line=sys.argv,
+            reporter=reporter,
+            stop=stop,
+            fresh=fresh,
+            sys_path=sys_path,
         )
     except launch.Interrupted:
         reporter.close()

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_hpc.rollout.processes import ProcessPool
+from areal_hpc.rollout.travelling import carried
 from areal_hpc.session.rewards import check_reward
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ class AsyncRewardWrapper:
     AReaL's (`areal/api/reward_api.py`).
 
     Args:
-        reward_fn: A function that can be imported by its name.
+        reward_fn: Any function; one that cannot be imported by its name travels as a pickle.
         timeout_seconds: Longest time of one try.
         max_workers: Processes; as many as the machine has cores when None.
         max_retries: Tries.
@@ -37,7 +38,7 @@ class AsyncRewardWrapper:
     ) -> None:
         if max_retries < 1:
             raise ValueError(f"max_retries must be at least 1, got {max_retries}")
-        self._reward_fn = reward_fn
+        self._reward_fn = carried(reward_fn)
         self._timeout_s = timeout_seconds
         self._tries = max_retries
         self._pool = ProcessPool(max_workers or os.cpu_count() or 1)

@@ -71,12 +71,12 @@ MUTATIONS = [
     ),
     mutation(
         "a module without a layer appears",
-        {"utils.py": '"""Odds and ends."""'},
+        {"odds.py": '"""Odds and ends."""'},
         LAYERS,
     ),
     mutation(
         "a package without a layer appears",
-        {"experimental/__init__.py": '"""Later."""'},
+        {"later/__init__.py": '"""Later."""'},
         LAYERS,
     ),
     mutation(

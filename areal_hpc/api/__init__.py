@@ -1,0 +1,1 @@
+"""AReaL's paths for what agents and scripts import; each name lives elsewhere."""

@@ -1,0 +1,55 @@
+"""AReaL's configuration classes, and how a script reads them."""
+
+from areal_hpc.areal_config.experiments import (
+    AgentRLConfig,
+    BaseExperimentConfig,
+    GRPOConfig,
+    PPOConfig,
+)
+from areal_hpc.areal_config.loading import load_expr_config
+from areal_hpc.areal_config.options import (
+    AgentConfig,
+    ClusterSpecConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    RejectionSamplingConfig,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+    ValidDatasetConfig,
+)
+
+__all__ = [
+    "AgentConfig",
+    "AgentRLConfig",
+    "BaseExperimentConfig",
+    "ClusterSpecConfig",
+    "DatasetConfig",
+    "EvaluatorConfig",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngineConfig",
+    "MicroBatchSpec",
+    "NormConfig",
+    "OptimizerConfig",
+    "PPOActorConfig",
+    "PPOConfig",
+    "RecoverConfig",
+    "RejectionSamplingConfig",
+    "SaverConfig",
+    "SchedulerConfig",
+    "StatsLoggerConfig",
+    "TrainDatasetConfig",
+    "TrainEngineConfig",
+    "ValidDatasetConfig",
+    "load_expr_config",
+]

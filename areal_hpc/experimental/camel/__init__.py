@@ -1,0 +1,1 @@
+"""AReaL's path of the model for CAMEL."""

@@ -1,0 +1,1 @@
+"""AReaL's paths of its launchers."""

@@ -1,0 +1,114 @@
+"""AReaL's names, under its own import root and under ours."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).parents[2]
+IMPORTS = """
+from {root}.api.cli_args import AgentRLConfig, GenerationHyperparameters, GRPOConfig, PPOConfig
+from {root}.api.cli_args import load_expr_config
+from {root}.api.reward_api import AsyncRewardWrapper
+from {root}.api.workflow_api import AgentWorkflow, RolloutWorkflow
+from {root}.experimental.openai import ArealOpenAI
+from {root}.experimental.trainer import PPOTrainer
+from {root}.utils.dynamic_import import import_from_string
+from {root}.utils.hf_utils import load_hf_tokenizer
+from {root}.utils.stats_logger import StatsLogger
+import {root}.launcher.local
+"""
+NEWER = """
+import areal
+import areal.api.cli_args
+from areal import PPOTrainer
+from areal.api import AsyncRewardWrapper
+from areal.dataset import get_custom_dataset
+import areal.infra.launcher.local
+from areal_hpc.rollout.reward import AsyncRewardWrapper as Ours
+from areal.utils.dynamic_import import import_from_string
+assert AsyncRewardWrapper is Ours
+assert import_from_string("areal.api.reward_api.AsyncRewardWrapper") is Ours
+import areal_hpc.api.cli_args
+assert areal.api.cli_args is areal_hpc.api.cli_args
+assert areal_hpc.api.cli_args.__spec__.name == "areal_hpc.api.cli_args"
+"""
+
+
+def python(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    return subprocess.run(
+        [sys.executable, *arguments, str(script), "one", "two"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(tmp_path / "path")])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_names_are_found_under_our_root(tmp_path: Path) -> None:
+    answer = python(tmp_path, IMPORTS.format(root="areal_hpc"))
+    assert answer.returncode == 0, answer.stderr
+
+
+@pytest.mark.parametrize("way", [("-m", "areal_hpc.compat"), ()])
+def test_names_are_found_under_the_root_of_areal_on_request(
+    tmp_path: Path, way: tuple[str, ...]
+) -> None:
+    asking = "" if way else "import areal_hpc.compat\n"
+    told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
+    answer = python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_nothing_answers_for_areal_unasked(tmp_path: Path) -> None:
+    answer = python(tmp_path, IMPORTS.format(root="areal_hpc") + "import areal")
+    assert "No module named 'areal'" in answer.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import areal.api.workflows_api", "did you mean areal.api.workflow_api?"),
+        ("import areal.workflow.nothing_of_ours", "areal_hpc has nothing for 'areal.workflow"),
+        ("from areal.api import AsyncRewardWraper", "AsyncRewardWrapper"),
+        ("import areal.ledger.tickets", "areal_hpc has nothing for 'areal.ledger"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path, line: str, said: str) -> None:
+    answer = python(tmp_path, line, "-m", "areal_hpc.compat")
+    assert answer.returncode != 0
+    assert said in answer.stderr, answer.stderr
+
+
+@pytest.mark.parametrize("way", [("-m", "areal_hpc.compat"), ()])
+def test_a_real_areal_is_never_hidden(tmp_path: Path, way: tuple[str, ...]) -> None:
+    (tmp_path / "path" / "areal").mkdir(parents=True)
+    (tmp_path / "path" / "areal" / "__init__.py").touch()
+    answer = python(tmp_path, "import areal_hpc.compat", *way)
+    assert answer.returncode == 1
+    assert "AReaL itself is installed here" in answer.stderr
+
+
+def test_a_launcher_runs_the_script_with_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("x = 7")
+    text = "import sys, beside\nassert __name__ == '__main__'\nprint(beside.x, sys.argv[1:])"
+    answer = python(tmp_path, text, "-m", "areal_hpc.launcher.local")
+    assert answer.stdout == "7 ['one', 'two']\n", answer.stderr
+
+
+def test_a_launcher_tells_our_errors_as_the_command_line_does(tmp_path: Path) -> None:
+    text = (
+        "from areal_hpc.api.cli_args import GRPOConfig, load_expr_config\n"
+        "load_expr_config(['--config', 'nowhere.yaml'], GRPOConfig)\n"
+    )
+    answer = python(tmp_path, text, "-m", "areal_hpc.launcher.local")
+    assert answer.returncode == 78
+    assert answer.stderr.startswith("error: there is no configuration at nowhere.yaml")

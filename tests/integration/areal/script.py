@@ -1,0 +1,78 @@
+"""A training script as AReaL's users write it, with its agent and its reward in itself.
+
+`script.py HOW --config ...`: HOW the agent is handed over.
+"""
+
+import dataclasses
+import sys
+
+from areal.api.cli_args import GRPOConfig, load_expr_config
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.api.workflow_api import AgentWorkflow, RolloutWorkflow
+from areal.experimental.openai import ArealOpenAI
+from areal.experimental.trainer import PPOTrainer
+from areal.utils.hf_utils import load_hf_tokenizer
+from openai import AsyncOpenAI
+
+
+@dataclasses.dataclass
+class OwnConfig(GRPOConfig):
+    favourite: str = dataclasses.field(default="e")
+
+
+def count(text, favourite):
+    """A reward that no other process can import: it lives in the script."""
+    return float(text.count(favourite)) / 10
+
+
+class ChatAgent(AgentWorkflow):
+    def __init__(self, favourite):
+        self.reward = AsyncRewardWrapper(count)
+        self.favourite = favourite
+
+    async def run(self, data, **extra_kwargs):
+        client = AsyncOpenAI(
+            base_url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            http_client=extra_kwargs["http_client"],
+            max_retries=0,
+        )
+        reply = await client.chat.completions.create(model="default", messages=data["messages"])
+        return await self.reward(reply.choices[0].message.content or "", self.favourite)
+
+
+class TwoClients(RolloutWorkflow):
+    def __init__(self, gconfig, tokenizer, favourite):
+        self.gconfig = gconfig.new_with_stop_and_pad_token_ids(tokenizer)
+        self.tokenizer = tokenizer
+        self.favourite = favourite
+
+    async def arun_episode(self, engine, data):
+        exported = {}
+        for _ in range(2):
+            client = ArealOpenAI(engine=engine, tokenizer=self.tokenizer)
+            reply = await client.chat.completions.create(
+                model="default",
+                messages=data["messages"],
+                max_completion_tokens=self.gconfig.max_new_tokens,
+            )
+            client.set_final_reward(count(reply.choices[0].message.content or "", self.favourite))
+            exported.update(client.export_interactions(style="individual"))
+        return exported
+
+
+def main(how, args):
+    config, _ = load_expr_config(args, OwnConfig)
+    tasks = [{"messages": [{"role": "user", "content": f"Say {n}."}]} for n in range(16)]
+    kwargs = {"favourite": config.favourite}
+    if how == "class":
+        workflow = ChatAgent
+    else:
+        tokenizer = load_hf_tokenizer(config.tokenizer_path)
+        workflow, kwargs = TwoClients(config.gconfig, tokenizer, config.favourite), None
+    with PPOTrainer(config, train_dataset=tasks, valid_dataset=iter(tasks[:4])) as trainer:
+        trainer.train(workflow=workflow, workflow_kwargs=kwargs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
