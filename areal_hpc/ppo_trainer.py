@@ -13,7 +13,7 @@ import orjson
 
 from areal_hpc.areal_config.experiments import BaseExperimentConfig
 from areal_hpc.areal_config.run_rules import as_here
-from areal_hpc.areal_config.translation import Translation, to_recipe
+from areal_hpc.areal_config.translation import Translation, rule_of, to_recipe
 from areal_hpc.cli.run import train
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
@@ -227,9 +227,9 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
 
 
 def _notes(translation: Translation) -> list[str]:
-    """What of the configuration has no counterpart; rows that were handed over are no loss."""
+    """What of the configuration is lost; the script's own keys and handed-over rows are not."""
     return [
         f"lost     {one.key}={one.value}: {one.reason}"
         for one in translation.untranslated
-        if not one.key.endswith("_dataset.path")
+        if rule_of(one.key) and not one.key.endswith("_dataset.path")
     ]

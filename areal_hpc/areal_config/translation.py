@@ -61,7 +61,7 @@ def to_recipe(
     defaults = flattened(dataclasses.asdict(AgentRLConfig()))
     if isinstance(config, BaseExperimentConfig):
         leaves = flattened(dataclasses.asdict(config))
-        given = {key for key, value in leaves.items() if value != defaults.get(key)}
+        given = {key for key, value in leaves.items() if value != defaults.get(_newer(key))}
     else:
         if not any(section in config for section in TELLING):
             raise RecipeError(
@@ -76,6 +76,11 @@ def to_recipe(
         leaves, given = absent | stated, set(stated)
     source = Source(leaves, frozenset(given), train_rows)
     return _translated(source, sorted(leaves, key=list(leaves).index))
+
+
+def _newer(key: str) -> str:
+    """The present name of a key: an older section has the defaults of the one that replaced it."""
+    return key.replace("rollout.openai.", "rollout.agent.")
 
 
 def _under(key: str, stated: Mapping[str, Any]) -> bool:

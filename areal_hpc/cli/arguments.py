@@ -44,6 +44,6 @@ def stop_on_signals(stop: threading.Event) -> None:
 
 
 def program() -> str:
-    """How the user called this command line."""
+    """How the user calls this command line; from a script of theirs it is not known."""
     path = Path(sys.argv[0])
-    return "python -m areal_hpc" if path.name == "__main__.py" else str(path)
+    return str(path) if path.name == "areal-hpc" else "python -m areal_hpc"

@@ -15,6 +15,7 @@ from typing import Any
 
 import cloudpickle
 
+from areal_hpc.cluster.rendezvous import write_private
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
 
@@ -70,9 +71,7 @@ def packed(
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in ((f"{MODULE}.pkl", data), (f"{MODULE}.py", source.encode())):
-        partial = folder / f".{name}.tmp"
-        partial.write_bytes(content)
-        partial.rename(folder / name)
+        write_private(folder / name, content)  # arguments may hold keys of other services
     return DOTTED_PATH
 
 

@@ -1,0 +1,77 @@
+"""A script of a user with AReaL's imports: our jobs, and a run like any other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.tiny_model import make_tiny_model
+from tests.integration.launch.small_run import processes_of
+from tests.unit.session.chatml import TRAINING_TEXT
+
+FOLDER = Path(__file__).parent
+CHECKOUT = FOLDER.parents[2]
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    make_tiny_model(folder, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
+    return folder
+
+
+def python(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [interpreter_of("agents", "auto"), *map(str, arguments)],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+
+
+def run_script(how: str, fileroot: Path, model_dir: Path) -> subprocess.CompletedProcess[str]:
+    return python(
+        *("-m", "areal_hpc.compat", FOLDER / "script.py", how),
+        *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
+        *(f"cluster.fileroot={fileroot}", f"actor.path={model_dir}"),
+    )
+
+
+@pytest.mark.parametrize(("how", "rows_per_episode"), [("class", 1), ("instance", 2)])
+def test_an_agent_and_rows_of_a_script_are_trained(
+    how: str, rows_per_episode: int, tmp_path: Path, model_dir: Path
+) -> None:
+    answer = run_script(how, tmp_path, model_dir)
+    layout = RunLayout(tmp_path / "areal" / how)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
+    assert "lost" not in answer.stdout
+    assert [row["step"] for row in read_json_lines(layout.metrics)] == [0, 1, 2]
+    recipe = yaml.safe_load(layout.recipe.read_text())
+    assert recipe["rollout"]["workflow"] == "handed_over.agent"
+    assert recipe["train_dataset"]["path"] == str(layout.dataset("train"))
+    assert len(layout.dataset("train").read_text().splitlines()) == 16
+    manifest = yaml.safe_load(layout.manifest(1).read_text())
+    assert {len(one["rows"]) for one in manifest["tickets"]} == {2 * rows_per_episode}
+    audit = python("-m", "areal_hpc", "audit", layout.root)
+    assert audit.stdout.splitlines()[-1] == "trained_once=4 duplicates=0 lost=0 open=0"
+    # The recipe of the run is enough: any command goes on with it, without the script.
+    again = python("-m", "areal_hpc", "run", layout.recipe)
+    assert "this run is finished" in again.stdout, again.stderr
+    assert processes_of(layout.root) == []
+
+
+def logs(layout: RunLayout) -> str:
+    """The end of every log of the newest attempt."""
+    found = sorted(layout.logs_dir.glob("latest/*/*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)
