@@ -108,11 +108,15 @@ def lost(key: str, reason: str) -> Rule:
     )
 
 
+WHOLE = ("agent_builder_kwargs",)
+"""A mapping that is one value: the arguments of a function."""
+
+
 def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping; an empty section is a leaf."""
+    """Dotted keys of the leaves of a nested mapping; an empty section is a leaf, and `WHOLE`."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in WHOLE:
             leaves |= flattened(value, f"{prefix}{name}.")
         else:
             leaves[f"{prefix}{name}"] = value

@@ -58,7 +58,8 @@ class _Format(Struct):
 
 class _TextConfig(Struct, forbid_unknown_fields=True):
     format: _Format = msgspec.field(default_factory=_Format)
-    verbosity: Literal["medium"] | None = None
+    # A hint to models that know it. The Agents SDK sends `low` for agents that name no model.
+    verbosity: Literal["low", "medium"] | None = None
 
 
 class _Reasoning(Struct, forbid_unknown_fields=True):

@@ -1,0 +1,47 @@
+"""The table of docs/areal-documents.md: `python -m tests.contract.document_table` renews it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.contract.document_scenes import SCENES
+from tests.contract.documents import Block, blocks
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "areal-documents.md"
+BEGIN, END = "<!-- table: blocks -->", "<!-- end of table -->"
+REAL = "tests/integration/agents/documents/test_documents.py"
+SETTINGS = "tests/contract/test_documents.py"
+DRAWING = "a drawing"
+
+
+def test_of(block: Block) -> str:
+    """The file that runs a block; empty if none does."""
+    if block.key in SCENES:
+        return REAL
+    return SETTINGS if block.language == "yaml" else ""
+
+
+def table() -> str:
+    """One row a block."""
+    lines = ["| block | language | begins | test | patches |", "|---|---|---|---|---|"]
+    for block in blocks():
+        scene = SCENES.get(block.key)
+        patches = "; ".join(dict.fromkeys(patch.why for patch in scene.patches)) if scene else ""
+        test = test_of(block)
+        beginning = block.beginning.replace("|", "\\|").replace("`", "'")[:60]
+        shown = f"`{test}`" if test else "not run"
+        if block.language == "drawing":
+            beginning, shown = DRAWING, ""
+        lines.append(f"| {block.key} | {block.language} | `{beginning}` | {shown} | {patches} |")
+    return "\n".join(lines)
+
+
+def renewed(document: str) -> str:
+    """The document with the table of today."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))

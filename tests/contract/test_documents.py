@@ -1,0 +1,49 @@
+"""The blocks of AReaL's guides: extracted, listed, and their settings understood."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+import yaml
+
+from areal_hpc.areal_config.experiments import AgentRLConfig
+from areal_hpc.areal_config.loading import as_config
+from areal_hpc.areal_config.rules import flattened
+from areal_hpc.areal_config.translation import rule_of, to_recipe
+from tests.contract.document_scenes import SCENES
+from tests.contract.document_table import DOCUMENT, renewed
+from tests.contract.documents import Block, blocks
+
+BLOCKS = {block.key: block for block in blocks()}
+SETTINGS = [block for block in blocks() if block.language == "yaml"]
+
+
+def test_the_table_is_that_of_the_scenes() -> None:
+    text = DOCUMENT.read_text()
+    assert text == renewed(text), "renew it: python -m tests.contract.document_table"
+
+
+def test_every_block_of_the_guides_is_found() -> None:
+    counts = dict.fromkeys(("python", "yaml", "command", "drawing"), 0)
+    for block in blocks():
+        counts[block.language] += 1
+    assert counts == {"python": 36, "yaml": 8, "command": 12, "drawing": 1}
+
+
+@pytest.mark.parametrize("key", sorted(SCENES))
+def test_a_patched_block_is_python_and_a_patch_is_needed(key: str) -> None:
+    scene, block = SCENES[key], BLOCKS[key]
+    compile(scene.text_of(block), key, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    for patch in scene.patches:
+        assert patch.old != patch.new
+        assert patch.why
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=lambda block: block.key)
+def test_settings_are_read_and_have_a_counterpart(block: Block) -> None:
+    values = yaml.safe_load(block.text)
+    as_config(values, AgentRLConfig, block.key)
+    translation = to_recipe({"actor": {}, **values})
+    assert translation.untranslated == []
+    assert {key for key in flattened(values) if rule_of(key) is None} == set()

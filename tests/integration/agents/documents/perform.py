@@ -1,0 +1,154 @@
+"""`python perform.py REPORT`: run code blocks as a reader would, in an agents' environment.
+
+Reads an `Order` from standard input; writes, for each block by its key, how it failed ("" for not
+at all). Blocks of one document share their names, as the guide builds up.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import areal_hpc.compat  # noqa: F401  the blocks import `areal`
+from areal_hpc.layout import RunLayout
+from areal_hpc.rollout.agent import load_agent
+from areal_hpc.rollout.episode import EpisodeSpec, run_episode
+from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.subproc import SubprocessAgent
+from areal_hpc.rollout.travelling import packed
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
+
+TIMEOUT_S = 100.0
+FAR_TOKENS = 3000
+"""The Agents SDK takes a reply that reached its limit for an error; most end before."""
+
+
+class Part(msgspec.Struct):
+    """One block and what stands around it."""
+
+    key: str
+    before: str
+    text: str
+    after: str
+
+
+class Order(msgspec.Struct):
+    """Blocks, and whom they talk to."""
+
+    run_dir: str
+    cell: str
+    admin_key: str
+    engine: str
+    model_dir: str
+    first_ticket: int
+    parts: list[Part]
+
+
+class ModelFolder(str):
+    """A model's directory, where transformers is not installed: our client reads the rest."""
+
+    pad_token_id, eos_token_id = 0, 2
+
+
+class Reader:
+    """Gives blocks what their guides take for granted."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._layout = RunLayout(Path(order.run_dir))
+        self._tickets = iter(range(order.first_ticket, order.first_ticket + 1000))
+
+    def names(self) -> dict[str, Any]:
+        """The names of a fresh document."""
+        task = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": "3"}
+        return {
+            "__name__": "__main__",  # a reader's script, so that its classes travel by value
+            "asyncio": asyncio,
+            "os": os,
+            "engine": self._order.engine,
+            "tokenizer": ModelFolder(self._order.model_dir),
+            "data": task,
+            "episode": self.episode,
+            "subproc_episode": self.subproc_episode,
+        }
+
+    async def episode(self, workflow: Any) -> float:
+        """One episode at the proxy, as a driver runs it; the reward."""
+        return await self._play(load_agent(workflow, {}))
+
+    async def subproc_episode(self, workflow: Any) -> float:
+        """The same in a process of its own."""
+        folder = self._layout.workflow_dir
+        sys.path.insert(0, str(folder))
+        agent = SubprocessAgent(packed(workflow, {}, folder, (), alias=True), {}, 1)
+        try:
+            return await self._play(agent)
+        finally:
+            agent.close()
+
+    async def _play(self, agent: Any) -> float:
+        order = self._order
+        peer = Peer(self._layout.rendezvous_dir, f"proxy-{order.cell}", order.admin_key)
+        http_client = open_http_client(TIMEOUT_S)
+        spec = EpisodeSpec(
+            task_id="document",
+            data=dict(self.names()["data"]),
+            ref=TicketRef(next(self._tickets), 0),
+            episode=0,
+            sampling=SamplingDefaults(max_new_tokens=FAR_TOKENS),
+            seed=7,
+            timeout_s=TIMEOUT_S,
+            export=ExportSettings("individual", turn_discount=0.0),
+        )
+        try:
+            outcome = await run_episode(spec, agent, peer, http_client)
+        finally:
+            await http_client.aclose()
+            await peer.close()
+        assert outcome.status == "ok", outcome.reason
+        return outcome.reward
+
+
+async def execute(text: str, names: dict[str, Any], where: str) -> None:
+    """Run code that may await at its top level."""
+    code = compile(text, where, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    waiting = eval(code, names)
+    if inspect.iscoroutine(waiting):
+        await waiting
+
+
+async def perform(order: Order) -> dict[str, str]:
+    """How each block failed."""
+    reader = Reader(order)
+    documents: dict[str, dict[str, Any]] = {}
+    report = {}
+    for part in order.parts:
+        names = documents.setdefault(part.key.partition(":")[0], reader.names())
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                for text, where in (
+                    (part.before, "before"),
+                    (part.text, part.key),
+                    (part.after, "after"),
+                ):
+                    await execute(text, names, where)
+        except Exception:  # whatever it raises is the report
+            report[part.key] = traceback.format_exc()[-2500:]
+        else:
+            report[part.key] = ""
+    return report
+
+
+if __name__ == "__main__":
+    ordered = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    Path(sys.argv[1]).write_bytes(msgspec.json.encode(asyncio.run(perform(ordered))))

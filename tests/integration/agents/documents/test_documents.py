@@ -1,0 +1,68 @@
+"""Every Python block of AReaL's guides that stands alone, on the real stack."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from itertools import count
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tests.contract.document_scenes import SCENES
+from tests.contract.documents import blocks
+from tests.contract.proxy.scripted_sglang import CELL
+from tests.integration.agents.theatre import CHECKOUT, Theatre, python_of
+
+FIRST_TICKET = 100_000
+"""Away from the tickets of the folder above."""
+_first_tickets = count(FIRST_TICKET, 1000)
+_reports: dict[str, dict[str, str]] = {}
+
+
+def report_of(environment: str, theatre: Theatre) -> dict[str, str]:
+    """How the blocks of an environment went; all of them share one process."""
+    if environment not in _reports:
+        _reports[environment] = performed(environment, theatre)
+    return _reports[environment]
+
+
+def performed(environment: str, theatre: Theatre) -> dict[str, str]:
+    parts = [
+        {
+            "key": block.key,
+            "before": scene.before,
+            "text": scene.text_of(block),
+            "after": scene.after,
+        }
+        for block in blocks()
+        if (scene := SCENES.get(block.key)) and scene.environment == environment
+    ]
+    order = {
+        "run_dir": str(theatre.stage.layout.root),
+        "cell": CELL,
+        "admin_key": theatre.stage.admin_key,
+        "engine": theatre.url,
+        "model_dir": str(theatre.stage.model_dir),
+        "first_ticket": next(_first_tickets),
+        "parts": parts,
+    }
+    report = theatre.stage.layout.root / f"documents_{environment}.json"
+    done = subprocess.run(
+        [python_of(environment), Path(__file__).with_name("perform.py"), report],
+        cwd=CHECKOUT,
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+        input=msgspec.json.encode(order),
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    return msgspec.json.decode(report.read_bytes(), type=dict[str, str])
+
+
+@pytest.mark.timeout(500)  # one of them waits for SGLang and for every block of an environment
+@pytest.mark.parametrize("key", sorted(SCENES))
+def test_the_block_runs(key: str, theatre: Theatre) -> None:
+    assert report_of(SCENES[key].environment, theatre)[key] == ""
