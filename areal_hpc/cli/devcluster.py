@@ -114,7 +114,7 @@ def _kill_node(arguments: argparse.Namespace) -> int:
 
     kill_node(_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
     what = "has no slurmd" if arguments.only_slurmd else "is off"
-    print(f"{arguments.node} {what}; slurmctld notices within some 20 s")
+    print(f"{arguments.node} {what}; slurmctld notices within half a minute")
     return 0
 
 

@@ -54,8 +54,7 @@ def up(
             say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
         for node in made.nodes:
             if nodes.slurmd_of(paths, node) is None:
-                nodes.power_off(made, node)
-                nodes.power_on(made, node)
+                nodes.restart(made, node)
         nodes.await_up(made, made.nodes, deadline)
         say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
 
@@ -151,8 +150,7 @@ def restore_node(paths: ClusterPaths, name: str, within_s: float) -> None:
     made = plan_of(paths)
     node = nodes.node_named(made, name)
     with lock(paths):
-        nodes.power_off(made, node)
-        nodes.power_on(made, node)
+        nodes.restart(made, node)
         nodes.await_up(made, [node], time.monotonic() + within_s)
 
 

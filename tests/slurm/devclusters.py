@@ -52,8 +52,8 @@ class Devcluster:
 
     def submit(self, script: str, *options: str) -> str:
         """The number of a new job."""
-        output = f"--output={self.state_dir}/%j.out"
-        return self.slurm("sbatch", "--parsable", output, *options, f"--wrap={script}")
+        output = (f"--output={self.state_dir}/%j.out", "--open-mode=append")
+        return self.slurm("sbatch", "--parsable", *output, *options, f"--wrap={script}")
 
     def output(self, job: str) -> list[str]:
         """The lines that a job has written so far."""
@@ -62,6 +62,12 @@ class Devcluster:
 
     def job_state(self, job: str) -> str:
         return self.slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+
+    def cancel_all(self) -> None:
+        """Cancel every job, and return when none is left."""
+        self.slurm("scancel", "--partition=scavenger")
+        self.slurm("scancel", "--partition=priority")
+        wait_for(lambda: self.slurm("squeue", "-h") == "", 30)
 
     def node_state(self, node: str) -> str:
         listed = self.slurm("sinfo", "-h", f"--nodes={node}", "-p", "scavenger", "-o", "%T")
