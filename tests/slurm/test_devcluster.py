@@ -84,8 +84,9 @@ def test_a_scavenger_job_is_preempted_and_requeued(cluster: Devcluster) -> None:
 
 
 def test_a_job_that_ends_at_the_warning_is_not_requeued(cluster: Devcluster) -> None:
-    low = cluster.submit("srun sleep 600", *EVERYTHING, "-p", "scavenger", "--requeue")
-    wait_for(lambda: cluster.job_state(low) == "RUNNING", 20)
+    tasks = "srun sh -c 'echo here; exec sleep 600'"  # a signal misses a step that starts later
+    low = cluster.submit(tasks, *EVERYTHING, "-p", "scavenger", "--requeue")
+    wait_for(lambda: cluster.output(low) == ["here"] * 4, 20)
     high = cluster.submit("sleep 1", *EVERYTHING, "-p", "priority")
     wait_for(lambda: cluster.job_state(high) == "COMPLETED", 30)
     assert cluster.job_state(low) == "FAILED"
