@@ -1,4 +1,4 @@
-"""scripts/install_slurm.sh says what to do where it can install nothing. It installs nothing here."""
+"""scripts/install_slurm.sh says what to do where it can install nothing. Nothing is installed."""
 
 import shutil
 import subprocess
