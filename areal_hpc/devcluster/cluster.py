@@ -81,6 +81,7 @@ def _made(paths: ClusterPaths, asked: Mapping[str, Any]) -> Plan:
 
 def _write(made: Plan) -> None:
     paths = made.paths
+    paths.made_of.write_text(to_json(made.settings, made.facts))  # first: `down` goes by it
     for folder in (
         *(paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir),
         *(paths.spool_dir, paths.controller_state),
@@ -96,7 +97,6 @@ def _write(made: Plan) -> None:
         path.touch(mode=0o600)
         path.write_text(text)
         path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
-    paths.made_of.write_text(to_json(made.settings, made.facts))
 
 
 def down(paths: ClusterPaths) -> bool:
