@@ -56,6 +56,21 @@ class RunLayout:
         return self.root / "jobs"
 
     @property
+    def submissions(self) -> Path:
+        """Every job that was handed to Slurm: one JSON object a line."""
+        return self.jobs_dir / "submissions.jsonl"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        """Nodes that failed this run's probe: one JSON object a line."""
+        return self.jobs_dir / "excluded_nodes.jsonl"
+
+    @property
+    def cancelled(self) -> Path:
+        """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
+        return self.root / "CANCELLED"
+
+    @property
     def epochs_dir(self) -> Path:
         """One empty file per start of the trainer, created exclusively."""
         return self.root / "epochs"

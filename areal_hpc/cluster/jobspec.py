@@ -36,6 +36,23 @@ class JobSpec(Struct, frozen=True):
     tasks: int = 1
 
 
+class SlurmLaunch(Struct, frozen=True):
+    """What a job under Slurm knows of its own submission."""
+
+    submissions: str
+    """Where a job that submits itself again says so; see `cluster/submissions.py`."""
+    script: str
+    """The sbatch script that this job was submitted with."""
+    excluded_nodes: str
+    """Nodes not to be given again, with the reason."""
+    cancelled: str
+    """While this file exists, a job that is told to stop ends and is not requeued."""
+    interface: str = ""
+    """Network interface whose address other nodes use; empty: where the host's name leads."""
+    margin_s: float = 10.0
+    """Kept free before the end of the time limit and of a preemption's grace."""
+
+
 class Launch(Struct, frozen=True):
     """A job as it is handed to its supervisors: the spec plus what this launch adds."""
 
@@ -52,6 +69,8 @@ class Launch(Struct, frozen=True):
     launcher_lock: str | None = None
     """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
     stop_grace_s: float = 12.0
+    slurm: SlurmLaunch | None = None
+    """None for jobs of this machine."""
 
 
 class Outcome(Struct, frozen=True):
