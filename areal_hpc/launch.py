@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from areal_hpc import doctor, prepare
-from areal_hpc.cluster.jobspec import JobSpec, Launch
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, JobSpec, Launch
 from areal_hpc.cluster.submit import JobHandle, interpreter_of, stop_jobs, submit_local
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.plan import Stage, plan
