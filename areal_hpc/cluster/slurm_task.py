@@ -22,6 +22,7 @@ from areal_hpc.cluster.requeue import (
     MOST_EXCLUDED_NODES,
     Usefulness,
     exclude_faulty,
+    forget_hold,
     judge,
     start_again,
 )
@@ -87,6 +88,7 @@ class SlurmTask:
                     self._starts_dir, self._incarnation, self._node, address
                 )
                 self._ends_at = deadline.end_time(environ)
+                forget_hold(self._job_dir)
             else:
                 self._start = starts.await_start(
                     self._starts_dir, self._incarnation, self._node, CANARY_TIMEOUT_S
@@ -192,15 +194,16 @@ class SlurmTask:
 
         A preemption's grace shows as the job's end.
         """
-        wanted_s = self._launch.stop_grace_s + deadline.last_save_s(self._job_dir)
+        began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
-            return self._launch.stop_grace_s
+            return grace_s
+        wanted_s = grace_s + deadline.last_save_s(self._job_dir)
         try:
             facts = scontrol.show_job(self._job_id)
         except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
-            return self._launch.stop_grace_s
+            return max(0.0, grace_s - (time.monotonic() - began))
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
-            return self._launch.stop_grace_s  # KillWait counts, which Slurm tells administrators
+            return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
 
     def leave(self, outcome: Outcome) -> Outcome:
@@ -239,7 +242,8 @@ class SlurmTask:
                 "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=fruitless
             )
             return decisive
-        departure = start_again(self._launch, self._kill_at + self._slurm.margin_s)
+        give_up_at = self._kill_at + self._slurm.margin_s
+        departure = start_again(self._launch, give_up_at, hold=verdict == "hold")
         self._events.record(
             f"job_{departure.replace(' ', '_')}",
             job_id=self._job_id,

@@ -13,7 +13,7 @@ from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
-from areal_hpc.rollout.group import run_group
+from areal_hpc.rollout.group import first_error, run_group
 from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
@@ -137,6 +137,11 @@ class Driver:
                 await self._pause()
             for task in self._under_way:
                 task.cancel()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True while no episode is under way."""
+        return self._board.is_at_rest
 
     @property
     def _sealing(self) -> bool:
@@ -315,7 +320,7 @@ class Driver:
         )
 
     async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:
-        reason = str(_first(group))
+        reason = str(first_error(group))
         self._record("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
@@ -339,10 +344,3 @@ class Driver:
     def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
         self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)
-
-
-def _first(group: BaseException) -> BaseException:
-    """The first error of nested groups."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from areal_hpc.cluster.requeue import release_held
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
 
@@ -26,20 +27,21 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     root = tmp_path_factory.mktemp("runs")
     names = (
         *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
-        *("preempted", "requeued", "cancelled", "unwanted"),
+        *("preempted", "requeued", "cancelled", "unwanted", "idle"),
     )
     jobs = {name: SupervisedJob(cluster, root / name, name) for name in names}
     jobs["lost"].submit("steady", *SAFE)
     awaited(jobs["lost"], lambda: len(jobs["lost"].words) == 1)
     cluster.done("kill-node", "n01", "--only-slurmd")  # where it is, and nothing else
 
-    jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n03")
     scratch = root / "scratch"
     scratch.mkdir()
     mount = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(scratch))
     cluster.slurm("srun", "-p", "priority", "-w", "n02", *mount)
     not_n01 = "--exclude=n01"
+    # Before all others: of nodes that are as idle it gets the first.
     jobs["bad_node"].submit("finish", *SAFE, not_n01, f"--export=ALL,SLURM_TMPDIR={scratch}")
+    jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n03")
     jobs["crashing"].submit("crash", *SAFE, not_n01)
     jobs["refusing"].submit("refuse", *SAFE, not_n01)
     marker = jobs["finished"].root / "FINISHED"
@@ -48,6 +50,7 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     jobs["finished"].submit("steady", *SAFE, not_n01, done_marker=str(marker))
     both = ("--nodes=2", "--nodelist=n02,n03", "--cpus-per-task=8")
     jobs["preempted"].submit("steady", "--partition=scavenger", "--requeue", *both, tasks=2)
+    jobs["idle"].submit("idle_once", *SAFE, not_n01)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
@@ -152,6 +155,19 @@ def test_the_time_limit_is_met_with_a_save_and_another_start(
     awaited(job, lambda: job.words.count("began") >= 2)
     assert job.restarts() >= 1
     job.cluster.slurm("scancel", job.job_id)
+
+
+def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
+    jobs: dict[str, SupervisedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs["idle"]
+    monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
+    awaited(job, lambda: job.state() == "REQUEUE_HOLD")
+    assert job.words == ["began 1"]
+    assert release_held(job.root / "jobs") == ["idle"]
+    assert release_held(job.root / "jobs") == []
+    awaited(job, lambda: job.state() == "COMPLETED")
+    assert job.words == ["began 1", "began 2"]
 
 
 def test_a_bad_node_is_named_and_left(jobs: dict[str, SupervisedJob]) -> None:

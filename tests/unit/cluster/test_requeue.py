@@ -11,6 +11,7 @@ from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
 
 DONE, STOPPED, CRASHED = Outcome(0), Outcome(STOPPED_EXIT_CODE), Outcome(139, "trainer")
 LET_DOWN, MISTAKEN = Outcome(75, "ledger"), Outcome(78, "trainer")
+IDLE = Outcome(79, "driver")
 BAD_NODE = Outcome(75, "probe", faulty_node="n07")
 
 
@@ -27,6 +28,8 @@ BAD_NODE = Outcome(75, "probe", faulty_node="n07")
         ([LET_DOWN, CRASHED], 2, "fail"),
         ([MISTAKEN, STOPPED], 0, "fail"),
         ([BAD_NODE, STOPPED], 9, "again"),
+        ([IDLE, STOPPED], 0, "hold"),
+        ([IDLE, CRASHED], 1, "again"),
     ],
 )
 def test_a_job_is_started_again_while_that_helps(
