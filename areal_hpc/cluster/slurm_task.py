@@ -148,7 +148,14 @@ class SlurmTask:
         if now < self._next_look_at or self._start is None:
             return None
         self._next_look_at = now + LOOK_PERIOD_S
-        if starts.is_superseded(self._starts_dir, self._start):
+        try:
+            return self._look(self._start, now, is_leading=is_leading)
+        except OSError as error:  # a stale handle, a server that fails over: the next look may do
+            log.warning("the shared storage does not answer: %s", error)
+            return None
+
+    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> Outcome | None:
+        if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return Outcome(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
         if self._is_work_done(now):
@@ -177,15 +184,17 @@ class SlurmTask:
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
             return grace_s
-        note_path = self._stop_note_path
-        said = starts.read_stop_note(note_path)
         if self._position.is_first:
             grace_s = self._grace_s(outcome)
-        elif said is not None:
-            grace_s = max(0.0, said.kill_at - time.time())
-        if said is None or self._position.is_first:
-            note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
-            starts.write_stop_note(note_path, note)
+        try:
+            said = starts.read_stop_note(self._stop_note_path)
+            if said is not None and not self._position.is_first:
+                grace_s = max(0.0, said.kill_at - time.time())
+            else:
+                note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                starts.write_stop_note(self._stop_note_path, note)
+        except OSError as error:
+            log.warning("the other tasks are not told to stop: %s", error)
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
