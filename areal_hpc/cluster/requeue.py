@@ -44,6 +44,7 @@ FRUITLESS_LETDOWNS = 2
 MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
+_ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
 Verdict = Literal["done", "again", "hold", "fail"]
 Departure = Literal[
@@ -208,19 +209,28 @@ def release_held(jobs_dir: Path) -> list[str]:
     """
     released = []
     for note in sorted(_held_dir(jobs_dir).glob("*")):
-        job_id = note.read_text()
         try:
-            if scontrol.show_job(job_id).state == scontrol.RUNNING:
-                continue  # it is about to be held
-            scontrol.release(job_id)
-        except scontrol.SlurmRefused as refusal:
-            log.warning("%s is no longer held: %s", note.name, refusal)
+            if _release(note.read_text()):
+                released.append(note.name)
+                note.unlink(missing_ok=True)
+        except scontrol.SlurmRefused as refusal:  # it was cancelled, or is an administrator's
+            log.warning("%s is not ours to release: %s", note.name, refusal)
+            note.unlink(missing_ok=True)
         except ClusterError as error:
             log.warning("%s cannot be released yet: %s", note.name, error)
-            continue
-        note.unlink(missing_ok=True)
-        released.append(note.name)
     return released
+
+
+def _release(job_id: str) -> bool:
+    """Release one job; false if it is not held yet.
+
+    Raises:
+        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+    """
+    if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
+        return False
+    scontrol.release(job_id)
+    return True
 
 
 def forget_hold(job_dir: Path) -> None:
