@@ -78,7 +78,7 @@ def _submit_stages(
         for stage in ready.stages:
             for spec, request in _pairs(stage, recipe, place):
                 asked = request.depending_on(dependency) if dependency else request
-                job_id = submit_slurm(asked, launch_of(spec, recipe, ready))
+                job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready))
                 submitted.append(enter(ready, spec.name, job_id))
                 say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
             dependency = _after([_leader(stage, submitted).job_id])
@@ -107,7 +107,7 @@ def enter(ready: Ready, job: str, job_id: str) -> Submission:
     return submission
 
 
-def launch_of(spec: JobSpec, recipe: Recipe, ready: Ready) -> Launch:
+def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Launch:
     """What the supervisors of a job under Slurm are told."""
     cluster, layout = recipe.cluster, ready.layout
     network = cluster.slurm.network
@@ -125,6 +125,8 @@ def launch_of(spec: JobSpec, recipe: Recipe, ready: Ready) -> Launch:
             excluded_nodes=str(layout.excluded_nodes),
             cancelled=str(layout.cancelled),
             interface=network.interface,
+            progress=str(layout.warmup_metrics if stage.name == "warmup" else layout.metrics),
+            done_marker=str(stage.done_marker),
         ),
     )
 

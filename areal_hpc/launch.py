@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from areal_hpc import prepare
-from areal_hpc.cluster.jobspec import JobSpec, Launch, Outcome
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, JobSpec, Launch, Outcome
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.plan import Stage
