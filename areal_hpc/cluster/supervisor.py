@@ -49,7 +49,7 @@ def run_job(launch_path: str) -> None:
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=Launch)
     position = launched_position(os.environ)
-    if os.getpid() != os.getsid(0):
+    if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
     set_up_logging()
