@@ -86,11 +86,11 @@ def outcomes_in(job_dir: Path) -> list[Outcome]:
 
 
 def _write_launch(launch: Launch) -> Path:
-    """Put `launch.json` in place, and an earlier submission's outcome away."""
+    """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     job_dir = Path(launch.job_dir)
     job_dir.mkdir(parents=True, exist_ok=True)
-    for stale in job_dir.glob("outcome.*.json"):
-        stale.unlink()
+    for stale in (*job_dir.glob("outcome.*.json"), job_dir / "fruitless.json"):
+        stale.unlink(missing_ok=True)
     launch_path = job_dir / "launch.json"
     launch_path.write_bytes(msgspec.json.encode(launch))
     return launch_path
