@@ -9,7 +9,13 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from areal_hpc import prepare
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, JobSpec, Launch, Outcome
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    JobSpec,
+    Launch,
+    Outcome,
+)
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
@@ -119,7 +125,7 @@ def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "wit
 def crash_of(job: str, outcomes: Sequence[Outcome]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
-        if outcome.exit_code not in (0, STOPPED_EXIT_CODE):
+        if outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE):
             return JobFailedError(
                 f"{outcome.process} of the job {job} failed "
                 f"(exit code {outcome.exit_code}):\n{outcome.reason}",

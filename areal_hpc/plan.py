@@ -186,6 +186,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "evaluation_sampling": recipe.evaluation.sampling.model_dump(mode="json"),
         "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
         "sys_path": list(facts.sys_path),
+        "idle_timeout_s": recipe.cluster.idle_timeout_s,
     }
     driver = "areal_hpc.rollout.job:run"
     return JobSpec(

@@ -33,5 +33,7 @@ class ClusterConfig(StageConfig):
     """The proxy's and the agent's environment."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Time a job gets to stop by itself before it is killed."""
+    idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
+    """Under Slurm: a cell without trainer and episodes for so long gives its nodes back."""
     slurm: SlurmConfig = SlurmConfig()
     """How jobs are submitted; `areal-hpc run` ignores it."""

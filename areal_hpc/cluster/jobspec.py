@@ -8,6 +8,8 @@ from msgspec import Struct, field
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
+IDLE_EXIT_CODE = 79
+"""A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
 
 
 class ProcessSpec(Struct, frozen=True):

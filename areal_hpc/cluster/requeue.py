@@ -17,7 +17,13 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.cluster import scontrol
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, SlurmLaunch
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    Launch,
+    Outcome,
+    SlurmLaunch,
+)
 from areal_hpc.cluster.submissions import (
     Submission,
     newest_of_each,
@@ -39,8 +45,10 @@ MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
 
-Verdict = Literal["done", "again", "fail"]
-Departure = Literal["requeued", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"]
+Verdict = Literal["done", "again", "hold", "fail"]
+Departure = Literal[
+    "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
+]
 
 
 def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
@@ -51,14 +59,17 @@ def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
         fruitless: Starts in a row, this one included, that crashed without having been of use.
 
     Returns:
-        The work is done; another start may help; or it has to end here.
+        The work is done; another start may help; it would have nothing to do as yet; or the job
+        has to end here.
     """
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:
         return "done"
     if RecipeError.exit_code in codes:
         return "fail"
-    crashes = codes - {STOPPED_EXIT_CODE}
+    crashes = codes - {STOPPED_EXIT_CODE, IDLE_EXIT_CODE}
+    if not crashes and IDLE_EXIT_CODE in codes:
+        return "hold"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
         return "again"
     allowed = FRUITLESS_LETDOWNS if crashes == {ClusterError.exit_code} else FRUITLESS_CRASHES
@@ -70,7 +81,7 @@ def count_fruitless(before: int, outcomes: Sequence[Outcome], *, was_of_use: boo
     if was_of_use:
         return 0
     crashed = any(
-        outcome.exit_code not in (0, STOPPED_EXIT_CODE) and not outcome.faulty_node
+        outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE) and not outcome.faulty_node
         for outcome in outcomes
     )
     return before + crashed
@@ -127,12 +138,13 @@ def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str)
     return list(new)
 
 
-def start_again(launch: Launch, give_up_at: float) -> Departure:
+def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Departure:
     """Have this job started once more, by Slurm or by another submission of its script.
 
     Args:
         launch: Of this job, which runs.
         give_up_at: Monotonic time until which a slurmctld that does not answer is asked again.
+        hold: Not before `release_held` is called for its run.
 
     Returns:
         What was done; "ended by Slurm" where it already ends or requeues the job, "without Slurm"
@@ -142,7 +154,7 @@ def start_again(launch: Launch, give_up_at: float) -> Departure:
     job_id = os.environ["SLURM_JOB_ID"]
     while not Path(launch.slurm.cancelled).exists():
         try:
-            return _ask_slurm(launch, launch.slurm, job_id)
+            return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
         except scontrol.SlurmSilent as silence:
             log.warning("%s", silence)
             if time.monotonic() >= give_up_at:
@@ -154,7 +166,7 @@ def start_again(launch: Launch, give_up_at: float) -> Departure:
     return "cancelled"
 
 
-def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str) -> Departure:
+def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -> Departure:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING:
         log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
@@ -162,6 +174,9 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str) -> Departure:
     nodes = (row["node"] for row in read_json_lines(Path(slurm.excluded_nodes)))
     excluded = scontrol.joined_nodes(facts.excluded_nodes, *nodes)
     try:
+        if hold:
+            _hold(Path(launch.job_dir), job_id)
+            return "held"
         scontrol.requeue(job_id)
     except scontrol.SlurmRefused as refusal:
         log.warning("%s; its script is submitted again", refusal)
@@ -172,6 +187,49 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str) -> Departure:
         # until its old credential has expired.
         _repeat(lambda: scontrol.exclude(job_id, excluded))
     return "requeued"
+
+
+def _hold(job_dir: Path, job_id: str) -> None:
+    """Noted first: a job that is held and not on the list would be held for good."""
+    note = _held_dir(job_dir.parent) / job_dir.name
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(job_id)
+    try:
+        scontrol.hold_requeued(job_id)
+    except ClusterError:
+        note.unlink()
+        raise
+
+
+def release_held(jobs_dir: Path) -> list[str]:
+    """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
+
+    One that Slurm does not release yet stays on the list, for the next call.
+    """
+    released = []
+    for note in sorted(_held_dir(jobs_dir).glob("*")):
+        job_id = note.read_text()
+        try:
+            if scontrol.show_job(job_id).state == scontrol.RUNNING:
+                continue  # it is about to be held
+            scontrol.release(job_id)
+        except scontrol.SlurmRefused as refusal:
+            log.warning("%s is no longer held: %s", note.name, refusal)
+        except ClusterError as error:
+            log.warning("%s cannot be released yet: %s", note.name, error)
+            continue
+        note.unlink(missing_ok=True)
+        released.append(note.name)
+    return released
+
+
+def forget_hold(job_dir: Path) -> None:
+    """The job runs: nobody need release it."""
+    (_held_dir(job_dir.parent) / job_dir.name).unlink(missing_ok=True)
+
+
+def _held_dir(jobs_dir: Path) -> Path:
+    return jobs_dir / "held"
 
 
 def _repeat(command: Callable[[], None], times: int = 3) -> None:

@@ -22,6 +22,7 @@ from areal_hpc.cluster.requeue import (
     MOST_EXCLUDED_NODES,
     Usefulness,
     exclude_faulty,
+    forget_hold,
     judge,
     start_again,
 )
@@ -87,6 +88,7 @@ class SlurmTask:
                     self._starts_dir, self._incarnation, self._node, address
                 )
                 self._ends_at = deadline.end_time(environ)
+                forget_hold(self._job_dir)
             else:
                 self._start = starts.await_start(
                     self._starts_dir, self._incarnation, self._node, CANARY_TIMEOUT_S
@@ -146,7 +148,14 @@ class SlurmTask:
         if now < self._next_look_at or self._start is None:
             return None
         self._next_look_at = now + LOOK_PERIOD_S
-        if starts.is_superseded(self._starts_dir, self._start):
+        try:
+            return self._look(self._start, now, is_leading=is_leading)
+        except OSError as error:  # a stale handle, a server that fails over: the next look may do
+            log.warning("the shared storage does not answer: %s", error)
+            return None
+
+    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> Outcome | None:
+        if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return Outcome(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
         if self._is_work_done(now):
@@ -175,15 +184,17 @@ class SlurmTask:
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
             return grace_s
-        note_path = self._stop_note_path
-        said = starts.read_stop_note(note_path)
         if self._position.is_first:
             grace_s = self._grace_s(outcome)
-        elif said is not None:
-            grace_s = max(0.0, said.kill_at - time.time())
-        if said is None or self._position.is_first:
-            note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
-            starts.write_stop_note(note_path, note)
+        try:
+            said = starts.read_stop_note(self._stop_note_path)
+            if said is not None and not self._position.is_first:
+                grace_s = max(0.0, said.kill_at - time.time())
+            else:
+                note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                starts.write_stop_note(self._stop_note_path, note)
+        except OSError as error:
+            log.warning("the other tasks are not told to stop: %s", error)
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
@@ -192,15 +203,16 @@ class SlurmTask:
 
         A preemption's grace shows as the job's end.
         """
-        wanted_s = self._launch.stop_grace_s + deadline.last_save_s(self._job_dir)
+        began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
-            return self._launch.stop_grace_s
+            return grace_s
+        wanted_s = grace_s + deadline.last_save_s(self._job_dir)
         try:
             facts = scontrol.show_job(self._job_id)
         except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
-            return self._launch.stop_grace_s
+            return max(0.0, grace_s - (time.monotonic() - began))
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
-            return self._launch.stop_grace_s  # KillWait counts, which Slurm tells administrators
+            return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
 
     def leave(self, outcome: Outcome) -> Outcome:
@@ -239,7 +251,8 @@ class SlurmTask:
                 "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=fruitless
             )
             return decisive
-        departure = start_again(self._launch, self._kill_at + self._slurm.margin_s)
+        give_up_at = self._kill_at + self._slurm.margin_s
+        departure = start_again(self._launch, give_up_at, hold=verdict == "hold")
         self._events.record(
             f"job_{departure.replace(' ', '_')}",
             job_id=self._job_id,

@@ -20,7 +20,13 @@ from typing import IO
 import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, ProcessSpec
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    Launch,
+    Outcome,
+    ProcessSpec,
+)
 from areal_hpc.cluster.local_task import LocalTask
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.slurm_task import SlurmTask
@@ -254,6 +260,8 @@ class _Supervisor:
             self._children.remove(child)
             return None
         code = 128 - code if code < 0 else code
+        if code == IDLE_EXIT_CODE:
+            return Outcome(code, spec.name, f"{spec.name} had nothing to do for too long")
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()

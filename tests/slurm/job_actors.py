@@ -60,6 +60,13 @@ def refuse(config: dict[str, str]) -> None:
     raise RecipeError("the shoe does not fit")
 
 
+def idle_once(config: dict[str, str]) -> None:
+    """Find nothing to do in the first start."""
+    _note(config, f"began {os.environ['AREAL_HPC_START']}")
+    if os.environ["AREAL_HPC_START"] == "1":
+        raise SystemExit(79)
+
+
 def finish(config: dict[str, str]) -> None:
     """Do the work."""
     _note(config, f"done on {os.environ['SLURMD_NODENAME']}")

@@ -1,7 +1,6 @@
 """Jobs whose tasks are supervisors, on a devcluster."""
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +125,4 @@ class SupervisedJob:
         shown = self.cluster.slurm("scontrol", "show", "job", self.job_id)
         events = read_json_lines(self.root / "events.jsonl")
         written = out.read_text() if out.exists() else ""
-        return "\n".join(
-            (shown, json.dumps(events, indent=1), written, os.linesep.join(self.words))
-        )
+        return "\n".join((shown, json.dumps(events, indent=1), written, *self.words))
