@@ -43,13 +43,14 @@ def add_commands(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc import launch
+    from areal_hpc.ready import is_finished
     from areal_hpc.recipe import load
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunLayout(recipe.run_dir.resolve())
-    if launch.is_finished(recipe, layout) and not arguments.fresh:
-        print(_summary(layout))
+    if is_finished(recipe, layout) and not arguments.fresh:
+        print(summary(layout))
         print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
         return 0
     stop = threading.Event()
@@ -68,11 +69,12 @@ def _run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED_EXIT_CODE
     finally:
         reporter.close()
-    print(_summary(layout))
+    print(summary(layout))
     return 0
 
 
-def _summary(layout: RunLayout) -> str:
+def summary(layout: RunLayout) -> str:
+    """What a run amounts to; its learning curve is drawn on the way."""
     from areal_hpc.view.curve import draw_curve
     from areal_hpc.view.snapshot import read_snapshot
     from areal_hpc.view.summary import summarise
@@ -108,5 +110,5 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    print(_summary(existing_run(arguments.run)))
+    print(summary(existing_run(arguments.run)))
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.config import StageConfig
 
 
@@ -34,3 +35,5 @@ class ClusterConfig(StageConfig):
     """Time a job gets to stop by itself before it is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
     """Under Slurm: a cell without trainer and episodes for so long gives its nodes back."""
+    slurm: SlurmConfig = SlurmConfig()
+    """How jobs are submitted; `areal-hpc run` ignores it."""

@@ -39,6 +39,8 @@ class JobSpec(Struct, frozen=True):
     """Which environment's Python runs the supervisor."""
     processes: list[ProcessSpec]
     tasks: int = 1
+    gpus_per_task: int = 0
+    """GPUs that each task needs."""
 
 
 class SlurmLaunch(Struct, frozen=True):
