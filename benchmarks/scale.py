@@ -56,7 +56,7 @@ def run_traced(settings: Settings, folder: Path) -> tuple[dict[str, Any], Counte
     """One measurement under strace; the calls on the run directory while it was measured.
 
     Raises:
-        ClusterError: There is no strace.
+        ClusterError: There is no strace, or not one step was taken.
     """
     if shutil.which("strace") is None:
         raise ClusterError("system calls are counted with strace", hint="apt install strace")
@@ -64,6 +64,12 @@ def run_traced(settings: Settings, folder: Path) -> tuple[dict[str, Any], Counte
     run_dir.mkdir()
     prefix = ("strace", "-f", "--seccomp-bpf", "-ttt", "-y", "-e", CALLS, "-o", str(trace))
     seen = run(settings, run_dir, prefix)
+    if not (seen["steps"] and seen["sealed"]):
+        raise ClusterError(
+            f"{settings.nodes} nodes took no step of {settings.batch_size} tickets in "
+            f"{settings.measured_s:.0f} s: nothing to count a step by",
+            hint="measure for longer, with --seconds",
+        )
     return seen, count_calls(trace, run_dir, seen["began"], seen["ended"])
 
 
@@ -134,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "leases_per_s": many["granted"] / many["wall_s"],
         f"ledger_cpu_us_per_ticket_{FEW}": per_ticket_us(rates[FEW]),
         f"ledger_cpu_us_per_ticket_{nodes}": per_ticket_us(many),
+        "leases_per_s_of_ledger_cpu": many["granted"] / many["ledger_cpu_s"],
         "ledger_share_of_a_core": many["ledger_cpu_s"] / many["wall_s"],
         f"metadata_ops_per_step_{nodes}": calls.total() / filed["steps"],
         f"shards_per_step_{nodes}": filed["sealed"] / filed["steps"],

@@ -40,3 +40,12 @@ class WeightsConfig(StageConfig):
                 "broadcast"
             )
         return self
+
+    @model_validator(mode="after")
+    def _groups_need_broadcast(self) -> Self:
+        if self.replicas_per_group > 1 and self.transport == "disk":
+            raise ValueError(
+                "weights.replicas_per_group is for weights.transport=broadcast: from disk every "
+                "replica loads by itself"
+            )
+        return self

@@ -150,3 +150,8 @@ def test_a_curriculum_and_weights_of_sources_do_not_mix() -> None:
     assert load(QUICKSTART, overrides).train_dataset.sources[0].weight == 3
     with pytest.raises(RecipeError, match="the weights of sources have no say"):
         load(QUICKSTART, [*overrides, "rollout.curriculum=my.tasks:weigh"])
+
+
+def test_groups_of_replicas_are_for_broadcasts() -> None:
+    with pytest.raises(RecipeError, match="from disk every replica loads by itself"):
+        load(QUICKSTART, ["weights.transport=disk", "weights.replicas_per_group=2"])
