@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset import DatasetConfig
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.rows import files_of
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe import Recipe
 from areal_hpc.tiny_model import tiny_config
@@ -157,12 +158,10 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
 
 
 def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
-    if config.path is not None and not config.path.is_file():
-        yield Problem(
-            f"there is no data set at {config.path.resolve()}",
-            f"{key}.path",
-            "give the path of a JSON-lines file, relative to where you start the run",
-        )
+    try:
+        files_of(config, key)
+    except RecipeError as error:
+        yield from error.problems
 
 
 def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:

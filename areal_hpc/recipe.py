@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from areal_hpc.cluster.config import ClusterConfig
 from areal_hpc.config import StageConfig
-from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.dataset.config import DatasetConfig, TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.proxy.config import ProxyConfig
