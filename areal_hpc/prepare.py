@@ -18,6 +18,7 @@ import yaml
 from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
 from areal_hpc.dataset.materialise import count_rows, materialise
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import snapshot
 from areal_hpc.layout import RunLayout
 from areal_hpc.plan import Facts
 from areal_hpc.recipe import Recipe
@@ -66,6 +67,10 @@ def put_in_place(
             seed=recipe.seed,
             **recipe.model.tiny.model_dump(),
         )
+    if recipe.model.hub is not None and not layout.tiny_model_dir.exists():
+        layout.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        cached = snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
+        layout.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(layout.admin_key)
     return Facts(
         train_tasks=count_rows(layout.dataset("train")),

@@ -7,10 +7,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import audit, bench, export, model, proxy, replay, run, shards
+from areal_hpc.cli import audit, bench, export, model, prefetch, proxy, replay, run, shards
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, audit, export, replay, shards, proxy, model, bench)
+FAMILIES = (run, prefetch, audit, export, replay, shards, proxy, model, bench)
 """In the order of `--help`."""
 
 
