@@ -21,7 +21,7 @@ MODELS = Path(__file__).parents[1] / "samples" / "models"
 COUNTS = {
     "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen3-0.6B": 596_049_920,
-    "Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen2.5-Math-7B-Instruct": 7_615_616_512,
     "Qwen3-32B": 32_762_123_264,
     "Qwen3-30B-A3B": 30_532_122_624,
 }
@@ -85,7 +85,7 @@ def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32(
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
-    arch = architecture("Qwen2.5-Math-7B")
+    arch = architecture("Qwen2.5-Math-7B-Instruct")
     alone = memory.trainer_memory(arch, trainer())
     assert memory.trainer_memory(arch, trainer(dp=4, cp=2)).optimizer == alone.optimizer // 8
     assert memory.trainer_memory(arch, trainer(dp=4)).gradients == alone.gradients
@@ -111,17 +111,17 @@ def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
 
 
 def test_serving_by_hand() -> None:
-    arch = architecture("Qwen2.5-Math-7B")
+    arch = architecture("Qwen2.5-Math-7B-Instruct")
     config = InferenceConfig(max_total_tokens=1000)
     held = memory.serving_memory(arch, config, None)
-    assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B"]
+    assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
     assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
     assert held.total == held.weights + 1000 * 57_344
     assert memory.serving_memory(arch, InferenceConfig(tp=8), None).kv_per_token == 57_344 // 4
 
 
 def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
-    arch, gpu = architecture("Qwen2.5-Math-7B"), 80 * memory.GIB
+    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), 80 * memory.GIB
     held = memory.serving_memory(arch, InferenceConfig(), gpu)
     assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
     assert memory.serving_memory(arch, InferenceConfig(), None).kv_tokens is None
@@ -140,7 +140,7 @@ def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
 def test_what_will_not_fit_is_told(
     gpu_gib: int, inference: dict[str, Any], keys: list[str]
 ) -> None:
-    arch, gpu = architecture("Qwen2.5-Math-7B"), gpu_gib * memory.GIB
+    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory.GIB
     config = InferenceConfig.model_validate(inference)
     held = memory.trainer_memory(arch, trainer(tp=2, dp=4))
     serving = memory.serving_memory(arch, config, gpu)
