@@ -4,7 +4,7 @@ In a recipe:
 
     train_dataset: {generator: "examples.custom.sorting:tasks", kwargs: {size: 1000, seed: 1}}
     rollout:
-      workflow: examples.math.agents.MathAgent
+      workflow: examples.mathematics.agents.MathAgent
       workflow_kwargs: {reward: "examples.custom.sorting:sorting_reward"}
       should_accept: examples.custom.sorting:neither_too_easy_nor_too_hard
 """

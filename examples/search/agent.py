@@ -12,6 +12,7 @@ SEARCH = {
     "type": "function",
     "function": {
         "name": "search",
+        "strict": True,
         "description": "Find passages about something.",
         "parameters": {
             "type": "object",
@@ -70,7 +71,14 @@ class SearchAgent:
                 return message.content or ""
             messages.append(message)
             for call in message.tool_calls:
-                passages = self.index.search(**json.loads(call.function.arguments))
-                content = json.dumps(passages) if passages else "nothing found"
+                content = self.looked_up(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
         return ""
+
+    def looked_up(self, arguments: str) -> str:
+        """What the model is told: passages, or what is wrong with its call (models err)."""
+        try:
+            passages = self.index.search(str(json.loads(arguments)["query"]))
+        except (ValueError, TypeError, KeyError):
+            return "error: give a query"
+        return json.dumps(passages) if passages else "nothing found"

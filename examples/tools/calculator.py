@@ -5,13 +5,14 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.reward.countdown import NotAnExpression, evaluate
-from examples.math.agents import MathAgent
+from areal_hpc.reward.countdown import evaluate
+from examples.mathematics.agents import MathAgent
 
 CALCULATE = {
     "type": "function",
     "function": {
         "name": "calculate",
+        "strict": True,
         "description": "The exact worth of an expression of whole numbers, + - * / and ().",
         "parameters": {
             "type": "object",
@@ -23,12 +24,12 @@ CALCULATE = {
 }
 
 
-def calculate(expression: str) -> str:
-    """What the model is told: the result, or what is wrong with the expression."""
+def calculate(arguments: str) -> str:
+    """What the model is told: the result, or what is wrong with its call (models err)."""
     try:
-        worth, _ = evaluate(expression)
-    except NotAnExpression:
-        return "error: use whole numbers, + - * / and parentheses"
+        worth, _ = evaluate(json.loads(arguments)["expression"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "error: give an expression of whole numbers, + - * / and parentheses"
     except ZeroDivisionError:
         return "error: division by zero"
     return str(worth)
@@ -51,6 +52,6 @@ class CalculatorAgent(MathAgent):
                 return message.content or ""
             messages.append(message)
             for call in message.tool_calls:
-                result = calculate(**json.loads(call.function.arguments))
+                result = calculate(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
         return ""
