@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.integration.agents.theatre import FORCED, Scene, Theatre
+from tests.integration.agents.theatre import Scene, Theatre
 
 QUESTION = [{"role": "user", "content": "What is 1 + 2?"}]
 
@@ -54,27 +54,3 @@ def test_the_examples_are_played_and_rewarded(theatre: Theatre) -> None:
     assert second.parent_id == first.interaction_id
     assert rewards(code) == [1.0]
     assert rewards(sorting) == [round(1 / 3, 6)]
-
-
-def test_the_examples_with_tools_run_what_the_model_calls(theatre: Theatre) -> None:
-    calculator, search = theatre.play(
-        "agents",
-        {
-            "workflow": "examples.tools.calculator.CalculatorAgent",
-            "data": {"messages": QUESTION, "answer": "3"},
-            "kwargs": {"max_turns": 2, **FORCED},
-        },
-        {
-            "workflow": "examples.search.agent.SearchAgent",
-            "data": {"messages": QUESTION, "answer": "Slurm"},
-            "kwargs": {"max_turns": 2, **FORCED},
-        },
-    )
-    for scene, tool in ((calculator, "calculate"), (search, "search")):
-        first, second = scene.turns
-        (made,) = first.reply["tool_calls"]
-        assert made["function"]["name"] == tool
-        (result,) = [one for one in second.new_messages if one["role"] == "tool"]
-        assert result["content"]
-        assert second.parent_id == first.interaction_id
-        assert rewards(scene) == [0.0]
