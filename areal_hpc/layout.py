@@ -46,8 +46,13 @@ class RunLayout:
         return self.data_dir / "train_sources.json"
 
     @property
+    def prefetched(self) -> Path:
+        """Revisions and digests of what `areal-hpc prefetch` put in place."""
+        return self.root / "prefetch.json"
+
+    @property
     def tiny_model_dir(self) -> Path:
-        """The model made for this run when the recipe asks for one."""
+        """The tiny model made for this run, or a link to the hub's model in the cache."""
         return self.data_dir / "model"
 
     @property

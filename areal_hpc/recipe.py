@@ -16,8 +16,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from areal_hpc.cluster.config import ClusterConfig
 from areal_hpc.config import StageConfig, explain
-from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.dataset.config import DatasetConfig, TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import REPO_PATTERN
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
@@ -46,17 +47,21 @@ class TinyModelConfig(StageConfig):
 
 
 class ModelConfig(StageConfig):
-    """The starting model: exactly one of `path` and `tiny`."""
+    """The starting model: exactly one of `path`, `hub` and `tiny`."""
 
     path: Path | None = None
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
+    """`owner/name` of a model on the Hugging Face hub, read from the local cache."""
+    revision: str | None = None
+    """Branch, tag or commit of `hub`; the branch main when null."""
     tiny: TinyModelConfig | None = None
     """Make a tiny model whose tokenizer is trained on the demonstrations."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of `path` and `tiny`")
+        if [self.path, self.hub, self.tiny].count(None) != 2:
+            raise ValueError("give exactly one of `path`, `hub` and `tiny`")
         return self
 
 

@@ -13,6 +13,7 @@ from areal_hpc.cli import (
     devcluster,
     export,
     model,
+    prefetch,
     proxy,
     replay,
     run,
@@ -21,7 +22,19 @@ from areal_hpc.cli import (
 )
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, submit, audit, export, replay, shards, proxy, model, devcluster, bench)
+FAMILIES = (
+    run,
+    submit,
+    prefetch,
+    audit,
+    export,
+    replay,
+    shards,
+    proxy,
+    model,
+    devcluster,
+    bench,
+)
 """In the order of `--help`."""
 
 

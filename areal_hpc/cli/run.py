@@ -86,6 +86,7 @@ def summary(layout: RunLayout) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cli.memory_table import memory_table
     from areal_hpc.plan import Facts, plan
     from areal_hpc.recipe import load
 
@@ -99,6 +100,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             for process in job.processes:
                 where = "first task" if process.first_task_only else "every task"
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+    print("\n".join(["", *memory_table(recipe)]))
     return 0
 
 

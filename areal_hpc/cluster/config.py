@@ -31,6 +31,8 @@ class ClusterConfig(StageConfig):
     """Megatron-core's environment."""
     agents: EnvironmentConfig = EnvironmentConfig()
     """The proxy's and the agent's environment."""
+    gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
+    """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Time a job gets to stop by itself before it is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
