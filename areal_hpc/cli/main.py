@@ -7,10 +7,21 @@ import sys
 from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import audit, bench, devcluster, export, model, proxy, replay, run, shards
+from areal_hpc.cli import (
+    audit,
+    bench,
+    devcluster,
+    export,
+    model,
+    operate,
+    proxy,
+    replay,
+    run,
+    shards,
+)
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, audit, export, replay, shards, proxy, model, devcluster, bench)
+FAMILIES = (run, operate, audit, export, replay, shards, proxy, model, devcluster, bench)
 """In the order of `--help`."""
 
 

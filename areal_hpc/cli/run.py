@@ -1,4 +1,4 @@
-"""`areal-hpc run | plan | status | keys`: a run from its recipe to its summary."""
+"""`areal-hpc run | plan | keys`: a run from its recipe to its summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run, program, stop_on_signals
+from areal_hpc.cli.arguments import Commands, program, stop_on_signals, summary_of
 from areal_hpc.layout import RunLayout
 
 INTERRUPTED_EXIT_CODE = 130
@@ -32,10 +32,6 @@ def add_commands(commands: Commands) -> None:
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(command=_plan)
 
-    status = commands.add_parser("status", help="summary of a run so far")
-    status.add_argument("run", type=Path, help="a run directory")
-    status.set_defaults(command=_status)
-
     keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
     keys.set_defaults(command=_keys)
 
@@ -49,7 +45,7 @@ def _run(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunLayout(recipe.run_dir.resolve())
     if launch.is_finished(recipe, layout) and not arguments.fresh:
-        print(_summary(layout))
+        print(summary_of(layout))
         print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
         return 0
     stop = threading.Event()
@@ -68,19 +64,8 @@ def _run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED_EXIT_CODE
     finally:
         reporter.close()
-    print(_summary(layout))
+    print(summary_of(layout))
     return 0
-
-
-def _summary(layout: RunLayout) -> str:
-    from areal_hpc.view.curve import draw_curve
-    from areal_hpc.view.snapshot import read_snapshot
-    from areal_hpc.view.summary import summarise
-
-    snapshot = read_snapshot(layout)
-    if snapshot.steps:
-        draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
-    return summarise(layout, snapshot, program())
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -104,9 +89,4 @@ def _keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe_keys import describe_keys
 
     print(describe_keys(), end="")
-    return 0
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    print(_summary(existing_run(arguments.run)))
     return 0
