@@ -47,16 +47,3 @@ def program() -> str:
     """How the user called this command line."""
     path = Path(sys.argv[0])
     return "python -m areal_hpc" if path.name == "__main__.py" else str(path)
-
-
-def summary_of(layout: RunLayout) -> str:
-    """What a run amounts to, its learning curve drawn anew."""
-    # Imported here: other commands do without matplotlib.
-    from areal_hpc.view.curve import draw_curve
-    from areal_hpc.view.snapshot import read_snapshot
-    from areal_hpc.view.summary import summarise
-
-    snapshot = read_snapshot(layout)
-    if snapshot.steps:
-        draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
-    return summarise(layout, snapshot, program())

@@ -18,10 +18,11 @@ from areal_hpc.cli import (
     replay,
     run,
     shards,
+    submit,
 )
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, operate, audit, export, replay, shards, proxy, model, devcluster, bench)
+FAMILIES = (run, submit, operate, audit, export, replay, shards, proxy, model, devcluster, bench)
 """In the order of `--help`."""
 
 

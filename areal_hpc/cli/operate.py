@@ -7,7 +7,8 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run, program, summary_of
+from areal_hpc.cli.arguments import Commands, existing_run, program
+from areal_hpc.cli.run import summary
 from areal_hpc.errors import RecipeError
 
 UNWELL_EXIT_CODE = 1
@@ -87,7 +88,7 @@ def _status(arguments: argparse.Namespace) -> int:
         print(f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}")
         print("\n".join([*describe_advance(read_advance(layout)), "", *describe_jobs(run)]))
     if run.is_local or layout.finished.exists():
-        print(summary_of(layout))
+        print(summary(layout))
     return 0
 
 

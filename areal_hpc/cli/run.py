@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, program, stop_on_signals, summary_of
+from areal_hpc.cli.arguments import Commands, program, stop_on_signals
 from areal_hpc.layout import RunLayout
 
 INTERRUPTED_EXIT_CODE = 130
@@ -39,13 +39,14 @@ def add_commands(commands: Commands) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc import launch
+    from areal_hpc.ready import is_finished
     from areal_hpc.recipe import load
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunLayout(recipe.run_dir.resolve())
-    if launch.is_finished(recipe, layout) and not arguments.fresh:
-        print(summary_of(layout))
+    if is_finished(recipe, layout) and not arguments.fresh:
+        print(summary(layout))
         print(f"\nthis run is finished; to start anew: {program()} run {arguments.recipe} --fresh")
         return 0
     stop = threading.Event()
@@ -64,8 +65,20 @@ def _run(arguments: argparse.Namespace) -> int:
         return INTERRUPTED_EXIT_CODE
     finally:
         reporter.close()
-    print(summary_of(layout))
+    print(summary(layout))
     return 0
+
+
+def summary(layout: RunLayout) -> str:
+    """What a run amounts to; its learning curve is drawn on the way."""
+    from areal_hpc.view.curve import draw_curve
+    from areal_hpc.view.snapshot import read_snapshot
+    from areal_hpc.view.summary import summarise
+
+    snapshot = read_snapshot(layout)
+    if snapshot.steps:
+        draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
+    return summarise(layout, snapshot, program())
 
 
 def _plan(arguments: argparse.Namespace) -> int:

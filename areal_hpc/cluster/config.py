@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.config import StageConfig
 
 
@@ -32,3 +33,5 @@ class ClusterConfig(StageConfig):
     """The proxy's and the agent's environment."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Time a job gets to stop by itself before it is killed."""
+    slurm: SlurmConfig = SlurmConfig()
+    """How jobs are submitted; `areal-hpc run` ignores it."""

@@ -6,6 +6,9 @@ from typing import Any
 
 from msgspec import Struct, field
 
+STOPPED_EXIT_CODE = 143
+"""The task was told to stop: neither success nor failure."""
+
 
 class ProcessSpec(Struct, frozen=True):
     """One process of a job, started by the job's supervisor on its node."""
@@ -34,6 +37,8 @@ class JobSpec(Struct, frozen=True):
     """Which environment's Python runs the supervisor."""
     processes: list[ProcessSpec]
     tasks: int = 1
+    gpus_per_task: int = 0
+    """GPUs that each task needs."""
 
 
 class SlurmLaunch(Struct, frozen=True):
@@ -51,6 +56,13 @@ class SlurmLaunch(Struct, frozen=True):
     """Network interface whose address other nodes use; empty: where the host's name leads."""
     margin_s: float = 10.0
     """Kept free before the end of the time limit and of a preemption's grace."""
+    progress: str = ""
+    """A file that grows while the run gets further: a job that crashes is started again for as
+    long as it does. Empty: only the time that the job lived counts."""
+    done_marker: str = ""
+    """When this file exists there is nothing left for the job to do."""
+    least_free_bytes: int = 1 << 30
+    """A node or run directory with less space than this fails the probe."""
 
 
 class Launch(Struct, frozen=True):
@@ -81,3 +93,7 @@ class Outcome(Struct, frozen=True):
     """The process whose end decided it."""
     reason: str = ""
     log: str = ""
+    incarnation: str = ""
+    """Which start of the job says so, `<job id>.<restart>`; empty for jobs of this machine."""
+    faulty_node: str = ""
+    """The node that is to blame, and is not to be given again."""

@@ -21,9 +21,15 @@ from typing import IO
 import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.jobspec import Launch, Outcome, ProcessSpec
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, ProcessSpec
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import TaskPosition, launched_position
+from areal_hpc.cluster.topology import (
+    TaskPosition,
+    interface_of,
+    launched_position,
+    reachable_host,
+    restart_count,
+)
 from areal_hpc.errors import RecipeError
 from areal_hpc.telemetry import EventLog, set_up_logging
 
@@ -33,8 +39,6 @@ POLL_S = 0.1
 LONGEST_BACKOFF_S = 10.0
 HEALTHY_S = 600.0
 """A process that ran for so long has its earlier crashes forgiven."""
-STOPPED_EXIT_CODE = 143
-"""The task was told to stop: neither success nor failure."""
 
 
 def run_job(launch_path: str) -> None:
@@ -45,7 +49,7 @@ def run_job(launch_path: str) -> None:
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=Launch)
     position = launched_position(os.environ)
-    if os.getpid() != os.getsid(0):
+    if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
     set_up_logging()
@@ -56,6 +60,36 @@ def run_job(launch_path: str) -> None:
     partial.rename(path)  # the launcher looks several times a second: never at half a file
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
+
+
+def log_dir(launch: Launch, environ: Mapping[str, str]) -> Path:
+    """Where this start of the job logs: under Slurm each restart has a folder of its own."""
+    folder = Path(launch.log_dir) / launch.job.name
+    if launch.slurm is None:
+        return folder
+    return folder / f"restart_{restart_count(environ):02d}"
+
+
+def log_headline(environ: Mapping[str, str]) -> str:
+    """The first line of every log under Slurm."""
+    job_id, restart = environ["SLURM_JOB_ID"], restart_count(environ)
+    return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
+
+
+def surroundings(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
+    """What processes must know of the node under Slurm: their address, and gloo's interface.
+
+    gloo listens where the host's name leads, which may be nowhere.
+
+    Raises:
+        RecipeError: The interface that the site names does not exist here.
+    """
+    if launch.slurm is None:
+        return {}
+    host = reachable_host(launch.slurm.interface, environ)
+    interface = interface_of(host)
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return {**gloo, "AREAL_HPC_HOST": host}
 
 
 class _Child:
@@ -113,6 +147,9 @@ class _Supervisor:
         self._position = position
         self._stop = stop
         self._events = EventLog(Path(launch.events), launch.job.name)
+        self._log_dir = log_dir(launch, os.environ)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._surroundings = surroundings(launch, os.environ)
         self._children = [
             self._child(spec)
             for spec in launch.job.processes
@@ -121,11 +158,13 @@ class _Supervisor:
 
     def _child(self, spec: ProcessSpec) -> _Child:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
-        folder = Path(self._launch.log_dir) / self._launch.job.name
-        folder.mkdir(parents=True, exist_ok=True)
         config_path = Path(self._launch.job_dir) / f"{spec.name}{suffix}.json"
         config_path.write_bytes(msgspec.json.encode(spec.config))
-        return _Child(spec, folder / f"{spec.name}{suffix}.log", config_path)
+        log_path = self._log_dir / f"{spec.name}{suffix}.log"
+        if self._launch.slurm is not None:
+            with log_path.open("a") as stream:
+                stream.write(f"{log_headline(os.environ)}\n")
+        return _Child(spec, log_path, config_path)
 
     def run(self) -> Outcome:
         try:
@@ -149,11 +188,13 @@ class _Supervisor:
         position = self._position
         environ = {
             **os.environ,
+            **self._surroundings,
             **self._launch.variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
             "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
             "AREAL_HPC_NODE_RANK": str(position.node_rank),
+            "AREAL_HPC_LOG_DIR": str(self._log_dir),
             "AREAL_HPC_SUPERVISOR_PID": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }

@@ -16,8 +16,8 @@ from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout

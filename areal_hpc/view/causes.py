@@ -6,13 +6,14 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.queue import QueuedJob
 from areal_hpc.cluster.reasons import explain_reason
 from areal_hpc.cluster.states import Phase
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
 from areal_hpc.view.columns import clock
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, speaks_of_memory
-from areal_hpc.view.jobs import STOPPED_EXIT_CODE, state_of_run, state_text
+from areal_hpc.view.jobs import state_of_run, state_text
 
 CASCADE_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from areal_hpc.cluster.jobspec import Outcome
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.cluster.reasons import explain_reason
 from areal_hpc.cluster.states import Phase
@@ -18,9 +18,6 @@ from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submi
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
 from areal_hpc.view.columns import aligned, clock, span
-
-STOPPED_EXIT_CODE = 143
-"""What a task leaves that was told to stop; see `cluster/supervisor.py`."""
 
 
 @dataclass(frozen=True, slots=True)
