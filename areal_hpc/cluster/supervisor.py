@@ -6,7 +6,6 @@ session of its own, so that stopping a child stops whatever that child started.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -22,7 +21,9 @@ import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, ProcessSpec
+from areal_hpc.cluster.local_task import LocalTask
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.slurm_task import SlurmTask
 from areal_hpc.cluster.topology import (
     TaskPosition,
     interface_of,
@@ -30,7 +31,7 @@ from areal_hpc.cluster.topology import (
     reachable_host,
     restart_count,
 )
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.telemetry import EventLog, set_up_logging
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,14 @@ def run_job(launch_path: str) -> None:
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
     set_up_logging()
-    outcome = _Supervisor(launch, position, StopRequest.install()).run()
-    path = Path(launch.job_dir) / f"outcome.{position.rank}.json"
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(outcome))
-    partial.rename(path)  # the launcher looks several times a second: never at half a file
+    stop = StopRequest.install()
+    events = EventLog(Path(launch.events), launch.job.name)
+    task: SlurmTask | LocalTask
+    if launch.slurm is not None:
+        task = SlurmTask(launch, launch.slurm, position, events)
+    else:
+        task = LocalTask(launch, position)
+    outcome = task.leave(_Supervisor(launch, position, stop, task, events).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -142,14 +146,22 @@ class _Child:
 
 
 class _Supervisor:
-    def __init__(self, launch: Launch, position: TaskPosition, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        position: TaskPosition,
+        stop: StopRequest,
+        task: SlurmTask | LocalTask,
+        events: EventLog,
+    ) -> None:
         self._launch = launch
         self._position = position
         self._stop = stop
-        self._events = EventLog(Path(launch.events), launch.job.name)
+        self._task = task
+        self._events = events
         self._log_dir = log_dir(launch, os.environ)
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._surroundings = surroundings(launch, os.environ)
+        self._surroundings: dict[str, str] = {}
         self._children = [
             self._child(spec)
             for spec in launch.job.processes
@@ -167,14 +179,28 @@ class _Supervisor:
         return _Child(spec, log_path, config_path)
 
     def run(self) -> Outcome:
+        """Run the task's processes until it is decided how the task ends; none is left then."""
+        outcome = Outcome(STOPPED_EXIT_CODE, reason="the supervisor failed")
         try:
-            for child in self._children:
-                self._start(child)
-            while (outcome := self._judge()) is None:
-                self._stop.wait(POLL_S)
-            return outcome
+            outcome = self._run()
+        except ArealError as error:
+            outcome = Outcome(error.exit_code, "supervisor", str(error))
         finally:
-            self._stop_all()
+            self._stop_all(outcome)
+        return outcome
+
+    def _run(self) -> Outcome:
+        if (refusal := self._task.enter()) is not None:
+            return refusal
+        self._surroundings = {
+            **surroundings(self._launch, os.environ),
+            **self._task.surroundings(),
+        }
+        for child in self._children:
+            self._start(child)
+        while (outcome := self._judge()) is None:
+            self._stop.wait(POLL_S)
+        return outcome
 
     def _start(self, child: _Child) -> None:
         spec = child.spec
@@ -205,8 +231,9 @@ class _Supervisor:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return Outcome(STOPPED_EXIT_CODE, reason="stopped by a signal")
-        if self._launcher_is_gone():
-            return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
+        is_leading = any(child.spec.ends_job for child in self._children)
+        if (outcome := self._task.look(is_leading=is_leading)) is not None:
+            return outcome
         for child in self._children:
             if child.process is None:
                 if time.monotonic() >= child.not_before:
@@ -237,29 +264,14 @@ class _Supervisor:
         child.not_before = now + min(0.25 * 2**child.crashes, LONGEST_BACKOFF_S)
         return None
 
-    def _launcher_is_gone(self) -> bool:
-        """True when nobody holds the launcher's lock: the kernel drops it however it died."""
-        if self._launch.launcher_lock is None:
-            return False
-        try:
-            descriptor = os.open(self._launch.launcher_lock, os.O_RDONLY)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
-
-    def _stop_all(self) -> None:
+    def _stop_all(self, outcome: Outcome) -> None:
         """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
         for child in self._children:
             if child.running:
                 assert child.process is not None
                 child.process.terminate()
-        give_up_at = time.monotonic() + self._launch.stop_grace_s
+        grace_s = self._task.begin_stop(outcome)
+        give_up_at = time.monotonic() + grace_s
         while any(child.running for child in self._children) and time.monotonic() < give_up_at:
             time.sleep(POLL_S)
         for child in self._children:
