@@ -137,6 +137,8 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
                 f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",
                 rank=5,
             )
+        elif row["event"] in _AGAIN:
+            yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}", rank=8)
     for word in evidence.last_words:
         if word.outcome.exit_code not in (0, STOPPED_EXIT_CODE):
             yield _of_outcome(word)
@@ -171,6 +173,12 @@ def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(ends.get(name), f"Slurm wrote into the output of {name}: {line}", rank=6)
 
 
+_AGAIN = {
+    "job_requeued": "asked Slurm for another start",
+    "job_resubmitted": "submitted itself again",
+    "job_ended_by_Slurm": "was ended by Slurm",
+}
+"""Events that tell how the run went on after a failure."""
 _MEMORY = "ask for more memory for that job, or give it less to do at once"
 _STATE_HINTS = {
     "OUT_OF_MEMORY": _MEMORY,

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec
+from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec, SlurmLaunch
 from areal_hpc.cluster.submissions import Submission, record_submission
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import load
@@ -46,6 +46,17 @@ class OperatedRun:
         spec = ProcessSpec(job.partition("-")[0], "agents", entry, config, ends_job=True)
         folder = self.layout.jobs_dir / job
         folder.mkdir(parents=True)
+        # It has crashed once already: the next crash ends it for good.
+        (folder / "fruitless.json").write_text('{"fruitless":1}')
+        script = folder / "job.sbatch"
+        slurm = SlurmLaunch(
+            submissions=str(self.layout.submissions),
+            script=str(script),
+            excluded_nodes=str(self.layout.excluded_nodes),
+            cancelled=str(self.layout.cancelled),
+            margin_s=5.0,
+            least_free_bytes=64 << 20,
+        )
         launch = Launch(
             job=JobSpec(job, "agents", [spec], tasks=tasks),
             job_dir=str(folder),
@@ -53,9 +64,9 @@ class OperatedRun:
             events=str(self.layout.events),
             pythons=dict.fromkeys(ROLES, sys.executable),
             stop_grace_s=6.0,
+            slurm=slurm,
         )
         (folder / "launch.json").write_bytes(msgspec.json.encode(launch))
-        script = folder / "job.sbatch"
         script.write_text(
             SCRIPT.format(
                 trial=self.layout.root.name,

@@ -85,9 +85,7 @@ class SupervisedJob:
         ]
         script.write_text("\n".join(lines) + "\n")
         self.job_id = self.cluster.slurm("sbatch", "--parsable", str(script))
-        record_submission(
-            self.submissions, Submission(self.name, self.job_id, 1, 0.0, str(script))
-        )
+        record_submission(self.submissions, Submission(self.name, self.job_id, 1, 0.0, str(script)))
 
     @property
     def _words_path(self) -> Path:
@@ -128,4 +126,6 @@ class SupervisedJob:
         shown = self.cluster.slurm("scontrol", "show", "job", self.job_id)
         events = read_json_lines(self.root / "events.jsonl")
         written = out.read_text() if out.exists() else ""
-        return "\n".join((shown, json.dumps(events, indent=1), written, os.linesep.join(self.words)))
+        return "\n".join(
+            (shown, json.dumps(events, indent=1), written, os.linesep.join(self.words))
+        )

@@ -66,7 +66,7 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert "nothing has failed" in run.command("why")
     follower = run.start("logs", "-f", "cell-0")
     assert follower.stdout is not None
-    assert "cell-0/cell" in follower.stdout.readline()
+    assert "cell-0/cell@n0" in follower.stdout.readline()
     said = run.command("cancel")
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
@@ -92,7 +92,8 @@ def test_the_first_traceback_across_ranks_is_named(run: OperatedRun) -> None:
     trainer = run.submit("trainer", "raises", tasks=2)
     wait_for(lambda: run.cluster.job_state(trainer) == "FAILED", 60)
     why = run.command("why", code=1)
-    assert "trainer/trainer-1 raised ValueError: the loss is not a number" in why.splitlines()[0]
+    assert "raised ValueError: the loss is not a number" in why.splitlines()[0]
+    assert "trainer/trainer-1@n0" in why.splitlines()[0]
     assert 'raise ValueError("the loss is not a number")' in why
     assert "trainer of trainer ended: exit code 1" in why
     assert "FAILED (exit code 1)" in run.command("status")
