@@ -1,8 +1,9 @@
-"""`areal-hpc status | why | logs | cancel | list`: a run as a whole, from its directory."""
+"""`areal-hpc status | why | logs | cancel | resume | list`: a run as a whole, from its directory."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from functools import partial
 from pathlib import Path
@@ -48,7 +49,7 @@ def add_commands(commands: Commands) -> None:
         "logs", parents=[place], help="the newest lines of all processes, in the order of time"
     )
     logs.add_argument(
-        "what", nargs="?", default="", help="a job (cell-0), a process (proxy), or cell-0/proxy"
+        "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
     logs.add_argument("-n", "--lines", type=int, default=LINES, help="default %(default)s")
@@ -65,6 +66,17 @@ def add_commands(commands: Commands) -> None:
     )
     cancel.add_argument("--now", action="store_true", help="without the grace: no last commit")
     cancel.set_defaults(command=_cancel)
+
+    resume = commands.add_parser(
+        "resume",
+        parents=[place],
+        help="submit a run again, from its own recipe and its last commit",
+        description="Submit again what is left of a run that was cancelled, failed or stopped, "
+        "with the recipe in its directory and the overrides given here, from the folder that it "
+        "was first submitted from.",
+    )
+    resume.add_argument("overrides", nargs="*", metavar="key=value", help="inference.cells=4")
+    resume.set_defaults(command=_resume)
 
     listing = commands.add_parser(
         "list",
@@ -113,14 +125,14 @@ def _logs(arguments: argparse.Namespace) -> int:
         for file, line in lines:
             print(_coloured(file.source, line), flush=arguments.follow)
 
-    follower = Follower(layout, arguments.what) if arguments.follow else None
+    follower = Follower(layout, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
         attempt = choose_attempt(layout, arguments.attempt)
-        files = log_files(layout, attempt, arguments.what)
+        files = log_files(layout, attempt, arguments.names)
         if not files and follower is None:
             known = sorted({file.job for file in log_files(layout, attempt)})
             raise RecipeError(
-                f"attempt {attempt} has no log of {arguments.what or 'any process'}",
+                f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
             )
         show(last_lines(files, arguments.lines))
@@ -158,6 +170,33 @@ def _cancel(arguments: argparse.Namespace) -> int:
         say=partial(print, flush=True),
     )
     print(f"cancelled; {ended} jobs ended, none is left" if ended else "no job was left to cancel")
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from areal_hpc import dispatch
+    from areal_hpc.cluster.submissions import read_submissions
+    from areal_hpc.ready import is_finished
+    from areal_hpc.recipe import load
+    from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
+
+    layout = existing_run(arguments.run)
+    refuse_local(ids_of(layout), program())
+    folder = submitted_from(read_submissions(layout.submissions)[-1])
+    if folder is not None:
+        os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
+    recipe = load(layout.recipe, arguments.overrides)
+    if recipe.run_dir.resolve() != layout.root:
+        raise RecipeError(
+            f"with these keys the run would lie in {recipe.run_dir.resolve()}",
+            key="cluster.fileroot, experiment_name, trial_name",
+            hint="areal-hpc submit starts a run of another name",
+        )
+    if is_finished(recipe, layout):
+        print("this run is finished; more steps: trainer.total_steps=...")
+        return 0
+    dispatch.submit(recipe, command_line=sys.argv, say=partial(print, flush=True))
+    print(f"next     {program()} status {layout.root}")
     return 0
 
 

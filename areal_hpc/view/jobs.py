@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
@@ -230,6 +232,15 @@ def _time_text(queued: QueuedJob) -> str:
         case Phase.OVER if end:
             return f"ended at {clock(end)}"
     return "-"
+
+
+def submitted_from(submission: Submission) -> Path | None:
+    """The folder in which a job starts, by its script; None if the script does not say."""
+    script = Path(submission.script)
+    if not script.exists():
+        return None
+    found = re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE)
+    return Path(found[1].strip("'\"")) if found else None
 
 
 def refuse_local(run: Sequence[str], program: str) -> None:

@@ -52,13 +52,13 @@ class Record:
     lines: tuple[str, ...]
 
 
-def log_files(layout: RunLayout, attempt: int, wanted: str = "") -> list[LogFile]:
+def log_files(layout: RunLayout, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
     Args:
         layout: The run.
         attempt: Which launch.
-        wanted: A job (`cell-0`), a process (`proxy`) or both (`cell-0/proxy`); empty for all.
+        wanted: Jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
     """
     found = []
     for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
@@ -70,9 +70,9 @@ def log_files(layout: RunLayout, attempt: int, wanted: str = "") -> list[LogFile
     return found
 
 
-def _is_wanted(wanted: str, job: str, process: str) -> bool:
+def _is_wanted(wanted: Sequence[str], job: str, process: str) -> bool:
     names = {process, re.sub(r"-\d+$", "", process)}
-    return wanted in {"", job, *names, *(f"{job}/{name}" for name in names)}
+    return not wanted or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(wanted)
 
 
 def _node_of(path: Path) -> str:
@@ -145,7 +145,7 @@ def last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]
 class Follower:
     """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
 
-    def __init__(self, layout: RunLayout, wanted: str) -> None:
+    def __init__(self, layout: RunLayout, wanted: Sequence[str]) -> None:
         self._layout = layout
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}

@@ -76,7 +76,7 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert run.layout.cancelled.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
     follower.send_signal(signal.SIGINT)
-    follower.wait(20)
+    assert "cell-0/cell" in follower.communicate(timeout=20)[0]
     wait_for(lambda: processes_of(run) == [], 20)
 
 
@@ -134,7 +134,8 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
         assert "slurmctld has not answered for" in cancelling.stdout.readline()
     finally:
         os.kill(controller, signal.SIGCONT)
-    assert cancelling.wait(90) == 0
+    cancelling.communicate(timeout=90)
+    assert cancelling.returncode == 0
     assert run.cluster.slurm("squeue", "-h") == ""
     assert "committed" in run.log("trainer")
 
