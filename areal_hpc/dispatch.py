@@ -24,6 +24,7 @@ from areal_hpc.cluster.submit import (
     live_jobs,
     outcomes_in,
     submit_slurm,
+    write_job,
 )
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch import Interrupted, JobFailedError, Reporter, crash_of
@@ -68,12 +69,31 @@ def submit(
         return _submit_stages(recipe, ready, after, say)
 
 
+def write_down(
+    recipe: Recipe, *, command_line: Sequence[str], say: Callable[[str], None], fresh: bool = False
+) -> list[Path]:
+    """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong.
+        ClusterError: Jobs of the run wait or run.
+    """
+    requests_of(recipe, Path.cwd())
+    with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
+        place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
+        return [
+            write_job(request, launch_of(spec, stage, recipe, ready)).with_name("job.sbatch")
+            for stage in ready.stages
+            for spec, request in _pairs(stage, recipe, place)
+        ]
+
+
 def _submit_stages(
     recipe: Recipe, ready: Ready, after: Sequence[str], say: Callable[[str], None]
 ) -> list[Submission]:
-    place = _place(recipe, ready.layout, ready.pythons, Path.cwd())
+    place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
     submitted: list[Submission] = []
-    dependency = _after(after)
+    dependency = after_success(after)
     try:
         for stage in ready.stages:
             for spec, request in _pairs(stage, recipe, place):
@@ -81,7 +101,7 @@ def _submit_stages(
                 job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready))
                 submitted.append(enter(ready, spec.name, job_id))
                 say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
-            dependency = _after([_leader(stage, submitted).job_id])
+            dependency = after_success([_leader(stage, submitted).job_id])
     except Exception:  # boundary: half a run would wait for its other half, and cost
         cancel_submitted([submission.job_id for submission in submitted])
         raise
@@ -131,9 +151,10 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
     )
 
 
-def _place(
+def place_of(
     recipe: Recipe, layout: RunLayout, pythons: dict[str, str], working_folder: Path
 ) -> RunPlace:
+    """What all jobs of a run have in common."""
     nodes = {row["node"] for row in read_json_lines(layout.excluded_nodes)}
     return RunPlace(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
@@ -153,29 +174,40 @@ def sketch(recipe: Recipe, layout: RunLayout) -> Plan:
 
 
 def requests_of(
-    recipe: Recipe, working_folder: Path, after: Sequence[str] = ()
+    recipe: Recipe,
+    working_folder: Path,
+    after: Sequence[str] = (),
+    place: RunPlace | None = None,
 ) -> list[JobRequest]:
     """What would be asked of Slurm for all that is left of a run; nothing is written.
 
     Numbers that Slurm has not given out yet are spelt `WARMUP_JOBID`.
 
+    Args:
+        recipe: What to run.
+        working_folder: Where jobs start.
+        after: Slurm's numbers of jobs that must have succeeded first.
+        place: The run's own unless given.
+
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
     layout = RunLayout(recipe.run_dir.resolve())
-    place = _place(recipe, layout, pythons_of(recipe), working_folder)
+    place = place or place_of(recipe, layout, pythons_of(recipe), working_folder)
     stages = [one for one in sketch(recipe, layout).stages if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     requests = {request.job: request for request in request_all(jobs, recipe.cluster.slurm, place)}
-    dependency = _after(after)
+    dependency = after_success(after)
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].depending_on(dependency)
-        dependency = _after([f"{stage.leader.name.upper()}_JOBID"])
+        leading = f"{stage.leader.name.upper()}_JOBID"
+        dependency = f"aftercorr:{leading}" if place.is_array else after_success([leading])
     return list(requests.values())
 
 
-def _after(job_ids: Sequence[str]) -> str:
+def after_success(job_ids: Sequence[str]) -> str:
+    """Slurm's way to say that jobs must have succeeded; empty for none."""
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 

@@ -6,12 +6,14 @@ import argparse
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import Commands, program
 from areal_hpc.cli.run import INTERRUPTED_EXIT_CODE, summary
+from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 
 if TYPE_CHECKING:
@@ -36,6 +38,11 @@ def add_commands(commands: Commands) -> None:
         "--dry-run", action="store_true", help="print every script and the cost; touch nothing"
     )
     submit.add_argument(
+        "--write-only",
+        action="store_true",
+        help="put everything in place and submit nothing, for sbatch by hand",
+    )
+    submit.add_argument(
         "--wait", action="store_true", help="show progress until the run ends; Ctrl-C detaches"
     )
     submit.add_argument(
@@ -44,6 +51,11 @@ def add_commands(commands: Commands) -> None:
         default=[],
         metavar="JOBID",
         help="start only when this job has succeeded; may be given several times",
+    )
+    submit.add_argument(
+        "--array",
+        metavar="KEY=V1,V2,...",
+        help="a run for each value, as job arrays; each has a directory and a trial of its own",
     )
     submit.add_argument(
         "--fresh", action="store_true", help="move an existing run directory aside and start anew"
@@ -57,6 +69,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe import load
     from areal_hpc.view.scripts import describe_requests
 
+    if arguments.array:
+        return _submit_sweep(arguments)
     recipe = load(arguments.recipe, arguments.overrides, arguments.site)
     layout = RunLayout(recipe.run_dir.resolve())
     if arguments.dry_run:
@@ -68,6 +82,12 @@ def _submit(arguments: argparse.Namespace) -> int:
         print("\nthis run is finished; --fresh starts it anew")
         return 0
     print(f"run      {layout.root}", flush=True)
+    if arguments.write_only:
+        scripts = dispatch.write_down(
+            recipe, command_line=sys.argv, say=_say, fresh=arguments.fresh
+        )
+        print("\n".join(f"sbatch   {script}" for script in scripts))
+        return 0
     dispatch.submit(
         recipe,
         command_line=sys.argv,
@@ -78,6 +98,35 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.wait:
         return _wait(recipe, layout)
     print(f"next     {program()} status {layout.root}\n         squeue --me")
+    return 0
+
+
+def _submit_sweep(arguments: argparse.Namespace) -> int:
+    from areal_hpc.recipe import load
+    from areal_hpc.sweep import array_requests, read_sweep, submit_sweep
+    from areal_hpc.view.scripts import describe_requests
+
+    for option in ("wait", "write_only"):
+        if getattr(arguments, option):
+            shown = option.replace("_", "-")
+            raise RecipeError(
+                f"--{shown} is for one run, --array for several", hint="leave one out"
+            )
+
+    def read(further: Sequence[str]) -> Recipe:
+        return load(arguments.recipe, [*arguments.overrides, *further], arguments.site)
+
+    sweep = read_sweep(read, arguments.array)
+    if arguments.dry_run:
+        requests = array_requests(sweep, Path.cwd(), arguments.after)
+        print(describe_requests(sweep.layout, requests, len(sweep.runs)), end="")
+        return 0
+    for run in sweep.runs:
+        print(f"run      {run.run_dir.resolve()}", flush=True)
+    submit_sweep(
+        sweep, command_line=sys.argv, say=_say, after=arguments.after, fresh=arguments.fresh
+    )
+    print(f"next     squeue --me\n         {program()} status {sweep.runs[0].run_dir.resolve()}")
     return 0
 
 

@@ -174,7 +174,7 @@ def _request(
         "exclusive": options.exclusive or None,
         "signal_delay_s": slurm.signal_lead_s,
         "stderr_to_stdout": True,
-        "setup": _setup(options, folder, place),
+        "setup": _setup(options, folder, place) or None,
         "srun_args": srun_args,
         "additional_parameters": _further(options, slurm, place),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -121,6 +120,18 @@ def script_of(request: JobRequest, members: int | None = None) -> str:
     return text
 
 
+def write_job(request: JobRequest, launch: Launch) -> Path:
+    """Put everything in place that a job under Slurm needs; the path of its `launch.json`.
+
+    `sbatch job.sbatch` is then enough to start it.
+    """
+    launch_path = _write_launch(launch)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    submitit.core.utils.DelayedSubmission(run_job, str(launch_path)).dump(request.folder / PAYLOAD)
+    (launch_path.parent / "job.sbatch").write_text(script_of(request))
+    return launch_path
+
+
 def submit_slurm(request: JobRequest, launch: Launch) -> str:
     """Hand a job to Slurm; its number. The script stays in the job's folder.
 
@@ -128,12 +139,9 @@ def submit_slurm(request: JobRequest, launch: Launch) -> str:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    launch_path = _write_launch(launch)
-    (launch_path.parent / "job.sbatch").write_text(script_of(request))
+    launch_path = write_job(request, launch)
     with _refusals_explained(request.job):
-        job = _executor(request).submit(run_job, str(launch_path))
-    shutil.copyfile(job.paths.submitted_pickle, request.folder / PAYLOAD)
-    return str(job.job_id)
+        return str(_executor(request).submit(run_job, str(launch_path)).job_id)
 
 
 def submit_array(
@@ -150,16 +158,11 @@ def submit_array(
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    paths = [_write_launch(launch) for launch in launches]
+    paths = [str(write_job(*one)) for one in zip(alone, launches, strict=True)]
     array.folder.mkdir(parents=True, exist_ok=True)
     (array.folder.parent / "job.sbatch").write_text(script_of(array, len(paths)))
     with _refusals_explained(array.job):
-        jobs = _executor(array).map_array(run_job, [str(path) for path in paths])
-    for job, request, path in zip(jobs, alone, paths, strict=True):
-        request.folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(job.paths.submitted_pickle, request.folder / PAYLOAD)
-        (path.parent / "job.sbatch").write_text(script_of(request))
-    return [str(job.job_id) for job in jobs]
+        return [str(job.job_id) for job in _executor(array).map_array(run_job, paths)]
 
 
 @contextmanager

@@ -119,3 +119,84 @@ def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submittin
     assert refused.returncode == 78
     assert "Slurm refused the job cell-0" in refused.stderr
     wait_for(lambda: cluster.slurm("squeue", "-h") == "", 20)
+
+
+SWEEP = ("--array", "warmup.optimizer.lr=1e-3,3e-3")
+HELD = (
+    "cluster.slurm.jobs.trainer.sbatch_flags=[--hold]",
+    "cluster.slurm.jobs.cell.sbatch_flags=[--hold]",
+    "cluster.slurm.jobs.warmup.sbatch_flags=[]",
+)
+
+
+@pytest.mark.timeout(240)
+def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    submitted = run.submit(*SWEEP, *HELD, "trainer.parallel.dp=1")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    parent = run.layout.root.parent
+    layouts = [RunLayout(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
+    ids = [[one.job_id for one in read_submissions(layout.submissions)] for layout in layouts]
+    warmup = ids[0][0].partition("_")[0]
+    assert [one[0] for one in ids] == [f"{warmup}_0", f"{warmup}_1"]
+    assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
+    waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
+    assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
+    wait_for(lambda: all(layout.export("warmup").exists() for layout in layouts), 200)
+    finals = [read_json_lines(layout.warmup_metrics)[-1]["loss"] for layout in layouts]
+    assert finals[0] != finals[1]
+    # Each run's own script works under another number, outside of the array.
+    alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"
+    job = cluster.slurm("sbatch", "--parsable", "--partition=priority", str(alone))
+    wait_for(lambda: cluster.job_state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, 60)
+    assert cluster.job_state(job) == "COMPLETED"
+
+
+def test_scripts_of_a_site_pass_the_clusters_own_check(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    """The site that fits the emulated cluster but for its names and its processors."""
+    shown = run.call(
+        *("submit", "tests/golden/slurm/recipe.yaml", "--dry-run", "--site"),
+        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority", "inference.cells=2"),
+        *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.cpus_per_task=1"),
+        "cluster.slurm.jobs.cell.cpus_per_task=16",
+    )
+    assert shown.returncode == 0, shown.stderr
+    scripts = [part.partition(" <==\n")[2] for part in shown.stdout.split("\n==> ")]
+    scripts = [script for script in scripts if script.startswith("#!")]
+    assert len(scripts) == 3
+    for script in scripts:
+        checked = subprocess.run(
+            ("sbatch", "--test-only"),
+            input=script,
+            env=cluster.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert checked.returncode == 0, checked.stderr
+        assert "to start at" in checked.stderr
+
+
+@pytest.mark.timeout(240)
+def test_the_plain_scripts_start_a_run_that_is_only_written_down(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    written = run.submit("--write-only")
+    assert written.returncode == 0, written.stdout + written.stderr
+    assert run.submissions == []
+
+    def sbatch(name: str, *arguments: str) -> str:
+        command = ("sbatch", "--parsable", f"--chdir={CHECKOUT}", f"--output={tmp_path}/{name}.out")
+        return cluster.slurm(*command, str(CHECKOUT / "slurm" / f"{name}.sbatch"), *arguments)
+
+    root = str(run.layout.root)
+    warmup = sbatch("warmup", root)
+    wait_for(lambda: cluster.job_state(warmup) not in {"PENDING", "RUNNING", "COMPLETING"}, 120)
+    assert cluster.job_state(warmup) == "COMPLETED"
+    trainer, cell = sbatch("trainer", root), sbatch("cell", root, "0")
+    found = [run.layout.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
+    wait_for(lambda: all(path.exists() for path in found), 100)
+    assert {cluster.job_state(job) for job in (trainer, cell)} == {"RUNNING"}
