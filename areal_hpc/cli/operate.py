@@ -1,4 +1,4 @@
-"""`areal-hpc status | why | logs | cancel | resume | list`: a run as a whole, from its directory."""
+"""`areal-hpc status | why | logs | cancel | resume | list`: a run as a whole."""
 
 from __future__ import annotations
 

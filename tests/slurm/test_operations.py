@@ -3,13 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.slurm.devclusters import Devcluster, devcluster, wait_for
+from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 from tests.slurm.operated import OperatedRun
 
 
@@ -138,6 +140,59 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
     assert cancelling.returncode == 0
     assert run.cluster.slurm("squeue", "-h") == ""
     assert "committed" in run.log("trainer")
+
+
+def areal_hpc(cluster: Devcluster, *arguments: str, code: int = 0) -> str:
+    """What a command that is given no run prints."""
+    asked = subprocess.run(
+        (sys.executable, "-m", "areal_hpc", *arguments),
+        cwd=CHECKOUT,
+        env=cluster.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert asked.returncode == code, asked.stdout + asked.stderr
+    return asked.stdout
+
+
+def test_a_cancelled_run_is_submitted_again_from_its_directory(
+    shared: Devcluster, tmp_path: Path
+) -> None:
+    keys = ["cluster.slurm.sbatch_flags=[--hold]", "train_dataset.kwargs.size=64"]
+    place = [f"cluster.fileroot={tmp_path}", "warmup=null", "cluster.slurm.mem=100"]
+    areal_hpc(shared, "submit", "recipes/quickstart.yaml", *place, *keys)
+    run = str(tmp_path / "quickstart" / "demo")
+    first = {line.split()[1] for line in areal_hpc(shared, "status", run).splitlines()[7:9]}
+    assert "waiting" in areal_hpc(shared, "list", str(tmp_path))
+    areal_hpc(shared, "cancel", run)
+    assert "cancelled" in areal_hpc(shared, "list", str(tmp_path))
+    said = areal_hpc(shared, "resume", run, "trainer.total_steps=7")
+    assert "changed  trainer.total_steps: 25 -> 7" in said
+    status = areal_hpc(shared, "status", run)
+    assert "quickstart/demo: waiting" in status
+    assert "step              0 of 7" in status
+    second = set(shared.slurm("squeue", "-h", "-o", "%i").split())
+    assert len(second) == 2
+    assert second.isdisjoint(first)
+    assert "cancelled; 2 jobs ended" in areal_hpc(shared, "cancel", run, "--now")
+    assert shared.slurm("squeue", "-h") == ""
+
+
+def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
+    shared: Devcluster, tmp_path: Path
+) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
+    said = areal_hpc(shared, "doctor", "--site", str(site), "--from-a-job")
+    assert "ok    partition scavenger" in said
+    assert "n01 saw the file, and this node saw its answer" in said
+    assert list((tmp_path / "runs").iterdir()) == []
+    site.write_text("slurm: {partition: nowhere}\n")
+    refused = areal_hpc(shared, "doctor", "--site", str(site), code=1)
+    assert "fail  partition nowhere  Slurm does not know it" in refused
+    assert "Slurm refuses it" in refused
 
 
 def test_all_of_it_works_without_accounting(tmp_path: Path) -> None:
