@@ -23,7 +23,8 @@ def add_commands(commands: Commands) -> None:
         "doctor",
         help="is this cluster fit for a run?",
         description="Look at what a run relies on, from the login node: Slurm's commands and "
-        "queues, the file root, the Python of every role, what the recipe names. Exits with 1 if something would not work.",
+        "queues, the file root, the Python of every role, what the recipe names. Exits with 1 if "
+        "something would not work.",
     )
     doctor.add_argument("recipe", type=Path, nargs="?", help="also check what it names")
     doctor.add_argument("overrides", nargs="*", metavar="key=value")
