@@ -102,7 +102,7 @@ def _submit_stages(
                 submitted.append(enter(ready, spec.name, job_id))
                 say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
             dependency = after_success([_leader(stage, submitted).job_id])
-    except Exception:  # boundary: half a run would wait for its other half, and cost
+    except BaseException:  # boundary: half a run would wait for its other half, and cost
         cancel_submitted([submission.job_id for submission in submitted])
         raise
     return submitted
@@ -220,7 +220,9 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
     while not layout.finished.exists():
-        stage = next(one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
+        left = (one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
+        if (stage := next(left, None)) is None:
+            break  # it has just finished
         reporter.watch(stage.name)
         if stop.wait(LOOK_S):
             raise Interrupted

@@ -84,7 +84,7 @@ def refuse_live_jobs(layout: RunLayout) -> None:
             "jobs of this run wait or run: "
             + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
             key=str(layout.root),
-            hint=f"let them go on, or end them: scancel {' '.join(live)}",
+            hint=f"let them go on, or end them: areal-hpc cancel {layout.root}",
         )
 
 

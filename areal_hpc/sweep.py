@@ -158,7 +158,7 @@ def _submit_arrays(
                 leading = leading or job_ids[0].partition("_")[0]
                 say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {request.shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
-    except Exception:  # boundary: half a sweep would wait for its other half, and cost
+    except BaseException:  # boundary: half a sweep would wait for its other half, and cost
         cancel_submitted([submission.job_id for submission in submitted])
         raise
     return submitted

@@ -135,9 +135,6 @@ def _say(message: str) -> None:
 
 
 def _wait(recipe: Recipe, layout: RunLayout) -> int:
-    from areal_hpc import dispatch, launch
-    from areal_hpc.view.progress import LiveReporter, PlainReporter
-
     stop = threading.Event()
 
     def detach(number: int, frame: FrameType | None) -> None:
@@ -145,6 +142,9 @@ def _wait(recipe: Recipe, layout: RunLayout) -> int:
 
     signal.signal(signal.SIGINT, detach)
     signal.signal(signal.SIGTERM, detach)
+    from areal_hpc import dispatch, launch
+    from areal_hpc.view.progress import LiveReporter, PlainReporter
+
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)

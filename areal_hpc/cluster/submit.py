@@ -86,11 +86,11 @@ def outcomes_in(job_dir: Path) -> list[Outcome]:
 
 
 def _write_launch(launch: Launch) -> Path:
-    """Put `launch.json` in place, and an earlier submission's outcome away."""
+    """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     job_dir = Path(launch.job_dir)
     job_dir.mkdir(parents=True, exist_ok=True)
-    for stale in job_dir.glob("outcome.*.json"):
-        stale.unlink()
+    for stale in (*job_dir.glob("outcome.*.json"), job_dir / "fruitless.json"):
+        stale.unlink(missing_ok=True)
     launch_path = job_dir / "launch.json"
     launch_path.write_bytes(msgspec.json.encode(launch))
     return launch_path
@@ -196,12 +196,14 @@ def live_jobs(job_ids: Sequence[str]) -> list[str]:
     """
     if not job_ids:
         return []
-    answer = subprocess.run(
-        ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(job_ids)}"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(job_ids)}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ClusterError(
+            "there is no squeue here to ask about the jobs of this run",
+            hint="go to a login node of the cluster that it was submitted to",
+        ) from error
     if answer.returncode and "Invalid job id" not in answer.stderr:
         raise ClusterError(f"squeue does not answer: {answer.stderr.strip()}")
     return sorted(set(answer.stdout.split()) & set(job_ids))

@@ -1,7 +1,9 @@
 """A run as Slurm jobs: submitted at once from outside, spread over nodes, ended by itself."""
 
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,8 +56,25 @@ class Submitting:
         )
 
     def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-        recipe = ("recipes/quickstart_slurm.yaml", f"cluster.fileroot={self._fileroot}", *CUT_DOWN)
-        return self.call("submit", *recipe, *options, timeout_s=timeout_s)
+        return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """`areal-hpc submit`, without waiting for its end."""
+        return subprocess.Popen(
+            (sys.executable, "-m", "areal_hpc", "submit", *self._recipe, *options),
+            cwd=CHECKOUT,
+            env=self._cluster.environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def _recipe(self) -> tuple[str, ...]:
+        return (
+            "recipes/quickstart_slurm.yaml",
+            f"cluster.fileroot={self._fileroot}",
+            *CUT_DOWN,
+        )
 
     @property
     def submissions(self) -> list[Submission]:
@@ -96,22 +115,23 @@ def test_a_dry_run_touches_nothing(run: Submitting) -> None:
     assert not run.layout.root.exists()
 
 
-def test_a_run_with_jobs_in_the_queue_is_not_submitted_twice(
+def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
     cluster: Devcluster, run: Submitting
 ) -> None:
     held = ("cluster.slurm.sbatch_flags=[--hold]",)
-    first = run.submit(*held)
-    assert first.returncode == 0, first.stdout + first.stderr
+    waiting = run.start("--wait", *held)
+    wait_for(lambda: len(run.submissions) == 4, 60)
+    time.sleep(1)  # it watches now
+    waiting.send_signal(signal.SIGINT)
+    shown, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130, shown
+    assert "detached; the jobs go on" in shown
     script = (run.layout.jobs_dir / "cell-1" / "job.sbatch").read_text()
     assert "--dependency=afterok:" + run.submissions[0].job_id in script
     for again in (run.submit(*held), run.call("run", str(run.layout.recipe))):
         assert again.returncode == 75
         assert all(one.job_id in again.stderr for one in run.submissions)
     assert cluster.slurm("squeue", "-h", "-o", "%k").splitlines() == [str(run.layout.root)] * 4
-    cluster.cancel_all()
-    again = run.submit(*held)
-    assert again.returncode == 0, again.stdout + again.stderr
-    assert [one.attempt for one in run.submissions] == [1] * 4 + [2] * 4
 
 
 def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submitting) -> None:
