@@ -88,13 +88,14 @@ class Driver:
         peers: Peers,
         http_client: Any,
         events: EventLog,
+        job_start: int = 0,
     ) -> None:
         """Prepare.
 
         Raises:
             RecipeError: The filter of groups cannot be imported.
         """
-        self._cell = cell
+        self._cell, self._job_start = cell, job_start
         self._rollout = rollout
         self._sampling: dict[Split, SamplingDefaults] = {
             "train": SamplingDefaults(**rollout.sampling.model_dump()),
@@ -161,6 +162,7 @@ class Driver:
             held=self._board.held,
             finished=self._board.finished,
             wait_s=0.0 if self._busy else IDLE_WAIT_S,
+            job_start=self._job_start,
         )
         return await self._ledger.call(
             "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s

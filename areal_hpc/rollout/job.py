@@ -11,6 +11,7 @@ import uvloop
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.cluster.topology import job_start
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
@@ -86,6 +87,7 @@ async def _drive(
         peers=peers,
         http_client=http_client,
         events=EventLog(layout.events, f"driver-{job.cell}"),
+        job_start=job_start(),
     )
     try:
         await _run_unless_stopped(driver, stop)

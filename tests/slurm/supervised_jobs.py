@@ -1,7 +1,6 @@
 """Jobs whose tasks are supervisors, on a devcluster."""
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
