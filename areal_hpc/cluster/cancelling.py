@@ -52,6 +52,7 @@ def cancel_jobs(
         look = queue.look(ids).of(ids, label)
         if look.silence:
             _bear_silence(look, queue.pause_s, say)
+            began = time.monotonic() if not seen else began + queue.pause_s
             continue
         alive = sorted(key for key, job in look.jobs.items() if is_alive(job.state))
         if not alive:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import shutil
 import socket
 import time
@@ -23,13 +24,12 @@ VISIBLE_WITHIN_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _SCRIPT = """#!/bin/bash
+cd {folder} || exit 1
 for try in $(seq {within_s}); do
-  [ -e {folder}/question ] && break
+  [ -e question ] && break
   sleep 1
 done
-cat {folder}/question > {folder}/.answer && hostname >> {folder}/.answer
-date +%s >> {folder}/.answer
-mv {folder}/.answer {folder}/answer
+cat question > .answer && hostname >> .answer && mv .answer answer
 """
 
 
@@ -43,10 +43,13 @@ def check_from_a_job(
         folder.mkdir(parents=True)
         (folder / "question").write_text(f"{token}\n")
         script = folder / "job.sbatch"
-        script.write_text(_SCRIPT.format(folder=folder, within_s=VISIBLE_WITHIN_S))
+        script.write_text(
+            _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=VISIBLE_WITHIN_S)
+        )
         named = ("partition", "account", "qos", "constraint", "reservation")
         values = {name: getattr(options, name) for name in named}
         flags = [f"--{name}={value}" for name, value in values.items() if value]
+        flags += options.sbatch_flags or ()
         job_id = ask_slurm(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
             *(*flags, f"--output={folder}/output", str(script)),
@@ -65,12 +68,15 @@ def check_from_a_job(
 
 def _await(folder: Path, job_id: str, token: str, patience_s: float) -> Check:
     queue, give_up_at, waits_for = Queue(), time.monotonic() + patience_s, "it did not start"
+    ended_at: float | None = None
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():
             return _judge((folder / "answer").read_text().split(), token)
         look = queue.look([job_id])
         found = look.jobs.get(job_id)
-        if found and not is_alive(found.state) and not (folder / "answer").exists():
+        if found and not is_alive(found.state):
+            ended_at = ended_at or time.monotonic()
+        if found and ended_at and time.monotonic() - ended_at > VISIBLE_WITHIN_S:
             return fail(
                 "shared",
                 f"job {job_id} ran on {found.nodes or 'no node'} and its answer did not come: "

@@ -126,7 +126,8 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
 def _flags(options: JobOptions) -> tuple[str, ...]:
     named = ("partition", "account", "qos", "constraint", "reservation")
     values = {name: getattr(options, name) for name in named}
-    return (*(f"--{name}={value}" for name, value in values.items() if value), "--wrap=true")
+    told = (f"--{name}={value}" for name, value in values.items() if value)
+    return (*told, *(options.sbatch_flags or ()), "--wrap=true")
 
 
 def _container(slurm: SlurmConfig) -> Iterator[Check]:

@@ -79,7 +79,7 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = _launched_at(layout)
     events = tuple(row for row in _events(layout) if row["time"] >= since)
-    last_words = tuple(_last_words(run))
+    last_words = tuple(word for word in _last_words(run) if word.at >= since)
     return Evidence(
         run=run,
         past=tuple(queue.history(submissions)),

@@ -243,13 +243,13 @@ def submitted_from(submission: Submission) -> Path | None:
     return Path(found[1].strip("'\"")) if found else None
 
 
-def refuse_local(run: Sequence[str], program: str) -> None:
+def refuse_local(ids: Sequence[str], program: str) -> None:
     """Refuse what only a run that went to Slurm can do.
 
     Raises:
-        ClusterError: `run` names no job of Slurm.
+        ClusterError: There are no ids of Slurm.
     """
-    if not run:
+    if not ids:
         raise ClusterError(
             "this run has no job of Slurm",
             hint=f"it runs in the foreground: stop it with Ctrl-C, continue it with {program} run",
