@@ -55,7 +55,7 @@ def cancel_jobs(
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
         alive = sorted(key for key, job in look.jobs.items() if is_alive(job.state))
-        if not alive:
+        if not alive and job_ids() == ids:  # the last one may have submitted another
             return len(seen)
         seen |= set(alive)
         waited_s = time.monotonic() - began

@@ -185,8 +185,8 @@ class Queue:
         self._silent_since: float | None = None
         self._silences = 0
         self._accounting: bool | None = None
-        self._settled: dict[str, QueuedJob | None] = {}
-        """What will not change: jobs that squeue has forgotten. None: so has sacct."""
+        self._settled: dict[str, QueuedJob] = {}
+        """What will not change: jobs that squeue has forgotten, and sacct has not."""
 
     @property
     def pause_s(self) -> float:
@@ -207,7 +207,7 @@ class Queue:
         wanted = sorted(set(job_ids))
         if not wanted:
             return Look()
-        silence = ""
+        silence, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
             found = {job.job_id: job for job in _squeue(wanted)}
@@ -215,12 +215,14 @@ class Queue:
         except SlurmSilentError as error:
             silence = error.problems[0].message
             self._silences += 1
-            self._silent_since = self._silent_since or time.monotonic()
+            self._silent_since = self._silent_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.history(set(missing) - set(self._settled))}
         if not silence:
-            self._settled |= {job_id: past.get(job_id) for job_id in missing if job_id in past}
-        found |= past | {key: job for key in missing if (job := self._settled.get(key))}
+            # Accounting that missed a job's end calls it running for ever; slurmctld knows better.
+            past = {key: job for key, job in past.items() if not is_alive(job.state)}
+            self._settled |= past
+        found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._silent_since
         return Look(found, silence, time.monotonic() - began if began is not None else 0.0)
 
