@@ -138,10 +138,14 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
                 rank=5,
             )
         elif row["event"] in _AGAIN:
-            yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}", rank=8)
+            why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
+            yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
+    told = {stack.lines[-1] for stack in evidence.stacks[:1]}
     for word in evidence.last_words:
         if word.outcome.exit_code not in (0, STOPPED_EXIT_CODE):
-            yield _of_outcome(word)
+            reason = word.outcome.reason.strip().splitlines()
+            yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
+            told.update(reason[-1:])  # tasks of a job repeat the one that decided
     for row in evidence.excluded:
         yield Finding(
             row.get("at"),
@@ -209,7 +213,7 @@ def _of_state(name: str, start: QueuedJob) -> Finding:
 
 
 def _of_stack(stack: Stack, others: int) -> Finding:
-    shown = stack.lines
+    shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
     if len(shown) > MOST_FRAMES:
         shown = (shown[0], "  ...", *shown[-(MOST_FRAMES - 2) :])
     more = f" (the first of {others} tracebacks)" if others > 1 else ""
@@ -222,9 +226,8 @@ def _of_stack(stack: Stack, others: int) -> Finding:
     )
 
 
-def _of_outcome(word: LastWord) -> Finding:
+def _of_outcome(word: LastWord, reason: Sequence[str]) -> Finding:
     outcome = word.outcome
-    reason = outcome.reason.strip().splitlines()
     is_recipe = outcome.exit_code == RecipeError.exit_code
     return Finding(
         word.at,
