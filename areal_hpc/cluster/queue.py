@@ -218,9 +218,10 @@ class Queue:
             self._silent_since = self._silent_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.history(set(missing) - set(self._settled))}
+        # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
+        # is believed of what is over.
+        past = {key: job for key, job in past.items() if not is_alive(job.state)}
         if not silence:
-            # Accounting that missed a job's end calls it running for ever; slurmctld knows better.
-            past = {key: job for key, job in past.items() if not is_alive(job.state)}
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._silent_since
