@@ -137,7 +137,7 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
     """
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
-    trees = [] if site is None else [OmegaConf.create({"cluster": _site(site)})]
+    trees = [] if site is None else [OmegaConf.create({"cluster": read_site(site)})]
     trees += [_yaml(path), _dotlist(overrides, path)]
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
@@ -165,8 +165,12 @@ def _yaml(path: Path) -> DictConfig:
     return tree
 
 
-def _site(path: Path) -> DictConfig:
-    """The keys of a site file, each checked, though it need not hold all that a cluster has."""
+def read_site(path: Path) -> DictConfig:
+    """The keys of a site file, each checked, though it need not hold all that a cluster has.
+
+    Raises:
+        RecipeError: Every problem of the file at once.
+    """
     if not path.is_file():
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
     tree = _yaml(path)

@@ -1,4 +1,4 @@
-"""`areal-hpc run | plan | status | keys`: a run from its recipe to its summary."""
+"""`areal-hpc run | plan | keys`: a run from its recipe to its summary."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 import threading
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run, program, stop_on_signals
+from areal_hpc.cli.arguments import Commands, program, stop_on_signals
 from areal_hpc.layout import RunLayout
 
 INTERRUPTED_EXIT_CODE = 130
@@ -31,10 +31,6 @@ def add_commands(commands: Commands) -> None:
     plan.add_argument("recipe", type=Path)
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(command=_plan)
-
-    status = commands.add_parser("status", help="summary of a run so far")
-    status.add_argument("run", type=Path, help="a run directory")
-    status.set_defaults(command=_status)
 
     keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
     keys.set_defaults(command=_keys)
@@ -108,9 +104,4 @@ def _keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe_keys import describe_keys
 
     print(describe_keys(), end="")
-    return 0
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    print(summary(existing_run(arguments.run)))
     return 0
