@@ -202,6 +202,11 @@ def _hold(job_dir: Path, job_id: str) -> None:
         raise
 
 
+def held_jobs(jobs_dir: Path) -> frozenset[str]:
+    """Names of the jobs that gave their nodes back."""
+    return frozenset(note.name for note in _held_dir(jobs_dir).glob("*"))
+
+
 def release_held(jobs_dir: Path) -> list[str]:
     """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
 

@@ -28,7 +28,7 @@ def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
     look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)
-    empty = Evidence(run, (), {}, (), (), (), (), ())
+    empty = Evidence(run, (), {}, (), (), (), (), (), frozenset())
     return dataclasses.replace(empty, **more)
 
 
@@ -99,6 +99,15 @@ def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
     diagnosis = diagnose(evidence(tmp_path, job("trainer", "REQUEUE_HOLD", "1")))
     assert "is held until it is released" in diagnosis.headline
     assert not diagnosis.is_well
+
+
+def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
+    held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
+    word = LastWord("cell-0", 0, NOW, Outcome(79, "driver", "nothing to do", "/x.log"))
+    diagnosis = diagnose(evidence(tmp_path, held, last_words=(word,), idle=frozenset({"cell-0"})))
+    assert "comes back with the trainer" in diagnosis.headline
+    assert diagnosis.is_well
+    assert diagnosis.chain == ()
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
