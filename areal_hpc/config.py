@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
+from pydantic_core import ErrorDetails
+
+from areal_hpc.errors import Problem
 
 
 class StageConfig(BaseModel):
@@ -11,3 +17,47 @@ class StageConfig(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
     )
+
+
+def explain(item: ErrorDetails, root: type[StageConfig], prefix: str = "") -> Problem:
+    """A pydantic finding in the words of the person who wrote the file.
+
+    Args:
+        item: What pydantic found.
+        root: The class that was validated.
+        prefix: Put before the key, for files that hold a part of a recipe.
+    """
+    key = prefix + ".".join(str(part) for part in item["loc"])
+    if item["type"] == "extra_forbidden":
+        known = _known_keys(root, item["loc"][:-1])
+        name = str(item["loc"][-1])
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        return Problem(f"unknown key {name!r}", key, hint)
+    if item["type"] == "missing":
+        return Problem("this key is required", key, f"add {key}=... to the recipe")
+    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for the key")
+
+
+def _known_keys(root: type[StageConfig], location: tuple[int | str, ...]) -> list[str]:
+    """The fields of the configuration class at a place of the tree."""
+    model = root
+    for part in location:
+        if isinstance(part, int):  # an item of a list
+            continue
+        field = model.model_fields.get(str(part))
+        if field is None:
+            return []
+        section = section_of(field.annotation)
+        if section is None:
+            return []
+        model = section
+    return sorted(model.model_fields)
+
+
+def section_of(annotation: Any) -> type[StageConfig] | None:
+    """The configuration class behind a field, optional or not."""
+    for choice in (annotation, *getattr(annotation, "__args__", ())):
+        if isinstance(choice, type) and issubclass(choice, StageConfig):
+            return choice
+    return None

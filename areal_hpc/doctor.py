@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset import DatasetConfig
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.rows import files_of
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import snapshot
 from areal_hpc.recipe import Recipe
 from areal_hpc.tiny_model import tiny_config
 from areal_hpc.trainer.model.architecture import misfits, parse_architecture
@@ -61,8 +63,7 @@ def inspect_inputs(
 ) -> list[Problem]:
     """Everything wrong with the files, interpreters and names that a recipe mentions."""
     problems = [*_interpreters(pythons), *_run_directory(recipe.run_dir)]
-    if recipe.model.path is not None:
-        problems += _model_directory(recipe.model.path, recipe)
+    problems += _model(recipe)
     if (tiny := recipe.model.tiny) is not None:
         problems += _layout_fits(tiny_config(**tiny.model_dump()), "model.tiny", recipe)
     for part, key in recipe.train_dataset.parts("train_dataset"):
@@ -112,11 +113,24 @@ def _run_directory(run_dir: Path) -> Iterator[Problem]:
         )
 
 
-def _model_directory(path: Path, recipe: Recipe) -> Iterator[Problem]:
+def _model(recipe: Recipe) -> Iterator[Problem]:
+    model = recipe.model
+    if model.path is not None:
+        yield from _model_directory(model.path, "model.path", recipe)
+    if model.hub is not None:
+        try:
+            folder = snapshot(model.hub, "model", model.revision, "model.hub")
+        except RecipeError as error:
+            yield from error.problems
+        else:
+            yield from _model_directory(folder, "model.hub", recipe)
+
+
+def _model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     if not path.is_dir():
         yield Problem(
             f"there is no model directory at {path.resolve()}",
-            "model.path",
+            key,
             "give a directory in Hugging Face format; jobs never download",
         )
         return
@@ -128,13 +142,13 @@ def _model_directory(path: Path, recipe: Recipe) -> Iterator[Problem]:
         if not (path / name).is_file():
             yield Problem(
                 f"{path} has no {name} ({what})",
-                "model.path",
+                key,
                 "copy the tokenizer files of the base model into the directory"
                 if "tokenizer" in name
                 else "give a directory in Hugging Face format",
             )
     if not list(path.glob("*.safetensors")):
-        yield Problem(f"{path} has no *.safetensors weights", "model.path")
+        yield Problem(f"{path} has no *.safetensors weights", key)
     if (path / "config.json").is_file():
         where = path / "config.json"
         yield from _layout_fits(json.loads(where.read_bytes()), str(where), recipe)
@@ -157,12 +171,10 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
 
 
 def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
-    if config.path is not None and not config.path.is_file():
-        yield Problem(
-            f"there is no data set at {config.path.resolve()}",
-            f"{key}.path",
-            "give the path of a JSON-lines file, relative to where you start the run",
-        )
+    try:
+        files_of(config, key)
+    except RecipeError as error:
+        yield from error.problems
 
 
 def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Literal, Protocol
 
-from areal_hpc import doctor, prepare
-from areal_hpc.cluster.jobspec import JobSpec, Launch
-from areal_hpc.cluster.submit import JobHandle, interpreter_of, stop_jobs, submit_local
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc import prepare
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    JobSpec,
+    Launch,
+    Outcome,
+)
+from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
-from areal_hpc.plan import Stage, plan
+from areal_hpc.plan import Stage
+from areal_hpc.ready import held, prepared, pythons_of
 from areal_hpc.recipe import Recipe
 from areal_hpc.telemetry import EventLog, read_json_lines
 
@@ -81,26 +82,15 @@ def run(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    pythons = {role: _python_of(recipe, role) for role in ROLES}
-    layout = RunLayout(recipe.run_dir.resolve())
-    folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
-    problems = doctor.inspect_inputs(recipe, pythons, folders)
-    if problems:
-        raise RecipeError.of(problems)
-    if fresh and (kept := archive(layout)) is not None:
-        reporter.say(f"kept     the earlier run as {kept}")
-    with _held(layout.lock):
-        prepare.announce_changes(recipe, layout, reporter.say)
-        if not is_finished(recipe, layout):
-            layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
-        facts = prepare.put_in_place(recipe, layout, reporter.say, pythons["serve"], folders)
-        attempt = prepare.open_attempt(layout)
-        prepare.record_provenance(recipe, layout, attempt, command_line)
-        for stage in plan(recipe, layout, facts).stages:
+    with prepared(
+        recipe, command_line=command_line, say=reporter.say, fresh=fresh, sys_path=sys_path
+    ) as ready:
+        for stage in ready.stages:
             if stop.is_set():
                 raise Interrupted
-            if not stage.done_marker.exists():
-                _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
+            _Foreground(recipe, ready.layout, ready.attempt, ready.pythons, reporter, stop).run(
+                stage
+            )
 
 
 def run_stage(
@@ -113,55 +103,9 @@ def run_stage(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    pythons = {role: _python_of(recipe, role) for role in ROLES}
-    with _held(layout.lock):
+    with held(layout.lock):
         attempt = prepare.open_attempt(layout)
-        _Foreground(recipe, layout, attempt, pythons, reporter, stop).run(stage)
-
-
-def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
-    """True if the run has taken all the steps that the recipe now asks for."""
-    if not layout.finished.exists():
-        return False
-    rows = read_json_lines(layout.metrics)
-    return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
-
-
-def archive(layout: RunLayout) -> Path | None:
-    """Move an existing run directory aside; its new place, or None when there was none.
-
-    Raises:
-        ClusterError: A launcher is working in it.
-    """
-    if not layout.recipe.exists():
-        return None  # nothing has been run there
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
-    with _held(layout.lock):
-        layout.root.rename(kept)
-    return kept
-
-
-def _python_of(recipe: Recipe, role: str) -> str:
-    return interpreter_of(role, getattr(recipe.cluster, role).python)
-
-
-@contextmanager
-def _held(lock: Path) -> Iterator[None]:
-    """Hold the launcher's lock. The kernel drops it however the launcher ends."""
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ClusterError(
-            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
-        ) from error
-    try:
-        yield
-    finally:
-        os.close(descriptor)
+        _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
 def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "without", "fail"]:
@@ -180,6 +124,20 @@ def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "wit
     if fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0):
         return "again"
     return "without" if other_cells else "fail"
+
+
+def crash_of(job: str, outcomes: Sequence[Outcome]) -> JobFailedError | None:
+    """The crash that a job's outcomes tell of, if they do."""
+    for outcome in outcomes:
+        if outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE):
+            return JobFailedError(
+                f"{outcome.process} of the job {job} failed "
+                f"(exit code {outcome.exit_code}):\n{outcome.reason}",
+                key=outcome.log,
+                hint="read that log; the same command continues the run",
+                code=outcome.exit_code,
+            )
+    return None
 
 
 @dataclass(slots=True)
@@ -288,17 +246,8 @@ class _Foreground:
         is_done = handle.done()  # asked first: the outcome is written before a job is done
         outcomes = handle.outcomes()
         log_dir = self._layout.log_dir(self._attempt) / handle.name
-        for outcome in outcomes:
-            if outcome.exit_code not in (0, STOPPED_EXIT_CODE):
-                return JobFailedError(
-                    f"{outcome.process} of the job {handle.name} failed "
-                    f"(exit code {outcome.exit_code}):\n{outcome.reason}",
-                    key=outcome.log,
-                    hint="read that log; the same command continues the run",
-                    code=outcome.exit_code,
-                )
-        if not is_done:
-            return None
+        if (crash := crash_of(handle.name, outcomes)) is not None or not is_done:
+            return crash
         if not outcomes:
             return JobFailedError(
                 f"the job {handle.name} ended before it could say why",

@@ -51,14 +51,34 @@ class RunLayout:
         return self.data_dir / "train_sources.json"
 
     @property
+    def prefetched(self) -> Path:
+        """Revisions and digests of what `areal-hpc prefetch` put in place."""
+        return self.root / "prefetch.json"
+
+    @property
     def tiny_model_dir(self) -> Path:
-        """The model made for this run when the recipe asks for one."""
+        """The tiny model made for this run, or a link to the hub's model in the cache."""
         return self.data_dir / "model"
 
     @property
     def jobs_dir(self) -> Path:
         """One folder a job: process configurations and submitit's files."""
         return self.root / "jobs"
+
+    @property
+    def submissions(self) -> Path:
+        """Every job that was handed to Slurm: one JSON object a line."""
+        return self.jobs_dir / "submissions.jsonl"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        """Nodes that failed this run's probe: one JSON object a line."""
+        return self.jobs_dir / "excluded_nodes.jsonl"
+
+    @property
+    def cancelled(self) -> Path:
+        """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
+        return self.root / "CANCELLED"
 
     @property
     def epochs_dir(self) -> Path:

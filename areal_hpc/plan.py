@@ -97,7 +97,18 @@ def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
         "dtype": recipe.trainer.dtype,
     }
     process = ProcessSpec("warmup", "train", "areal_hpc.trainer.sft_job:run", config, ends_job=True)
-    return JobSpec("warmup", "train", [process], tasks=recipe.trainer.parallel.world_size)
+    return JobSpec(
+        "warmup",
+        "train",
+        [process],
+        tasks=recipe.trainer.parallel.world_size,
+        gpus_per_task=_trainer_gpus(recipe),
+    )
+
+
+def _trainer_gpus(recipe: Recipe) -> int:
+    """GPUs of one rank. `auto` means one: who plans does not see the nodes."""
+    return 0 if recipe.trainer.device == "cpu" else 1
 
 
 def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
@@ -142,6 +153,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
             ProcessSpec("trainer", "train", "areal_hpc.trainer.job:run", trainer, ends_job=True),
         ],
         tasks=recipe.trainer.parallel.world_size,
+        gpus_per_task=_trainer_gpus(recipe),
     )
 
 
@@ -174,6 +186,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "evaluation_sampling": recipe.evaluation.sampling.model_dump(mode="json"),
         "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
         "sys_path": list(facts.sys_path),
+        "idle_timeout_s": recipe.cluster.idle_timeout_s,
     }
     driver = "areal_hpc.rollout.job:run"
     return JobSpec(
@@ -184,6 +197,9 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
             _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy),
             _service("driver", "agents", driver, rollout, ends_job=True),
         ],
+        gpus_per_task=0
+        if recipe.inference.device == "cpu"
+        else recipe.inference.replicas_per_cell * recipe.inference.tp,
     )
 
 

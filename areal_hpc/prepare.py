@@ -15,9 +15,10 @@ from typing import Any
 
 import yaml
 
-from areal_hpc import dataset
 from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
+from areal_hpc.dataset.materialise import count_rows, materialise
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import snapshot
 from areal_hpc.layout import RunLayout
 from areal_hpc.plan import Facts
 from areal_hpc.recipe import Recipe
@@ -54,10 +55,10 @@ def put_in_place(
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
         check = _check_of_tasks(recipe)
-        dataset.materialise([(recipe.valid_dataset, "valid_dataset")], valid, check)
+        materialise([(recipe.valid_dataset, "valid_dataset")], valid, check)
     if recipe.warmup is not None and not warmup.exists():
         say("data     writing the warmup set")
-        dataset.materialise([(recipe.warmup.dataset, "warmup.dataset")], warmup)
+        materialise([(recipe.warmup.dataset, "warmup.dataset")], warmup)
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         make_tiny_model(
@@ -66,10 +67,14 @@ def put_in_place(
             seed=recipe.seed,
             **recipe.model.tiny.model_dump(),
         )
+    if recipe.model.hub is not None and not layout.tiny_model_dir.exists():
+        layout.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        cached = snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
+        layout.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(layout.admin_key)
     return Facts(
-        train_tasks=dataset.count_rows(layout.dataset("train")),
-        valid_tasks=dataset.count_rows(valid) if recipe.valid_dataset is not None else 0,
+        train_tasks=count_rows(layout.dataset("train")),
+        valid_tasks=count_rows(valid) if recipe.valid_dataset is not None else 0,
         serve_python=serve_python,
         sys_path=sys_path,
         tasks_of_sources=json.loads(layout.task_counts.read_text())
@@ -89,7 +94,7 @@ def _put_tasks_in_place(recipe: Recipe, layout: RunLayout, say: Callable[[str], 
     if path.exists() and (task_counts.exists() or not config.sources):
         return
     say("data     writing the train set")
-    counts = dataset.materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
+    counts = materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
     if config.sources:
         partial = task_counts.with_name(f".{task_counts.name}.tmp")
         partial.write_text(json.dumps(counts))

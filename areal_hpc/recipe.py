@@ -5,26 +5,26 @@ Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from areal_hpc.cluster.config import ClusterConfig
-from areal_hpc.config import StageConfig
-from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.config import StageConfig, explain
+from areal_hpc.dataset.config import DatasetConfig, TrainDatasetConfig
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import REPO_PATTERN
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.trainer.config import TrainerConfig, WarmupConfig
 from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.yaml_tree import read_overrides, read_tree
 
 
 class TinyModelConfig(StageConfig):
@@ -47,17 +47,21 @@ class TinyModelConfig(StageConfig):
 
 
 class ModelConfig(StageConfig):
-    """The starting model: exactly one of `path` and `tiny`."""
+    """The starting model: exactly one of `path`, `hub` and `tiny`."""
 
     path: Path | None = None
     """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
+    """`owner/name` of a model on the Hugging Face hub, read from the local cache."""
+    revision: str | None = None
+    """Branch, tag or commit of `hub`; the branch main when null."""
     tiny: TinyModelConfig | None = None
     """Make a tiny model whose tokenizer is trained on the demonstrations."""
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
-        if (self.path is None) == (self.tiny is None):
-            raise ValueError("give exactly one of `path` and `tiny`")
+        if [self.path, self.hub, self.tiny].count(None) != 2:
+            raise ValueError("give exactly one of `path`, `hub` and `tiny`")
         return self
 
 
@@ -119,8 +123,13 @@ class Recipe(StageConfig):
         return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name
 
 
-def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
     """Read a recipe and apply `key.subkey=value` overrides.
+
+    Args:
+        path: The recipe.
+        overrides: Win over the recipe.
+        site: A file with keys of `cluster`, over which the recipe's own win.
 
     Raises:
         RecipeError: Every problem of the recipe at once: unknown keys with the nearest known
@@ -128,18 +137,12 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
+    trees = [] if site is None else [OmegaConf.create({"cluster": read_site(site)})]
+    trees += [read_tree(path), read_overrides(overrides)]
     try:
-        tree = OmegaConf.load(path)
-        if not OmegaConf.is_dict(tree):
-            raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))
-        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(_checked(overrides)))
-        values = OmegaConf.to_container(merged, resolve=True)
-    except RecipeError:
-        raise
+        values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
-    except Exception as error:  # boundary: PyYAML's errors have no common public base
-        raise RecipeError(f"{path} is not YAML: {error}", key=str(path)) from error
     return from_values(values)
 
 
@@ -148,51 +151,33 @@ def from_values(values: object) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError.of(_explain(item) for item in error.errors()) from None
+        raise RecipeError.of(explain(item, Recipe) for item in error.errors()) from None
     problems = [problem for check in CROSS_CHECKS for problem in check(recipe)]
     if problems:
         raise RecipeError.of(problems)
     return recipe
 
 
-def _checked(overrides: Sequence[str]) -> list[str]:
-    wrong = [item for item in overrides if "=" not in item]
-    if wrong:
-        raise RecipeError.of(
-            Problem(f"expected key=value, got {item!r}", hint="write trainer.total_steps=10")
-            for item in wrong
-        )
-    return list(overrides)
+def read_site(path: Path) -> DictConfig:
+    """The keys of a site file, each checked, though it need not hold all that a cluster has.
 
-
-def _explain(item: ErrorDetails) -> Problem:
-    """A pydantic finding in the words of the person who wrote the recipe."""
-    key = ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        known = _known_keys(item["loc"][:-1])
-        name = str(item["loc"][-1])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
-        return Problem(f"unknown key {name!r}", key, hint)
-    if item["type"] == "missing":
-        return Problem("this key is required", key, f"add {key}=... to the recipe")
-    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for the key")
-
-
-def _known_keys(location: tuple[int | str, ...]) -> list[str]:
-    """The fields of the configuration class at a place of the tree."""
-    model: type[StageConfig] = Recipe
-    for part in location:
-        if isinstance(part, int):  # an item of a list
-            continue
-        field = model.model_fields.get(str(part))
-        if field is None:
-            return []
-        section = section_of(field.annotation)
-        if section is None:
-            return []
-        model = section
-    return sorted(model.model_fields)
+    Raises:
+        RecipeError: Every problem of the file at once.
+    """
+    if not path.is_file():
+        raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
+    tree = read_tree(path)
+    try:
+        ClusterConfig.model_validate(OmegaConf.to_container(tree))
+    except ValidationError as error:
+        problems = [
+            explain(item, ClusterConfig, f"{path}: ")
+            for item in error.errors()
+            if item["type"] != "missing"
+        ]
+        if problems:
+            raise RecipeError.of(problems) from None
+    return tree
 
 
 def _warmup_feeds_the_tiny_model(recipe: Recipe) -> Iterator[Problem]:
@@ -340,11 +325,3 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _sessions_outlive_episodes,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""
-
-
-def section_of(annotation: Any) -> type[StageConfig] | None:
-    """The configuration class behind a field, optional or not."""
-    for choice in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(choice, type) and issubclass(choice, StageConfig):
-            return choice
-    return None

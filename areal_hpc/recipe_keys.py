@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from areal_hpc.config import StageConfig
-from areal_hpc.recipe import Recipe, section_of
+from areal_hpc.config import StageConfig, section_of
+from areal_hpc.recipe import Recipe
 
 
 def describe_keys() -> str:

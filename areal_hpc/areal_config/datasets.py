@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_hpc import dataset
 from areal_hpc.areal_config.options import DatasetConfig
+from areal_hpc.dataset import config
+from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
 
 
@@ -26,15 +27,15 @@ def get_custom_dataset(
     path = Path(dataset_config.path).expanduser()
     if path.is_dir():
         path = path / f"{split}.jsonl"
-    rows = list(dataset.rows(dataset.DatasetConfig(path=path), "train_dataset"))
+    given = list(rows(config.DatasetConfig(path=path), "train_dataset"))
     longest = dataset_config.max_length
     if longest is None:
-        return rows
+        return given
     if tokenizer is None:
         raise RecipeError(
             f"max_length={longest} needs a tokenizer to count with", key="train_dataset.max_length"
         )
-    return [row for row in rows if _length(row, tokenizer) <= longest]
+    return [row for row in given if _length(row, tokenizer) <= longest]
 
 
 def _length(row: dict[str, Any], tokenizer: Any) -> int:

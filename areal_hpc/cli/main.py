@@ -7,11 +7,43 @@ import sys
 from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import audit, bench, export, migrate, model, proxy, replay, run, shards
+from areal_hpc.cli import (
+    audit,
+    bench,
+    devcluster,
+    doctor,
+    export,
+    migrate,
+    model,
+    operate,
+    prefetch,
+    proxy,
+    replay,
+    run,
+    shards,
+    submit,
+)
 from areal_hpc.errors import ArealError
 
-FAMILIES = (run, audit, export, replay, shards, proxy, model, migrate, bench)
+FAMILIES = (
+    run,
+    submit,
+    operate,
+    prefetch,
+    doctor,
+    audit,
+    export,
+    replay,
+    shards,
+    proxy,
+    model,
+    migrate,
+    devcluster,
+    bench,
+)
 """In the order of `--help`."""
+LISTS = ("overrides", "names")
+"""Arguments that a command may take any number of."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -28,13 +60,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The parsed command line. Overrides may follow options, which argparse alone refuses."""
+    """The parsed command line. Lists may follow options, which argparse alone refuses."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    if rest and (not hasattr(arguments, "overrides") or any(item.startswith("-") for item in rest)):
+    taking = next((name for name in LISTS if hasattr(arguments, name)), None)
+    if rest and (taking is None or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    if rest:
-        arguments.overrides = [*arguments.overrides, *rest]
+    if taking is not None:
+        setattr(arguments, taking, [*getattr(arguments, taking), *rest])
     return arguments
 
 

@@ -46,7 +46,8 @@ def _texts(path: Path | None) -> list[str]:
             raise RecipeError(f"there is no text file at {path}", key="--texts")
         return path.read_text().splitlines()
     try:
-        from areal_hpc.dataset import DatasetConfig, rows
+        from areal_hpc.dataset.config import DatasetConfig
+        from areal_hpc.dataset.rows import rows
 
         sys.path.insert(0, str(Path.cwd()))
         source = DatasetConfig(

@@ -1,4 +1,4 @@
-"""`areal-hpc run | plan | status | keys`: a run from its recipe to its summary."""
+"""`areal-hpc run | plan | keys`: a run from its recipe to its summary."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import Commands, existing_run, program, stop_on_signals
+from areal_hpc.cli.arguments import Commands, program, stop_on_signals
 from areal_hpc.layout import RunLayout
 
 if TYPE_CHECKING:
@@ -36,10 +36,6 @@ def add_commands(commands: Commands) -> None:
     plan.add_argument("recipe", type=Path)
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(command=_plan)
-
-    status = commands.add_parser("status", help="summary of a run so far")
-    status.add_argument("run", type=Path, help="a run directory")
-    status.set_defaults(command=_status)
 
     keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
     keys.set_defaults(command=_keys)
@@ -74,11 +70,12 @@ def train(
         The exit code.
     """
     from areal_hpc import launch
+    from areal_hpc.ready import is_finished
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     layout = RunLayout(recipe.run_dir.resolve())
-    if launch.is_finished(recipe, layout) and not fresh:
-        print(_summary(layout))
+    if is_finished(recipe, layout) and not fresh:
+        print(summary(layout))
         print(f"\nthis run is finished; to start anew: {again} --fresh")
         return 0
     stop = threading.Event()
@@ -103,11 +100,12 @@ def train(
         return INTERRUPTED_EXIT_CODE
     finally:
         reporter.close()
-    print(_summary(layout))
+    print(summary(layout))
     return 0
 
 
-def _summary(layout: RunLayout) -> str:
+def summary(layout: RunLayout) -> str:
+    """What a run amounts to; its learning curve is drawn on the way."""
     from areal_hpc.view.curve import draw_curve
     from areal_hpc.view.snapshot import read_snapshot
     from areal_hpc.view.summary import summarise
@@ -119,6 +117,7 @@ def _summary(layout: RunLayout) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cli.memory_table import memory_table
     from areal_hpc.plan import Facts, plan
     from areal_hpc.recipe import load
 
@@ -132,6 +131,7 @@ def _plan(arguments: argparse.Namespace) -> int:
             for process in job.processes:
                 where = "first task" if process.first_task_only else "every task"
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+    print("\n".join(["", *memory_table(recipe)]))
     return 0
 
 
@@ -139,9 +139,4 @@ def _keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe_keys import describe_keys
 
     print(describe_keys(), end="")
-    return 0
-
-
-def _status(arguments: argparse.Namespace) -> int:
-    print(_summary(existing_run(arguments.run)))
     return 0

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.config import StageConfig
 
 
@@ -30,5 +31,11 @@ class ClusterConfig(StageConfig):
     """Megatron-core's environment."""
     agents: EnvironmentConfig = EnvironmentConfig()
     """The proxy's and the agent's environment."""
+    gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
+    """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Time a job gets to stop by itself before it is killed."""
+    idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
+    """Under Slurm: a cell without trainer and episodes for so long gives its nodes back."""
+    slurm: SlurmConfig = SlurmConfig()
+    """How jobs are submitted; `areal-hpc run` ignores it."""

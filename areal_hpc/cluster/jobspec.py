@@ -6,6 +6,11 @@ from typing import Any
 
 from msgspec import Struct, field
 
+STOPPED_EXIT_CODE = 143
+"""The task was told to stop: neither success nor failure."""
+IDLE_EXIT_CODE = 79
+"""A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
+
 
 class ProcessSpec(Struct, frozen=True):
     """One process of a job, started by the job's supervisor on its node."""
@@ -34,6 +39,32 @@ class JobSpec(Struct, frozen=True):
     """Which environment's Python runs the supervisor."""
     processes: list[ProcessSpec]
     tasks: int = 1
+    gpus_per_task: int = 0
+    """GPUs that each task needs."""
+
+
+class SlurmLaunch(Struct, frozen=True):
+    """What a job under Slurm knows of its own submission."""
+
+    submissions: str
+    """Where a job that submits itself again says so; see `cluster/submissions.py`."""
+    script: str
+    """The sbatch script that this job was submitted with."""
+    excluded_nodes: str
+    """Nodes not to be given again, with the reason."""
+    cancelled: str
+    """While this file exists, a job that is told to stop ends and is not requeued."""
+    interface: str = ""
+    """Network interface whose address other nodes use; empty: where the host's name leads."""
+    margin_s: float = 10.0
+    """Kept free before the end of the time limit and of a preemption's grace."""
+    progress: str = ""
+    """A file that grows while the run gets further: a job that crashes is started again for as
+    long as it does. Empty: only the time that the job lived counts."""
+    done_marker: str = ""
+    """When this file exists there is nothing left for the job to do."""
+    least_free_bytes: int = 1 << 30
+    """A node or run directory with less space than this fails the probe."""
 
 
 class Launch(Struct, frozen=True):
@@ -52,6 +83,8 @@ class Launch(Struct, frozen=True):
     launcher_lock: str | None = None
     """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
     stop_grace_s: float = 12.0
+    slurm: SlurmLaunch | None = None
+    """None for jobs of this machine."""
 
 
 class Outcome(Struct, frozen=True):
@@ -62,3 +95,7 @@ class Outcome(Struct, frozen=True):
     """The process whose end decided it."""
     reason: str = ""
     log: str = ""
+    incarnation: str = ""
+    """Which start of the job says so, `<job id>.<restart>`; empty for jobs of this machine."""
+    faulty_node: str = ""
+    """The node that is to blame, and is not to be given again."""

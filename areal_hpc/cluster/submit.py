@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,9 @@ import psutil
 import submitit
 
 from areal_hpc.cluster.jobspec import Launch, Outcome
+from areal_hpc.cluster.sbatch import PAYLOAD, JobRequest
 from areal_hpc.cluster.supervisor import run_job
+from areal_hpc.errors import ClusterError, RecipeError
 
 FOREVER_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -39,8 +42,7 @@ class JobHandle:
 
     def outcomes(self) -> list[Outcome]:
         """How the tasks that have ended did so, lowest rank first."""
-        files = sorted(Path(self._launch.job_dir).glob("outcome.*.json"))
-        return [msgspec.json.decode(file.read_bytes(), type=Outcome) for file in files]
+        return outcomes_in(Path(self._launch.job_dir))
 
     def request_stop(self) -> None:
         """Ask every task to stop (SIGTERM). Returns at once."""
@@ -68,18 +70,143 @@ def _kill(process: psutil.Process) -> None:
 
 def submit_local(launch: Launch) -> JobHandle:
     """Start a job on this machine through submitit's local executor."""
-    job_dir = Path(launch.job_dir)
-    job_dir.mkdir(parents=True, exist_ok=True)
-    for stale in job_dir.glob("outcome.*.json"):
-        stale.unlink()
-    launch_path = job_dir / "launch.json"
-    launch_path.write_bytes(msgspec.json.encode(launch))
+    launch_path = _write_launch(launch)
     executor = submitit.LocalExecutor(
-        folder=job_dir / "submitit" / "%j", python=launch.pythons[launch.job.role]
+        folder=launch_path.parent / "submitit" / "%j", python=launch.pythons[launch.job.role]
     )
     executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=launch.job.tasks)
     with _interrupts_ignored():
         return JobHandle(launch, executor.submit(run_job, str(launch_path)))
+
+
+def outcomes_in(job_dir: Path) -> list[Outcome]:
+    """How the tasks of a job that have ended did so, lowest rank first."""
+    files = sorted(job_dir.glob("outcome.*.json"))
+    return [msgspec.json.decode(file.read_bytes(), type=Outcome) for file in files]
+
+
+def _write_launch(launch: Launch) -> Path:
+    """Put `launch.json` in place, and away what tells of an earlier submission's end."""
+    job_dir = Path(launch.job_dir)
+    job_dir.mkdir(parents=True, exist_ok=True)
+    for stale in (*job_dir.glob("outcome.*.json"), job_dir / "fruitless.json"):
+        stale.unlink(missing_ok=True)
+    launch_path = job_dir / "launch.json"
+    launch_path.write_bytes(msgspec.json.encode(launch))
+    return launch_path
+
+
+class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
+    """Writes scripts on machines without Slurm as well: a dry run submits nothing."""
+
+    @classmethod
+    def affinity(cls) -> int:
+        """Not asked whether there is Slurm: sbatch itself says it better."""
+        return 2
+
+
+def _executor(request: JobRequest) -> _SlurmExecutor:
+    executor = _SlurmExecutor(folder=request.folder, python=request.python)
+    executor.update_parameters(**request.parameters)
+    return executor
+
+
+def script_of(request: JobRequest, members: int | None = None) -> str:
+    """The sbatch script of a job, or of an array of `members` jobs, to the letter."""
+    executor = _executor(request)
+    if members is not None:
+        executor.parameters["map_count"] = members
+    text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
+    return text
+
+
+def write_job(request: JobRequest, launch: Launch) -> Path:
+    """Put everything in place that a job under Slurm needs; the path of its `launch.json`.
+
+    `sbatch job.sbatch` is then enough to start it.
+    """
+    launch_path = _write_launch(launch)
+    request.folder.mkdir(parents=True, exist_ok=True)
+    submitit.core.utils.DelayedSubmission(run_job, str(launch_path)).dump(request.folder / PAYLOAD)
+    (launch_path.parent / "job.sbatch").write_text(script_of(request))
+    return launch_path
+
+
+def submit_slurm(request: JobRequest, launch: Launch) -> str:
+    """Hand a job to Slurm; its number. The script stays in the job's folder.
+
+    Raises:
+        RecipeError: sbatch refused it.
+        ClusterError: There is no sbatch.
+    """
+    launch_path = write_job(request, launch)
+    with _refusals_explained(request.job):
+        return str(_executor(request).submit(run_job, str(launch_path)).job_id)
+
+
+def submit_array(
+    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[Launch]
+) -> list[str]:
+    """Hand the same job of several runs to Slurm as one array; the number of each.
+
+    Args:
+        array: What all of them ask for.
+        alone: Each by itself, for the script by which it submits itself again.
+        launches: Each one's launch.
+
+    Raises:
+        RecipeError: sbatch refused it.
+        ClusterError: There is no sbatch.
+    """
+    paths = [str(write_job(*one)) for one in zip(alone, launches, strict=True)]
+    array.folder.mkdir(parents=True, exist_ok=True)
+    (array.folder.parent / "job.sbatch").write_text(script_of(array, len(paths)))
+    with _refusals_explained(array.job):
+        return [str(job.job_id) for job in _executor(array).map_array(run_job, paths)]
+
+
+@contextmanager
+def _refusals_explained(job: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ClusterError(
+            "there is no sbatch on this machine", hint="submit from a login node of the cluster"
+        ) from error
+    except submitit.core.utils.FailedJobError as error:
+        said = [line for line in str(error).splitlines() if line.startswith("sbatch:")]
+        raise RecipeError(
+            f"Slurm refused the job {job}:\n" + ("\n".join(said) or str(error)),
+            key="cluster.slurm",
+            hint="areal-hpc submit --dry-run shows its script",
+        ) from error
+
+
+def cancel_submitted(job_ids: Sequence[str]) -> None:
+    """Take jobs back that have just been submitted."""
+    if job_ids:
+        subprocess.run(["scancel", *job_ids], check=False, capture_output=True)
+
+
+def live_jobs(job_ids: Sequence[str]) -> list[str]:
+    """Those of the jobs that wait or run, by one query.
+
+    Raises:
+        ClusterError: slurmctld does not answer.
+    """
+    if not job_ids:
+        return []
+    command = ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(job_ids)}"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise ClusterError(
+            "there is no squeue here to ask about the jobs of this run",
+            hint="go to a login node of the cluster that it was submitted to",
+        ) from error
+    if answer.returncode and "Invalid job id" not in answer.stderr:
+        raise ClusterError(f"squeue does not answer: {answer.stderr.strip()}")
+    return sorted(set(answer.stdout.split()) & set(job_ids))
 
 
 @contextmanager

@@ -6,7 +6,6 @@ session of its own, so that stopping a child stops whatever that child started.
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -21,10 +20,24 @@ from typing import IO
 import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.jobspec import Launch, Outcome, ProcessSpec
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    Launch,
+    Outcome,
+    ProcessSpec,
+)
+from areal_hpc.cluster.local_task import LocalTask
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import TaskPosition, launched_position
-from areal_hpc.errors import RecipeError
+from areal_hpc.cluster.slurm_task import SlurmTask
+from areal_hpc.cluster.topology import (
+    TaskPosition,
+    interface_of,
+    launched_position,
+    reachable_host,
+    restart_count,
+)
+from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.telemetry import EventLog, set_up_logging
 
 log = logging.getLogger(__name__)
@@ -33,8 +46,6 @@ POLL_S = 0.1
 LONGEST_BACKOFF_S = 10.0
 HEALTHY_S = 600.0
 """A process that ran for so long has its earlier crashes forgiven."""
-STOPPED_EXIT_CODE = 143
-"""The task was told to stop: neither success nor failure."""
 
 
 def run_job(launch_path: str) -> None:
@@ -45,17 +56,50 @@ def run_job(launch_path: str) -> None:
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=Launch)
     position = launched_position(os.environ)
-    if os.getpid() != os.getsid(0):
+    if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
     set_up_logging()
-    outcome = _Supervisor(launch, position, StopRequest.install()).run()
-    path = Path(launch.job_dir) / f"outcome.{position.rank}.json"
-    partial = path.with_suffix(".tmp")
-    partial.write_bytes(msgspec.json.encode(outcome))
-    partial.rename(path)  # the launcher looks several times a second: never at half a file
+    stop = StopRequest.install()
+    events = EventLog(Path(launch.events), launch.job.name)
+    task: SlurmTask | LocalTask
+    if launch.slurm is not None:
+        task = SlurmTask(launch, launch.slurm, position, events)
+    else:
+        task = LocalTask(launch, position)
+    outcome = task.leave(_Supervisor(launch, position, stop, task, events).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
+
+
+def log_dir(launch: Launch, environ: Mapping[str, str]) -> Path:
+    """Where this start of the job logs: under Slurm each restart has a folder of its own."""
+    folder = Path(launch.log_dir) / launch.job.name
+    if launch.slurm is None:
+        return folder
+    return folder / f"restart_{restart_count(environ):02d}"
+
+
+def log_headline(environ: Mapping[str, str]) -> str:
+    """The first line of every log under Slurm."""
+    job_id, restart = environ["SLURM_JOB_ID"], restart_count(environ)
+    return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
+
+
+def surroundings(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
+    """What processes must know of the node under Slurm: their address, and gloo's interface.
+
+    gloo listens where the host's name leads, which may be nowhere.
+
+    Raises:
+        RecipeError: The interface that the site names does not exist here.
+    """
+    if launch.slurm is None:
+        return {}
+    host = reachable_host(launch.slurm.interface, environ)
+    interface = interface_of(host)
+    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return {**gloo, "AREAL_HPC_HOST": host}
 
 
 class _Child:
@@ -108,11 +152,22 @@ class _Child:
 
 
 class _Supervisor:
-    def __init__(self, launch: Launch, position: TaskPosition, stop: StopRequest) -> None:
+    def __init__(
+        self,
+        launch: Launch,
+        position: TaskPosition,
+        stop: StopRequest,
+        task: SlurmTask | LocalTask,
+        events: EventLog,
+    ) -> None:
         self._launch = launch
         self._position = position
         self._stop = stop
-        self._events = EventLog(Path(launch.events), launch.job.name)
+        self._task = task
+        self._events = events
+        self._log_dir = log_dir(launch, os.environ)
+        self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._surroundings: dict[str, str] = {}
         self._children = [
             self._child(spec)
             for spec in launch.job.processes
@@ -121,21 +176,37 @@ class _Supervisor:
 
     def _child(self, spec: ProcessSpec) -> _Child:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
-        folder = Path(self._launch.log_dir) / self._launch.job.name
-        folder.mkdir(parents=True, exist_ok=True)
         config_path = Path(self._launch.job_dir) / f"{spec.name}{suffix}.json"
         config_path.write_bytes(msgspec.json.encode(spec.config))
-        return _Child(spec, folder / f"{spec.name}{suffix}.log", config_path)
+        log_path = self._log_dir / f"{spec.name}{suffix}.log"
+        if self._launch.slurm is not None:
+            with log_path.open("a") as stream:
+                stream.write(f"{log_headline(os.environ)}\n")
+        return _Child(spec, log_path, config_path)
 
     def run(self) -> Outcome:
+        """Run the task's processes until it is decided how the task ends; none is left then."""
+        outcome = Outcome(STOPPED_EXIT_CODE, reason="the supervisor failed")
         try:
-            for child in self._children:
-                self._start(child)
-            while (outcome := self._judge()) is None:
-                self._stop.wait(POLL_S)
-            return outcome
+            outcome = self._run()
+        except ArealError as error:
+            outcome = Outcome(error.exit_code, "supervisor", str(error))
         finally:
-            self._stop_all()
+            self._stop_all(outcome)
+        return outcome
+
+    def _run(self) -> Outcome:
+        if (refusal := self._task.enter()) is not None:
+            return refusal
+        self._surroundings = {
+            **surroundings(self._launch, os.environ),
+            **self._task.surroundings(),
+        }
+        for child in self._children:
+            self._start(child)
+        while (outcome := self._judge()) is None:
+            self._stop.wait(POLL_S)
+        return outcome
 
     def _start(self, child: _Child) -> None:
         spec = child.spec
@@ -149,11 +220,13 @@ class _Supervisor:
         position = self._position
         environ = {
             **os.environ,
+            **self._surroundings,
             **self._launch.variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),
             "AREAL_HPC_LOCAL_RANK": str(position.local_rank),
             "AREAL_HPC_NODE_RANK": str(position.node_rank),
+            "AREAL_HPC_LOG_DIR": str(self._log_dir),
             "AREAL_HPC_SUPERVISOR_PID": str(os.getpid()),
             "PYTHONUNBUFFERED": "1",
         }
@@ -164,8 +237,9 @@ class _Supervisor:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return Outcome(STOPPED_EXIT_CODE, reason="stopped by a signal")
-        if self._launcher_is_gone():
-            return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
+        is_leading = any(child.spec.ends_job for child in self._children)
+        if (outcome := self._task.look(is_leading=is_leading)) is not None:
+            return outcome
         for child in self._children:
             if child.process is None:
                 if time.monotonic() >= child.not_before:
@@ -186,6 +260,8 @@ class _Supervisor:
             self._children.remove(child)
             return None
         code = 128 - code if code < 0 else code
+        if code == IDLE_EXIT_CODE:
+            return Outcome(code, spec.name, f"{spec.name} had nothing to do for too long")
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()
@@ -196,29 +272,14 @@ class _Supervisor:
         child.not_before = now + min(0.25 * 2**child.crashes, LONGEST_BACKOFF_S)
         return None
 
-    def _launcher_is_gone(self) -> bool:
-        """True when nobody holds the launcher's lock: the kernel drops it however it died."""
-        if self._launch.launcher_lock is None:
-            return False
-        try:
-            descriptor = os.open(self._launch.launcher_lock, os.O_RDONLY)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
-
-    def _stop_all(self) -> None:
+    def _stop_all(self, outcome: Outcome) -> None:
         """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
         for child in self._children:
             if child.running:
                 assert child.process is not None
                 child.process.terminate()
-        give_up_at = time.monotonic() + self._launch.stop_grace_s
+        grace_s = self._task.begin_stop(outcome)
+        give_up_at = time.monotonic() + grace_s
         while any(child.running for child in self._children) and time.monotonic() < give_up_at:
             time.sleep(POLL_S)
         for child in self._children:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import re
 import socket
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.errors import RecipeError
+
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +47,106 @@ def current_task() -> TaskPosition:
 
 
 def advertised_host() -> str:
-    """The address other nodes reach this one by: loopback unless the site names an interface."""
-    return os.environ.get("AREAL_HPC_HOST", "127.0.0.1")
+    """The address other nodes reach this one by, as the supervisor found it; else loopback."""
+    return os.environ.get("AREAL_HPC_HOST", LOOPBACK)
+
+
+def task_log_dir(otherwise: Path) -> Path:
+    """The folder of this task's logs, as the supervisor chose it; a lone process says its own."""
+    return Path(os.environ.get("AREAL_HPC_LOG_DIR", otherwise))
+
+
+def job_start() -> int:
+    """Which start of its job this process belongs to, from 1; 0 where starts are not counted."""
+    return int(os.environ.get("AREAL_HPC_START", "0"))
+
+
+def reachable_host(interface: str, environ: Mapping[str, str]) -> str:
+    """The IPv4 address by which other nodes of the cluster reach this one.
+
+    Asked in turn: `AREAL_HPC_HOST`; the named interface; what this host's name resolves to, unless
+    that is loopback, as Debian's installer leaves it; what Slurm calls this node's address; the
+    way to the node that srun runs on.
+
+    Raises:
+        RecipeError: There is no such interface, or it has no IPv4 address.
+    """
+    if host := environ.get("AREAL_HPC_HOST"):
+        return host
+    if interface:
+        return _address_of_interface(interface)
+    return (
+        _other_than_loopback(socket.gethostname())
+        or _node_address(environ.get("SLURMD_NODENAME", ""))
+        or _way_to(environ.get("SLURM_LAUNCH_NODE_IPADDR", ""))
+        or LOOPBACK
+    )
+
+
+def interface_of(address: str) -> str:
+    """The network interface that has `address`; empty if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address == address for found in addresses):
+            return str(name)
+    return ""
+
+
+def _address_of_interface(name: str) -> str:
+    interfaces = psutil.net_if_addrs()
+    for found in interfaces.get(name, ()):
+        if found.family == socket.AF_INET:
+            return str(found.address)
+    having = ", ".join(sorted(interfaces))
+    raise RecipeError(
+        f"{socket.gethostname()} has no interface {name} with an IPv4 address, it has {having}",
+        key="cluster.interface",
+        hint="name one of those that all nodes have, or leave it out",
+    )
+
+
+def _other_than_loopback(name: str) -> str:
+    """The first address of a host that is not loopback; empty if there is none."""
+    try:
+        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+    except socket.gaierror:
+        return ""
+    addresses = (str(entry[4][0]) for entry in found)
+    return next((one for one in addresses if not ipaddress.ip_address(one).is_loopback), "")
+
+
+def _node_address(node: str) -> str:
+    """Slurm's NodeAddr, as an address; empty outside Slurm, and where it does not answer.
+
+    Where all nodes are one machine it is loopback, and right.
+    """
+    if not node:
+        return ""
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "node", node, "--oneliner"],
+            capture_output=True, text=True, check=True, timeout=15,
+        )  # fmt: skip
+        found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
+        return socket.gethostbyname(found[1]) if found else ""
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _way_to(peer: str) -> str:
+    """The address that packets to `peer` leave from. Sends nothing."""
+    if not peer:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((peer, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def restart_count(environ: Mapping[str, str]) -> int:
+    """How often Slurm has requeued this job."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def launched_position(environ: Mapping[str, str]) -> TaskPosition:

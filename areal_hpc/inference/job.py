@@ -13,7 +13,7 @@ from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.config import StageConfig
 from areal_hpc.inference.command import Command, Device, Ports, replica_command, replica_seed
 from areal_hpc.inference.config import InferenceConfig
@@ -89,7 +89,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
     inference = job.inference
     device = resolve_device(inference)
     events = EventLog(layout.events, job.cell)
-    log_dir = layout.log_dir(max(layout.attempts(), default=1)) / job.cell
+    log_dir = task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 
     def launch_of(index: int) -> Any:
         def launch(incarnation: int, ports: Ports) -> Command:

@@ -114,11 +114,12 @@ class Replica:
         )
 
     def _last_incarnation(self) -> int:
-        """Counted in log files, so that a restarted job goes on where its predecessor stopped."""
-        found = (
-            re.fullmatch(rf"replica-{self.index}\.(\d+)\.log", path.name)
-            for path in self._log_dir.glob("*.log")
-        )
+        """Counted in log files, so that a restarted job goes on where its predecessor stopped.
+
+        Under Slurm each restart of a job has a folder of logs of its own, beside the others.
+        """
+        logs = (*self._log_dir.glob("*.log"), *self._log_dir.parent.glob("restart_*/*.log"))
+        found = (re.fullmatch(rf"replica-{self.index}\.(\d+)\.log", path.name) for path in logs)
         return max((int(match[1]) for match in found if match), default=0)
 
     # -- the job's main thread ---------------------------------------------------------------

@@ -18,6 +18,7 @@ from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.requeue import release_held
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 NAME = "ledger"
 STOP_POLL_S = 0.1
 SWEEPS_PER_TIMEOUT = 30
+RELEASE_PERIOD_S = 20.0
+"""Cells that are held look for a ledger no more: it looks for them."""
 
 
 class LedgerJobConfig(StageConfig):
@@ -143,14 +146,25 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
     sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
     swept_at_s = time.monotonic()
+    releasing = asyncio.create_task(_release_cells(layout))
     while not stop.requested and not serving.done():
         await asyncio.sleep(STOP_POLL_S)
         if time.monotonic() - swept_at_s >= sweep_every_s:
             service.sweep()
             swept_at_s = time.monotonic()
+    releasing.cancel()
     app.close()
     server.should_exit = True
     await serving
+
+
+async def _release_cells(layout: RunLayout) -> None:
+    """Have cells back that gave up their nodes while there was no ledger."""
+    while True:
+        released = await asyncio.to_thread(release_held, layout.jobs_dir)
+        if released:
+            log.info("wanted again: %s", ", ".join(released))
+        await asyncio.sleep(RELEASE_PERIOD_S)
 
 
 def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:

@@ -52,6 +52,20 @@ def refuse_superseded_epoch(epoch: int, newest: int) -> None:
         )
 
 
+def refuse_superseded_cell(cell: str, job_start: int, newest: int) -> None:
+    """Demand that no later start of the cell's job has been heard.
+
+    Raises:
+        Refused: 409: Slurm started the job again on other nodes.
+    """
+    if job_start < newest:
+        raise Refused(
+            409,
+            f"start {job_start} of {cell} was superseded by start {newest}",
+            hint="stop this driver: another one took over",
+        )
+
+
 def refuse_unfit(ticket: SettledTicket) -> None:
     """Demand that a settled ticket is one of training with a reward for every row.
 

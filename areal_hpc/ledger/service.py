@@ -14,6 +14,7 @@ import msgspec
 from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import forming, manifests
+from areal_hpc.ledger.cells import Cells
 from areal_hpc.ledger.drops import Drop, append_drop, read_drops
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
@@ -104,11 +105,10 @@ class LedgerService:
         manifests.write_state(layout, self._state)
         self._evaluations: dict[int, Evaluation] = {}
         self._evaluated_step = -1
-        self._cells: dict[str, float] = {}  # name -> last heard of
         self._batch_wanted_until_s = float("-inf")
         self._stopped = layout.finished.exists()
         self._work, self._progress = News(), News()
-        self._ages = forming.AgeCheck()
+        self._cells, self._ages = Cells(), forming.AgeCheck()
 
     @property
     def incarnation(self) -> int:
@@ -174,7 +174,7 @@ class LedgerService:
         lost += sum(evaluation.expire(before_s) for evaluation in self._evaluations.values())
         if lost:
             log.warning("%d tickets were not reported for %s s", lost, self._policy.cell_timeout_s)
-        self._cells = {cell: heard for cell, heard in self._cells.items() if heard >= before_s}
+        self._cells.forget_silent(before_s)
         self._spread_news()
 
     # The trainer -----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class LedgerService:
 
     def _hear(self, request: LeaseRequest) -> None:
         now_s = self._clock()
-        self._cells[request.cell] = now_s
+        self._cells.hear(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
         self._tickets.report(request.cell, held, request.finished, now_s)
         for step, evaluation in self._evaluations.items():

@@ -13,7 +13,7 @@ from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
-from areal_hpc.rollout.group import run_group
+from areal_hpc.rollout.group import first_error, run_group
 from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
@@ -88,13 +88,14 @@ class Driver:
         peers: Peers,
         http_client: Any,
         events: EventLog,
+        job_start: int = 0,
     ) -> None:
         """Prepare.
 
         Raises:
             RecipeError: The filter of groups cannot be imported.
         """
-        self._cell = cell
+        self._cell, self._job_start = cell, job_start
         self._rollout = rollout
         self._sampling: dict[Split, SamplingDefaults] = {
             "train": SamplingDefaults(**rollout.sampling.model_dump()),
@@ -138,6 +139,11 @@ class Driver:
                 task.cancel()
 
     @property
+    def is_at_rest(self) -> bool:
+        """True while no episode is under way."""
+        return self._board.is_at_rest
+
+    @property
     def _sealing(self) -> bool:
         return self._seal is not None and not self._seal.done()
 
@@ -161,6 +167,7 @@ class Driver:
             held=self._board.held,
             finished=self._board.finished,
             wait_s=0.0 if self._busy else IDLE_WAIT_S,
+            job_start=self._job_start,
         )
         return await self._ledger.call(
             "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
@@ -313,7 +320,7 @@ class Driver:
         )
 
     async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:
-        reason = str(_first(group))
+        reason = str(first_error(group))
         self._record("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
@@ -337,10 +344,3 @@ class Driver:
     def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
         self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)
-
-
-def _first(group: BaseException) -> BaseException:
-    """The first error of nested groups."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

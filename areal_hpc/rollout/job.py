@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import uvloop
+from pydantic import Field
 
+from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.rendezvous import ensure_admin_key
+from areal_hpc.cluster.topology import job_start
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
@@ -21,6 +25,8 @@ from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.telemetry import EventLog
+
+log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.1
 
@@ -40,6 +46,8 @@ class RolloutJobConfig(StageConfig):
     """Episodes this cell runs at once."""
     sys_path: tuple[str, ...] = ()
     """Folders from which the agent is imported."""
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Under Slurm: without a ledger and without an episode for so long, the cell goes."""
 
 
 def run(config: dict[str, Any]) -> None:
@@ -86,21 +94,33 @@ async def _drive(
         peers=peers,
         http_client=http_client,
         events=EventLog(layout.events, f"driver-{job.cell}"),
+        job_start=job_start(),
     )
     try:
-        await _run_unless_stopped(driver, stop)
+        # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
+        idle_timeout_s = job.idle_timeout_s if job_start() else float("inf")
+        await _run_unless_stopped(driver, stop, peers.ledger, idle_timeout_s)
     finally:
         await http_client.aclose()
         await peers.ledger.close()
         await peers.proxy.close()
 
 
-async def _run_unless_stopped(driver: Driver, stop: StopRequest) -> None:
+async def _run_unless_stopped(
+    driver: Driver, stop: StopRequest, ledger: Peer, idle_timeout_s: float
+) -> None:
     driving = asyncio.create_task(driver.run())
-    while not driving.done() and not stop.requested:
+    is_idle = False
+    while not (driving.done() or stop.requested or is_idle):
         await asyncio.wait({driving}, timeout=STOP_POLL_S)
+        is_idle = driver.is_at_rest and ledger.silent_s >= idle_timeout_s
     if driving.done():
         driving.result()
         return
     driving.cancel()
     await asyncio.wait({driving})
+    if is_idle:
+        log.info(
+            "no ledger for %.0f s and nothing to do: the cell gives its nodes back", idle_timeout_s
+        )
+        raise SystemExit(IDLE_EXIT_CODE)

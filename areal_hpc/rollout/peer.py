@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +32,7 @@ class Peer:
         self._endpoint: rendezvous.Endpoint | None = None
         self._client: AsyncWireClient | None = None
         self._retired: list[AsyncWireClient] = []
+        self._answered_at = time.monotonic()
 
     @property
     def url(self) -> str:
@@ -41,6 +43,11 @@ class Peer:
     def incarnation(self) -> float:
         """When the peer that was last called had started; 0 before the first call."""
         return self._endpoint.started_at if self._endpoint else 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered, or since it could first have done so."""
+        return time.monotonic() - self._answered_at
 
     async def call(
         self,
@@ -69,9 +76,11 @@ class Peer:
                 self._look_up()
             if self._client is not None:
                 try:
-                    return await self._client.call(
+                    answer = await self._client.call(
                         route, request, reply, key=key, timeout_s=timeout_s
                     )
+                    self._answered_at = time.monotonic()
+                    return answer
                 except HttpRefused as refusal:
                     if refusal.status not in RETRIED_STATUSES:
                         # It may be a successor at the same address, which knows less.

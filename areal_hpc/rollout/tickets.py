@@ -21,6 +21,11 @@ class TicketBoard:
         return max(0, self._slots - sum(self._open_episodes.values()))
 
     @property
+    def is_at_rest(self) -> bool:
+        """True while no episode is under way."""
+        return not any(self._open_episodes.values())
+
+    @property
     def held(self) -> list[TicketRef]:
         """Tickets under way, oldest first."""
         return list(self._open_episodes)

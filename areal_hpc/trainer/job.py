@@ -16,8 +16,9 @@ from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 STOP_MARGIN_S = 4.0
 """A step or commit that is not over this long before the job is killed is given up."""
+STOP_POLL_S = 0.5
 
 
 class TrainerJobConfig(StageConfig):
@@ -177,9 +179,16 @@ def _make_conductor(
 
 
 def _give_up(stop: StopRequest, grace_s: float) -> None:
-    """End the process when a stop takes too long: a half-written commit stays invisible."""
+    """End the process when a stop takes too long: a half-written commit stays invisible.
+
+    Under Slurm the supervisor finds out how long that is, and may correct itself.
+    """
     while not stop.wait(timeout_s=3600.0):
         pass
-    time.sleep(grace_s - STOP_MARGIN_S)
+    kill_at = time.time() + grace_s
+    while time.time() < kill_at - STOP_MARGIN_S:
+        time.sleep(STOP_POLL_S)
+        if (note := own_stop_note()) is not None:
+            kill_at = note.kill_at
     logger.warning("the step in flight is given up; the last commit stands")
     os._exit(STOPPED_EXIT_CODE)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.errors import ClusterError
 
 logger = logging.getLogger(__name__)

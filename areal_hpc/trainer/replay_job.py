@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout

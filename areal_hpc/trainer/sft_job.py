@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout

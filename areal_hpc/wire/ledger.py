@@ -64,6 +64,9 @@ class LeaseRequest(Struct, frozen=True):
     """Finished here, recorded in this cell's journal, not yet settled."""
     wait_s: float = 5.0
     """The ledger may keep the request this long until something can be granted."""
+    job_start: int = 0
+    """Which start of its job the cell is in, as Slurm may leave an older one alive on a node that
+    it lost; 0 where starts are not counted."""
 
 
 class LeaseReply(Struct, frozen=True):

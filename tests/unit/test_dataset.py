@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset import DatasetConfig, TrainDatasetConfig, count_rows, materialise, rows
+from areal_hpc.dataset.config import DatasetConfig, TrainDatasetConfig
+from areal_hpc.dataset.materialise import count_rows, materialise
+from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
+from areal_hpc.cluster.deadline import note_save
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.commits import sharded
@@ -89,6 +90,7 @@ class CommitStore:
         self._fence = fence
         self._writer: WriterPeer | None = None
         self._begun: Commit | None = None
+        self._copied_s = 0.0
 
     # Reading ---------------------------------------------------------------------------------
 
@@ -169,6 +171,7 @@ class CommitStore:
             ClusterError: The storage refused this commit or the one before.
         """
         self.finish()
+        began = time.monotonic()
         target = self._directory / step_name(state.step)
         partial = self._partial(target, state.epoch)
         is_first = dist.get_rank() == 0
@@ -185,6 +188,7 @@ class CommitStore:
                 small = [p.name for p in partial.iterdir() if p.suffix != sharded.DATA_SUFFIX]
             self._writer.write(partial / data, small)
         self._begun = Commit(target, state)
+        self._copied_s = time.monotonic() - began
         return target
 
     def poll(self, timeout_s: float = 0.0) -> bool:
@@ -213,6 +217,7 @@ class CommitStore:
         if slowest == DONE and dist.get_rank() == 0:
             try:
                 self._make_visible(self._begun)
+                note_save(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
         raise_together(trouble)

@@ -40,6 +40,8 @@ class WriterPeer:
     def __init__(self) -> None:
         self._memory = os.memfd_create("commit")
         self._request: Write | None = None
+        self.took_s = 0.0
+        """What the last file took to write."""
         self._tries = 0
         self._doomed: list[Path] = []
         """Directories that the writer was told to delete."""
@@ -97,6 +99,7 @@ class WriterPeer:
             raise commit_refused(Path(self._request.path), reply.error)
         logger.debug("%s took %.1f s", self._request.path, reply.seconds)
         self._request = None
+        self.took_s = reply.seconds
         return True
 
     def _replace(self) -> None:

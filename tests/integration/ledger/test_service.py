@@ -222,6 +222,24 @@ def test_status_counts_what_is_where(ledger: LedgerProcess) -> None:
     assert ledger.status() == LedgerStatus(epoch=4, leased=1, finished=1, cells=1)
 
 
+def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
+    ledger: LedgerProcess,
+) -> None:
+    ledger.open_epoch()
+
+    def lease(job_start: int, held: list[TicketRef]) -> LeaseReply:
+        request = LeaseRequest("cell-0", 8, held, wait_s=0.0, job_start=job_start)
+        return ledger.client.call("/lease", request, LeaseReply)
+
+    (first, second) = [grant.ref for grant in lease(1, []).grants]
+    again = [grant.ref for grant in lease(2, []).grants]
+    assert {ref.ticket_id for ref in again} == {first.ticket_id, second.ticket_id}
+    with pytest.raises(HttpRefused, match="start 1 of cell-0 was superseded by start 2"):
+        lease(1, [first, second])
+    assert lease(2, again).grants == []
+    assert ledger.status().leased == 2
+
+
 def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: LedgerProcess) -> None:
     waiting = ledger.call_later("/batch", BatchRequest(0, 1, 30.0), BatchReply)
     time.sleep(0.2)

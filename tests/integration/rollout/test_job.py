@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.job import run
@@ -100,6 +102,19 @@ def test_driver_process_stops_within_three_seconds_of_a_signal(layout: RunLayout
     script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
     assert drive(layout, script) == 0
     assert time.monotonic() - script.signalled_at < 3
+
+
+def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunLayout) -> None:
+    job = config(layout, "examples.quickstart.agent.ArithmeticAgent") | {"idle_timeout_s": 1.0}
+    driver = [sys.executable, "-c", START, json.dumps(job)]
+    began = time.monotonic()
+    environ = {**os.environ, "AREAL_HPC_START": "1"}
+    assert subprocess.run(driver, env=environ, timeout=60, check=False).returncode == IDLE_EXIT_CODE
+    waiting = subprocess.Popen(driver)  # elsewhere there is nobody to start it again
+    time.sleep(2 * (time.monotonic() - began) + 1.0)
+    assert waiting.poll() is None
+    waiting.kill()
+    waiting.wait()
 
 
 def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunLayout) -> None:

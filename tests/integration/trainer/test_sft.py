@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.cluster.supervisor import STOPPED_EXIT_CODE
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
 from areal_hpc.tiny_model import make_tiny_model

@@ -1,0 +1,157 @@
+"""`areal-hpc devcluster`: a real Slurm of several nodes on this machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import time
+from functools import partial
+from pathlib import Path
+
+from areal_hpc.cli.arguments import Commands
+from areal_hpc.devcluster.paths import ClusterPaths, default_root
+
+UNWELL_EXIT_CODE = 1
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    family = commands.add_parser(
+        "devcluster",
+        help="a real Slurm on this machine, for development and tests",
+        description="A real Slurm of several nodes on this machine, from the distribution's "
+        "packages (make slurm). As root every node has a network, a host name and processes of "
+        "its own; otherwise nodes share the loopback address.",
+    )
+    actions = family.add_subparsers(required=True, metavar="ACTION")
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument(
+        "--state-dir",
+        type=Path,
+        default=default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
+        metavar="DIR",
+        help="where all of the cluster lives; default %(default)s",
+    )
+    patience = argparse.ArgumentParser(add_help=False)
+    patience.add_argument(
+        "--within-s", type=float, default=60.0, metavar="S", help="give up after this (60)"
+    )
+    named = argparse.ArgumentParser(add_help=False)
+    named.add_argument("node", help="such as n01")
+
+    up = actions.add_parser("up", parents=[place, patience], help="start it, or what is missing")
+    _add_settings(up)
+    up.set_defaults(command=_up)
+
+    down = actions.add_parser("down", parents=[place], help="stop it and remove every trace")
+    down.set_defaults(command=_down)
+
+    env = actions.add_parser(
+        "env",
+        parents=[place],
+        help='for eval "$(areal-hpc devcluster env)": Slurm\'s clients use it',
+    )
+    env.set_defaults(command=_env)
+
+    kill = actions.add_parser(
+        "kill-node", parents=[place, named], help="cut a node's network and power"
+    )
+    kill.add_argument("--only-slurmd", action="store_true", help="its jobs run on, unseen by Slurm")
+    kill.set_defaults(command=_kill_node)
+
+    restore = actions.add_parser(
+        "restore-node", parents=[place, named, patience], help="start a node anew"
+    )
+    restore.set_defaults(command=_restore_node)
+
+    status = actions.add_parser("status", parents=[place], help="how every daemon and node is")
+    status.set_defaults(command=_status)
+
+
+def _add_settings(up: argparse.ArgumentParser) -> None:
+    # Absent when not given: a cluster that is up keeps the values it was started with.
+    add = partial(up.add_argument, default=argparse.SUPPRESS)
+    add("--nodes", type=int, metavar="N", help="4 when not given")
+    add("--gpus-per-node", type=int, metavar="N", help="GPUs that only count (8)")
+    add("--cpus-per-node", type=int, metavar="N", help="CPUs that a node claims to have (16)")
+    add("--grace-s", type=int, metavar="S", help="from a preemption's signal to the kill (15)")
+    add("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd, no sacct")
+    add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.cluster import up
+
+    names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
+    asked = {name: getattr(arguments, name) for name in names if name in arguments}
+    up(_paths(arguments), asked, arguments.within_s, partial(print, flush=True))
+    print(f"""to use it: eval "$(areal-hpc devcluster env{_state_option(arguments)})\"""")
+    return 0
+
+
+def _down(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.cluster import down
+
+    began = time.monotonic()
+    paths = _paths(arguments)
+    if down(paths):
+        print(f"removed {paths.root} after {time.monotonic() - began:.1f} s")
+    else:
+        print(f"there is no devcluster in {paths.root}")
+    return 0
+
+
+def _env(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.state import plan_of
+
+    print(f"export SLURM_CONF={shlex.quote(str(plan_of(_paths(arguments)).paths.slurm_conf))}")
+    return 0
+
+
+def _kill_node(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.cluster import kill_node
+
+    kill_node(_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
+    what = "has no slurmd" if arguments.only_slurmd else "is off"
+    print(f"{arguments.node} {what}; slurmctld notices within half a minute")
+    return 0
+
+
+def _restore_node(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.cluster import restore_node
+
+    restore_node(_paths(arguments), arguments.node, arguments.within_s)
+    print(f"{arguments.node} is up")
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from areal_hpc.devcluster.cluster import health
+    from areal_hpc.devcluster.state import plan_of
+
+    made = plan_of(_paths(arguments))
+    found = health(made)
+    for part in found:
+        print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
+    settings = made.settings
+    print(
+        f"a node     {settings.cpus_per_node} CPUs and {settings.gpus_per_node} GPUs, claimed only"
+    )
+    if made.facts.limits_memory:
+        print("memory     jobs and nodes are held to theirs by cgroup v1")
+    else:
+        why = "no cgroup v1 to write to" if settings.namespaces else "nodes on loopback"
+        print(f"memory     NOT limited ({why}): a job can exhaust this machine")
+    print("CPU time   not limited: all nodes share this machine's processors")
+    return 0 if all(part.is_well for part in found) else UNWELL_EXIT_CODE
+
+
+def _paths(arguments: argparse.Namespace) -> ClusterPaths:
+    return ClusterPaths(arguments.state_dir.absolute())
+
+
+def _state_option(arguments: argparse.Namespace) -> str:
+    root = default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
+    given: Path = arguments.state_dir
+    return "" if given == root else f" --state-dir {shlex.quote(str(given))}"

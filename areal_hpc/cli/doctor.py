@@ -1,0 +1,114 @@
+"""`areal-hpc doctor`: is this cluster fit for a run, and a run's recipe for this cluster?"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.cli.arguments import Commands
+
+if TYPE_CHECKING:
+    from areal_hpc.cluster.site import SlurmConfig
+    from areal_hpc.preflight.verdicts import Check
+    from areal_hpc.recipe import Recipe
+
+UNFIT_EXIT_CODE = 1
+
+
+def add_commands(commands: Commands) -> None:
+    """Add this family to the command line."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="is this cluster fit for a run?",
+        description="Look at what a run relies on, from the login node: Slurm's commands and "
+        "queues, the file root, the Python of every role, what the recipe names. Exits with 1 if "
+        "something would not work.",
+    )
+    doctor.add_argument("recipe", type=Path, nargs="?", help="also check what it names")
+    doctor.add_argument("overrides", nargs="*", metavar="key=value")
+    doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
+    doctor.add_argument(
+        "--from-a-job",
+        action="store_true",
+        help="submit a job of a minute that looks whether the file root is shared",
+    )
+    doctor.set_defaults(command=_doctor)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cluster.site import SlurmConfig
+    from areal_hpc.preflight.from_a_job import check_from_a_job
+    from areal_hpc.preflight.slurm import check_slurm
+    from areal_hpc.preflight.storage import check_storage
+    from areal_hpc.preflight.verdicts import Verdict, describe_checks
+    from areal_hpc.recipe import load
+
+    checks: list[Check] = []
+    recipe, slurm, fileroot = None, SlurmConfig(), None
+    if arguments.recipe is not None:
+        recipe = load(arguments.recipe, arguments.overrides, arguments.site)
+        slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
+    elif arguments.site is not None:
+        slurm, fileroot = _site(arguments.site)
+    checks += check_slurm(slurm, _scripts(recipe) if recipe else {})
+    if fileroot is not None:
+        fileroot = fileroot.expanduser().resolve()
+        stored = list(check_storage(fileroot))
+        can_submit = all(check.verdict is not Verdict.FAIL for check in [*checks, *stored])
+        if arguments.from_a_job and can_submit:
+            answer = check_from_a_job(
+                fileroot, slurm.options_of("trainer"), partial(print, flush=True)
+            )
+            stored = [check for check in stored if check.name != "shared"] + [answer]
+        checks += stored
+    if recipe is not None:
+        checks += _recipe_checks(recipe)
+    print("\n".join(describe_checks(checks)))
+    return UNFIT_EXIT_CODE if any(check.verdict is Verdict.FAIL for check in checks) else 0
+
+
+def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
+    """What a site file alone says: it need not name a file root."""
+    from omegaconf import OmegaConf
+
+    from areal_hpc.cluster.config import ClusterConfig
+    from areal_hpc.recipe import read_site
+
+    tree = OmegaConf.to_container(read_site(path), resolve=True)
+    cluster = ClusterConfig.model_validate({"fileroot": Path(), **tree})
+    return cluster.slurm, cluster.fileroot if "fileroot" in tree else None
+
+
+def _scripts(recipe: Recipe) -> dict[str, str]:
+    from areal_hpc.cluster.submit import script_of
+    from areal_hpc.dispatch import requests_of
+
+    scripts = {}
+    for request in requests_of(recipe, Path.cwd()):
+        # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
+        if request.job in ("warmup", "trainer", "cell-0"):
+            lines = script_of(request).splitlines(keepends=True)
+            scripts[request.job] = "".join(line for line in lines if "--dependency=" not in line)
+    return scripts
+
+
+def _recipe_checks(recipe: Recipe) -> list[Check]:
+    """Interpreters, model, data sets and the agent."""
+    from areal_hpc.doctor import inspect_inputs
+    from areal_hpc.preflight.pythons import check_pythons
+    from areal_hpc.preflight.verdicts import fail, ok
+    from areal_hpc.ready import pythons_of
+
+    pythons = pythons_of(recipe)
+    is_contained = recipe.cluster.slurm.container.kind != "none"
+    checks = [] if is_contained else list(check_pythons(pythons))
+    # Interpreters have checks of their own, and those within containers are not to be seen here.
+    problems = [
+        problem
+        for problem in inspect_inputs(recipe, pythons, (str(Path.cwd()),))
+        if not problem.key.endswith(".python")
+    ]
+    checks += [fail(problem.key or "recipe", problem.message, problem.hint) for problem in problems]
+    return checks if problems else [*checks, ok("recipe", "its model, data and agent are there")]

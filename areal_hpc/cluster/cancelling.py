@@ -1,0 +1,110 @@
+"""Cancel jobs: ask those that run to stop, wait for their grace, then make Slurm end them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from areal_hpc.cluster.commands import SlurmRefusedError, SlurmSilentError, ask_slurm, in_portions
+from areal_hpc.cluster.queue import Look, Queue, is_alive
+from areal_hpc.cluster.states import Phase
+from areal_hpc.errors import ClusterError
+
+POLL_S = 2.0
+"""Between two questions to Slurm; each is one for all jobs."""
+KILL_PATIENCE_S = 120.0
+"""From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
+SILENCE_PATIENCE_S = 600.0
+"""How long a Slurm that does not answer is waited for."""
+
+
+def cancel_jobs(
+    job_ids: Callable[[], Sequence[str]],
+    *,
+    label: str,
+    grace_s: float,
+    say: Callable[[str], None],
+) -> int:
+    """Cancel every job, and return when Slurm has none of them left.
+
+    A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
+    to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
+    again, or was submitted meanwhile, is cancelled when it is seen.
+
+    Args:
+        job_ids: Every id that was ever given out, asked for again at each look.
+        label: What the jobs' names or comments hold.
+        grace_s: Seconds.
+        say: Tells a person what happens.
+
+    Returns:
+        How many jobs there were to cancel.
+
+    Raises:
+        ClusterError: Slurm was silent, or jobs were left, for too long.
+    """
+    queue = Queue()
+    asked: set[str] = set()
+    seen: set[str] = set()
+    began = time.monotonic()
+    while True:
+        ids = job_ids()
+        look = queue.look(ids).of(ids, label)
+        if look.silence:
+            _bear_silence(look, queue.pause_s, say)
+            began = time.monotonic() if not seen else began + queue.pause_s
+            continue
+        alive = sorted(key for key, job in look.jobs.items() if is_alive(job.state))
+        if not alive and job_ids() == ids:  # the last one may have submitted another
+            return len(seen)
+        seen |= set(alive)
+        waited_s = time.monotonic() - began
+        if waited_s > grace_s + KILL_PATIENCE_S:
+            raise ClusterError(
+                f"{len(alive)} jobs are left after {waited_s:.0f} s: {', '.join(alive)}",
+                hint=f"scancel {' '.join(alive)}; a node that does not answer keeps a job",
+            )
+        running = [key for key in alive if look.state_of(key).phase is Phase.RUNNING]
+        try:
+            if waited_s >= grace_s:
+                _scancel([key for key in alive if look.state_of(key).phase is not Phase.ENDING])
+            else:
+                _scancel([key for key in alive if look.state_of(key).phase is Phase.WAITING])
+                fresh = [key for key in running if key not in asked]
+                if fresh:
+                    say(f"SIGTERM to {len(fresh)} jobs; they have {grace_s:.0f} s to commit")
+                _scancel(fresh, "--signal=TERM")
+                asked |= set(fresh)
+        except SlurmSilentError:
+            continue  # the next look says so
+        time.sleep(POLL_S)
+
+
+def _bear_silence(look: Look, pause_s: float, say: Callable[[str], None]) -> None:
+    """Wait for Slurm to answer.
+
+    Raises:
+        ClusterError: It has not for too long.
+    """
+    if look.silent_s > SILENCE_PATIENCE_S:
+        raise ClusterError(
+            f"Slurm has not answered for {look.silent_s:.0f} s: {look.silence}",
+            hint="the run is marked as cancelled; repeat the command when scontrol ping answers",
+        )
+    say(f"slurmctld has not answered for {look.silent_s:.0f} s; next try in {pause_s:.0f} s")
+    time.sleep(pause_s)
+
+
+def _scancel(job_ids: Sequence[str], *options: str) -> None:
+    """Call scancel. Jobs that ended a moment ago are no error.
+
+    With `--signal` it reaches the steps, and not the batch script, which would end the job before
+    the tasks have had their grace.
+    """
+    for ids in in_portions(job_ids):
+        try:
+            ask_slurm("scancel", *options, *ids.split(","))
+        except SlurmRefusedError as error:
+            said = str(error).lower()
+            if "already completing" not in said and "invalid job id" not in said:
+                raise

@@ -1,0 +1,87 @@
+"""Slurm's own commands, called with a deadline and understood alike whatever the user has set."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+from areal_hpc.errors import ClusterError
+
+ANSWER_TIMEOUT_S = 15.0
+"""Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
+
+
+class SlurmSilentError(ClusterError):
+    """A daemon of Slurm does not answer now. It may do so at the next try."""
+
+
+class SlurmRefusedError(ClusterError):
+    """A daemon of Slurm answered, and refused."""
+
+
+_SILENCE = (
+    "socket timed out",
+    "unable to contact",
+    "connection refused",
+    "connection reset",
+    "communication connection failure",
+    "zero bytes were transmitted",
+    "no route to host",
+    "unable to connect to database",
+    "problem talking to the database",
+    "slurm backup controller in standby",
+)
+"""What commands print when it is the daemon and not the question that is at fault."""
+
+
+def has_slurm() -> bool:
+    """True where Slurm's commands are installed."""
+    return shutil.which("squeue") is not None
+
+
+def ask_slurm(*command: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+    """What one of Slurm's commands prints.
+
+    Raises:
+        SlurmSilentError: Its daemon did not answer.
+        SlurmRefusedError: It answered with an error.
+        ClusterError: There is no such command on this machine.
+    """
+    # A user's own time format would make times unreadable here.
+    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+    try:
+        answer = subprocess.run(
+            command,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise ClusterError(
+            f"there is no {command[0]} on this machine",
+            hint="log in to a node of the cluster that has Slurm's commands",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SlurmSilentError(
+            f"{command[0]} had no answer within {timeout_s:.0f} s", hint="scontrol ping"
+        ) from error
+    if answer.returncode == 0:
+        return answer.stdout
+    said = answer.stderr.strip() or answer.stdout.strip() or "no output"
+    kind = (
+        SlurmSilentError
+        if any(silence in said.lower() for silence in _SILENCE)
+        else SlurmRefusedError
+    )
+    raise kind(f"{command[0]}: {said}", hint="scontrol ping")
+
+
+def in_portions(items: Sequence[str], size: int = 500) -> list[str]:
+    """Comma-separated lists of at most `size` items: one argument holds 128 KiB."""
+    return [",".join(items[start : start + size]) for start in range(0, len(items), size)]

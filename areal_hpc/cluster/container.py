@@ -1,0 +1,65 @@
+"""The command that runs a job's supervisor within a container. Pure."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.cluster.site import ContainerConfig
+
+IMAGE_ROOT = Path("/opt/areal_hpc")
+"""Where the images of `slurm/containers` hold the checkout and its environments."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contained:
+    """How to start Python for a job."""
+
+    python: str
+    """A shell command."""
+    srun_args: tuple[str, ...] = ()
+    """What srun must know for it."""
+
+
+def contain(
+    container: ContainerConfig,
+    role: str,
+    python: str,
+    *,
+    places: Sequence[Path],
+    working_folder: Path,
+    with_gpus: bool,
+) -> Contained:
+    """Python as the site's containers start it.
+
+    Args:
+        container: The site's.
+        role: Of the job's supervisor: `train` gets its image, every other that of `serve`.
+        python: The interpreter, within the container if there is one.
+        places: Folders that are seen under the same name inside.
+        working_folder: Where the job starts, inside too.
+        with_gpus: Whether the job has any.
+    """
+    if container.kind == "none":
+        return Contained(shlex.quote(python))
+    image = container.train if role == "train" else container.serve
+    here = sorted({str(place) for place in (*places, working_folder)})
+    mounts = [*here, *container.mounts]
+    if container.kind == "pyxis":
+        pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+        options = (
+            f"--container-image={image}",
+            f"--container-mounts={','.join(pairs)}",
+            f"--container-workdir={working_folder}",
+        )
+        return Contained(shlex.quote(python), options)
+    command = ["apptainer", "exec", *(["--nv"] if with_gpus else [])]
+    command += [f"--bind={mount}" for mount in mounts]
+    return Contained(shlex.join([*command, f"--pwd={working_folder}", image, python]))
+
+
+def image_python(role: str) -> str:
+    """The interpreter of a role in the images of `slurm/containers`."""
+    return str(IMAGE_ROOT / ".venvs" / role / "bin" / "python")

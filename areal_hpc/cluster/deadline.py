@@ -1,0 +1,62 @@
+"""When a job has to stop by itself, so that its last commit is written before its time is up."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from areal_hpc.cluster import scontrol
+
+_SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
+
+
+def end_time(environ: Mapping[str, str]) -> float | None:
+    """Unix time at which Slurm ends this job; None where it has no limit or none can be found.
+
+    Newer Slurms tell every job; others are asked, once.
+    """
+    told = environ.get("SLURM_JOB_END_TIME", "")
+    if re.fullmatch(r"\d+", told):
+        return float(told)
+    try:
+        return scontrol.show_job(environ["SLURM_JOB_ID"]).ends_at
+    except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
+        return None
+
+
+def stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
+    """How long before its end a job has to be told to stop.
+
+    Args:
+        stop_grace_s: For the step in flight and for all that must be put away.
+        margin_s: Kept free, for the requeue and because Slurm's clock is coarse.
+        save_s: What the job's last save took.
+    """
+    return stop_grace_s + margin_s + save_s
+
+
+def save_time_variable(job_dir: Path) -> dict[str, str]:
+    """What a job's processes need for `note_save`."""
+    return {_SAVE_VARIABLE: str(_save_time_path(job_dir))}
+
+
+def note_save(seconds: float) -> None:
+    """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
+    if path := os.environ.get(_SAVE_VARIABLE):
+        partial = Path(f"{path}.tmp")
+        partial.write_text(f"{seconds:.3f}")
+        partial.rename(path)
+
+
+def last_save_s(job_dir: Path) -> float:
+    """Seconds that the job's last save took; 0 before the first."""
+    try:
+        return float(_save_time_path(job_dir).read_text())
+    except FileNotFoundError:
+        return 0.0
+
+
+def _save_time_path(job_dir: Path) -> Path:
+    return job_dir / "save_time_s"

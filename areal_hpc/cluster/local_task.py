@@ -1,0 +1,58 @@
+"""One task of a job on this machine: it lives as long as its launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome
+from areal_hpc.cluster.outcomes import write_outcome
+from areal_hpc.cluster.topology import TaskPosition
+
+
+class LocalTask:
+    """The launcher's side of a supervisor: what `SlurmTask` is under Slurm."""
+
+    def __init__(self, launch: Launch, position: TaskPosition) -> None:
+        self._launch = launch
+        self._position = position
+
+    def enter(self) -> Outcome | None:
+        """Nothing stands in the way."""
+        return None
+
+    def surroundings(self) -> Mapping[str, str]:
+        """Nothing to know."""
+        return {}
+
+    def look(self, *, is_leading: bool) -> Outcome | None:
+        """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
+        lock = self._launch.launcher_lock
+        if lock is None or _is_held(lock):
+            return None
+        return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
+
+    def begin_stop(self, outcome: Outcome) -> float:
+        """Seconds that processes get to stop by themselves."""
+        return self._launch.stop_grace_s
+
+    def leave(self, outcome: Outcome) -> Outcome:
+        """Tell the launcher."""
+        write_outcome(Path(self._launch.job_dir), self._position.rank, outcome)
+        return outcome
+
+
+def _is_held(lock: str) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

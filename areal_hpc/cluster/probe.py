@@ -1,0 +1,186 @@
+"""A short look at the node before a job's processes start: a bad one is named and left.
+
+What it finds is either the node's fault, and then the job goes elsewhere, or concerns all nodes
+alike, and then going elsewhere would not help.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+
+MOST_SKEW_S = 30.0
+"""Clocks may differ by this: leases and time limits are compared across nodes."""
+GPU_TIMEOUT_S = 30.0
+CONNECT_TIMEOUT_S = 10.0
+_GREETING = b"areal-hpc\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong."""
+
+    reason: str
+    is_fault_of_node: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU as nvidia-smi lists it."""
+
+    index: str
+    uncorrected_errors: int
+
+
+def probe_node(
+    environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
+) -> list[Finding]:
+    """Everything that is wrong with this node.
+
+    Args:
+        environ: Of the task.
+        job_dir: A folder on the shared storage.
+        least_free_bytes: Of the shared and of the node's own storage.
+        first_address: Where the job's first task listens; empty on that task's node.
+    """
+    local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
+    findings = [
+        *_judge_space(job_dir, least_free_bytes, is_shared=True),
+        *_judge_space(local_dir, least_free_bytes, is_shared=False),
+        *_judge_clock(job_dir),
+        *_judge_peer(first_address),
+    ]
+    asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
+        findings += judge_gpus(asked, *list_gpus())
+    return findings
+
+
+def list_gpus() -> tuple[list[Gpu], str]:
+    """The GPUs that the driver sees, and its complaint if it has one."""
+    try:
+        answer = subprocess.run(
+            [
+                "nvidia-smi",
+                "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
+                "--format=csv,noheader,nounits",
+            ],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=GPU_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"nvidia-smi gave no answer within {GPU_TIMEOUT_S:.0f} s"
+    complaint = "" if answer.returncode == 0 else (answer.stdout + answer.stderr).strip()
+    return read_gpus(answer.stdout) if not complaint else [], complaint
+
+
+def read_gpus(listed: str) -> list[Gpu]:
+    """Read nvidia-smi's lines. A GPU without error correction has no errors to report."""
+    rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
+    return [Gpu(index, int(errors) if errors.isdigit() else 0) for index, errors in rows]
+
+
+def judge_gpus(asked: list[str], seen: list[Gpu], complaint: str) -> list[Finding]:
+    """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
+    if complaint:
+        return [Finding(f"its GPU driver fails: {complaint.splitlines()[0]}")]
+    if len(seen) < len(asked):
+        return [Finding(f"it shows {len(seen)} GPUs, Slurm gave {len(asked)}")]
+    # With device control groups the driver lists those of the job alone, counted from 0.
+    own = seen if len(seen) == len(asked) else [gpu for gpu in seen if gpu.index in asked]
+    return [
+        Finding(f"its GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors")
+        for gpu in own
+        if gpu.uncorrected_errors
+    ]
+
+
+def _judge_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[Finding]:
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError as error:
+        return [Finding(f"{folder} cannot be read: {error.strerror}")]
+    if free_bytes >= least_bytes:
+        return []
+    found, wanted = free_bytes / 2**20, least_bytes / 2**20
+    reason = f"{folder} has {found:,.0f} MiB free, expected at least {wanted:,.0f} MiB"
+    return [Finding(reason, is_fault_of_node=not is_shared)]
+
+
+def _judge_clock(folder: Path) -> list[Finding]:
+    """Compare this node's clock with the shared storage's."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
+            written_at = os.fstat(file.fileno()).st_mtime
+    except OSError as error:
+        return [Finding(f"{folder} cannot be written: {error.strerror}")]
+    return judge_skew(time.time() - written_at, folder)
+
+
+def judge_skew(skew_s: float, folder: Path) -> list[Finding]:
+    """What a difference of clocks means, positive where the node is ahead. Pure."""
+    if abs(skew_s) <= MOST_SKEW_S:
+        return []
+    return [Finding(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
+
+
+def _judge_peer(address: str) -> list[Finding]:
+    if not address:
+        return []
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:
+            connection.settimeout(CONNECT_TIMEOUT_S)
+            if connection.recv(len(_GREETING), socket.MSG_WAITALL) == _GREETING:
+                return []
+            return [Finding(f"something else answered at {address}")]
+    except OSError as error:
+        return [Finding(f"it cannot reach the job's first node at {address}: {error}")]
+
+
+class Greeter:
+    """Answers the other nodes of a job while they probe whether they reach its first one."""
+
+    def __init__(self, host: str) -> None:
+        """Listen.
+
+        Raises:
+            ClusterError: The address is not this node's.
+        """
+        try:
+            self._listener = socket.create_server((host, 0), backlog=1024)
+        except OSError as error:
+            raise ClusterError(
+                f"cannot listen on {host}: {error}",
+                key="cluster.interface",
+                hint="set AREAL_HPC_HOST to an own address",
+            ) from error
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+
+    def answer(self, for_s: float) -> None:
+        """Answer in the background, for so long."""
+        threading.Thread(target=self._answer, args=(for_s,), name="greeter", daemon=True).start()
+
+    def _answer(self, for_s: float) -> None:
+        give_up_at = time.monotonic() + for_s
+        with self._listener:
+            while (left_s := give_up_at - time.monotonic()) > 0:
+                self._listener.settimeout(left_s)
+                try:
+                    connection, _ = self._listener.accept()
+                except TimeoutError:
+                    return
+                with connection:
+                    connection.sendall(_GREETING)

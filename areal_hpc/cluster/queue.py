@@ -1,0 +1,271 @@
+"""What Slurm says of the jobs of a run: one question for all of them.
+
+squeue knows the jobs that wait, run or ended a few minutes ago (slurm.conf's MinJobAge); sacct,
+where accounting is on, knows the others and what happened before a requeue. scontrol would add
+nothing to a job's state: it reads the same memory as squeue.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from areal_hpc.cluster.commands import (
+    SlurmRefusedError,
+    SlurmSilentError,
+    ask_slurm,
+    in_portions,
+)
+from areal_hpc.cluster.states import UNKNOWN, JobState, Phase, parse_state
+from areal_hpc.errors import ClusterError
+
+SQUEUE_COLUMNS = (
+    ("JobArrayID", 60),
+    ("State", 30),
+    ("Reason", 200),
+    ("NodeList", 1000),
+    ("StartTime", 30),
+    ("EndTime", 30),
+    ("RestartCnt", 10),
+    ("exit_code", 12),
+    ("Name", 400),
+    ("Comment", 1000),
+)
+"""Name and width: squeue cuts what is longer."""
+SACCT_COLUMNS = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
+FIRST_PAUSE_S = 2.0
+LONGEST_PAUSE_S = 60.0
+"""Pauses between questions to a Slurm that does not answer: each is twice the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedJob:
+    """One job, or one start of it, as Slurm describes it."""
+
+    job_id: str
+    state: JobState
+    reason: str = ""
+    nodes: str = ""
+    start: float | None = None
+    """Unix time: when it started, or is expected to. None: nobody knows."""
+    end: float | None = None
+    """Unix time: when it ended, or will at the latest."""
+    restarts: int | None = None
+    """Starts before this one; None where Slurm does not say."""
+    exit_code: int = 0
+    signal: int = 0
+    """That ended it; 0 for none."""
+    label: str = ""
+    """Its name and its comment; empty where they are not known."""
+    bad_steps: tuple[str, ...] = ()
+    """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """One answer about many jobs."""
+
+    jobs: dict[str, QueuedJob] = field(default_factory=dict)
+    """By id; jobs that nothing is known of are absent."""
+    silence: str = ""
+    """Why there was no answer; empty if there was one."""
+    silent_s: float = 0.0
+    """Since when there has been none."""
+
+    def of(self, job_ids: Iterable[str], label: str) -> Look:
+        """What this answer says of some jobs.
+
+        Args:
+            job_ids: The ids that count.
+            label: The jobs' names or comments must hold it, where they are known: Slurm counts ids
+                anew when it runs out of them, or is set up again, and then one is somebody else's.
+        """
+        jobs = {
+            job_id: job
+            for job_id in job_ids
+            if (job := self.jobs.get(job_id)) and (not job.label or label in job.label)
+        }
+        return Look(jobs, self.silence, self.silent_s)
+
+    def state_of(self, job_id: str) -> JobState:
+        """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
+        found = self.jobs.get(job_id)
+        return found.state if found else UNKNOWN
+
+
+def parse_squeue(text: str) -> list[QueuedJob]:
+    """The jobs in the output of squeue with the columns above."""
+    return [
+        _from_squeue([cell.strip() for cell in line.split("|")])
+        for line in text.splitlines()
+        if line.count("|") >= len(SQUEUE_COLUMNS)
+    ]
+
+
+def _from_squeue(cells: Sequence[str]) -> QueuedJob:
+    job_id, state, reason, nodes, start, end, restarts, wait_status, *label = cells[:10]
+    status = int(wait_status) if wait_status.isdigit() else 0
+    return QueuedJob(
+        job_id=job_id,
+        state=parse_state(state),
+        reason="" if reason in {"None", "(null)"} else reason,
+        nodes=nodes,
+        start=_unix_time(start),
+        end=_unix_time(end),
+        restarts=int(restarts) if restarts.isdigit() else None,
+        exit_code=status >> 8 & 0xFF,
+        signal=status & 0x7F,
+        label=" ".join(label),
+    )
+
+
+def parse_sacct(text: str) -> list[QueuedJob]:
+    """Every start of every job, in the order of sacct (-D -n -P and the columns above).
+
+    Steps are rows of their own (`17.batch`, `17.0`) after their job's; their failures are kept
+    with the job, because a step may run out of memory in a job that merely `FAILED`.
+    """
+    jobs: list[QueuedJob] = []
+    steps: list[list[str]] = []
+    for line in text.splitlines():
+        cells = line.split("|")
+        if len(cells) < len(SACCT_COLUMNS):
+            continue
+        name, _, step = cells[0].partition(".")
+        state = parse_state(cells[1])
+        if not step:
+            jobs.append(_from_sacct(name, state, cells))
+            steps.append([])
+        elif steps and state.is_failure:
+            steps[-1].append(state.name)
+    return [
+        QueuedJob(
+            job_id=job.job_id,
+            state=job.state,
+            reason=job.reason,
+            nodes=job.nodes,
+            start=job.start,
+            end=job.end,
+            exit_code=job.exit_code,
+            signal=job.signal,
+            bad_steps=tuple(dict.fromkeys(bad)),
+        )
+        for job, bad in zip(jobs, steps, strict=True)
+    ]
+
+
+def _from_sacct(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob:
+    code, _, signal = cells[2].partition(":")
+    return QueuedJob(
+        job_id=job_id,
+        state=state,
+        reason="" if cells[6] in {"None", ""} else cells[6],
+        nodes="" if cells[3] == "None assigned" else cells[3],
+        start=_unix_time(cells[4]),
+        end=_unix_time(cells[5]),
+        exit_code=int(code) if code.isdigit() else 0,
+        signal=int(signal) if signal.isdigit() else 0,
+    )
+
+
+def _unix_time(text: str) -> float | None:
+    """Seconds since 1970 of a local time; None for `N/A`, `Unknown` and `None`."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+class Queue:
+    """Asks Slurm, remembers since when it has not answered, and says how long to leave it alone."""
+
+    def __init__(self) -> None:
+        self._silent_since: float | None = None
+        self._silences = 0
+        self._accounting: bool | None = None
+        self._settled: dict[str, QueuedJob] = {}
+        """What will not change: jobs that squeue has forgotten, and sacct has not."""
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait before the next question."""
+        return float(min(FIRST_PAUSE_S * 2 ** min(self._silences, 10), LONGEST_PAUSE_S))
+
+    @property
+    def has_accounting(self) -> bool:
+        """False once sacct has said that it has nothing to say."""
+        return self._accounting is not False
+
+    def look(self, job_ids: Iterable[str]) -> Look:
+        """All that Slurm knows of these jobs now. Silence is an answer, not an error.
+
+        Raises:
+            ClusterError: Slurm's commands are not installed here.
+        """
+        wanted = sorted(set(job_ids))
+        if not wanted:
+            return Look()
+        silence, asked_at = "", time.monotonic()
+        found: dict[str, QueuedJob] = {}
+        try:
+            found = {job.job_id: job for job in _squeue(wanted)}
+            self._silent_since, self._silences = None, 0
+        except SlurmSilentError as error:
+            silence = error.problems[0].message
+            self._silences += 1
+            self._silent_since = self._silent_since or asked_at
+        missing = [job_id for job_id in wanted if job_id not in found]
+        past = {job.job_id: job for job in self.history(set(missing) - set(self._settled))}
+        # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
+        # is believed of what is over.
+        past = {key: job for key, job in past.items() if not is_alive(job.state)}
+        if not silence:
+            self._settled |= past
+        found |= past | {key: self._settled[key] for key in missing if key in self._settled}
+        began = self._silent_since
+        return Look(found, silence, time.monotonic() - began if began is not None else 0.0)
+
+    def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
+        """Every start that accounting knows of these jobs, oldest first; none if it is off."""
+        wanted = sorted(set(job_ids))
+        if not wanted or not self.has_accounting:
+            return []
+        columns = ",".join(SACCT_COLUMNS)
+        jobs: list[QueuedJob] = []
+        try:
+            for ids in in_portions(wanted):
+                arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
+                jobs += parse_sacct(ask_slurm("sacct", *arguments, f"--jobs={ids}"))
+        except SlurmSilentError:
+            return []  # asked again at the next look
+        except ClusterError:  # it is off, or there is no sacct here
+            self._accounting = False
+            return []
+        self._accounting = True
+        return jobs
+
+
+def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+    """Jobs that slurmctld remembers.
+
+    Raises:
+        SlurmSilentError: It does not answer.
+    """
+    columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
+    jobs: list[QueuedJob] = []
+    for ids in in_portions(job_ids):
+        arguments = ("--noheader", "--all", "--array", "--states=all", f"--Format={columns}")
+        try:
+            jobs += parse_squeue(ask_slurm("squeue", *arguments, f"--jobs={ids}"))
+        except SlurmRefusedError as error:
+            # Asked for a single job that it has forgotten, squeue fails; among several it does not.
+            if "invalid job id" not in str(error).lower():
+                raise
+    return jobs
+
+
+def is_alive(state: JobState) -> bool:
+    """True of a job that Slurm still has to deal with."""
+    return state.phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)

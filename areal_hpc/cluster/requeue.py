@@ -1,0 +1,281 @@
+"""What becomes of a job that has stopped: decided in a pure function, then asked of Slurm.
+
+A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
+must ask for that itself, or outlast the warning.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.cluster import scontrol
+from areal_hpc.cluster.jobspec import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    Launch,
+    Outcome,
+    SlurmLaunch,
+)
+from areal_hpc.cluster.submissions import (
+    Submission,
+    newest_of_each,
+    read_submissions,
+    record_submission,
+)
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.telemetry import append_json_line, read_json_lines
+
+log = logging.getLogger(__name__)
+
+HEALTHY_S = 600.0
+"""A start that lived this long was of use, whatever the run did meanwhile."""
+FRUITLESS_CRASHES = 1
+"""Crashes in a row, before which the run got no further, that are answered by another start."""
+FRUITLESS_LETDOWNS = 2
+"""The same for what the cluster did to the job."""
+MOST_EXCLUDED_NODES = 16
+"""When so many nodes have failed the probe, something else is wrong."""
+RETRY_PAUSE_S = 1.0
+_ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
+
+Verdict = Literal["done", "again", "hold", "fail"]
+Departure = Literal[
+    "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
+]
+
+
+def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
+    """What the ends of a job's tasks mean.
+
+    Args:
+        outcomes: Of the tasks that said anything.
+        fruitless: Starts in a row, this one included, that crashed without having been of use.
+
+    Returns:
+        The work is done; another start may help; it would have nothing to do as yet; or the job
+        has to end here.
+    """
+    codes = {outcome.exit_code for outcome in outcomes} - {0}
+    if not codes:
+        return "done"
+    if RecipeError.exit_code in codes:
+        return "fail"
+    crashes = codes - {STOPPED_EXIT_CODE, IDLE_EXIT_CODE}
+    if not crashes and IDLE_EXIT_CODE in codes:
+        return "hold"
+    if not crashes or any(outcome.faulty_node for outcome in outcomes):
+        return "again"
+    allowed = FRUITLESS_LETDOWNS if crashes == {ClusterError.exit_code} else FRUITLESS_CRASHES
+    return "again" if fruitless <= allowed else "fail"
+
+
+def count_fruitless(before: int, outcomes: Sequence[Outcome], *, was_of_use: bool) -> int:
+    """Starts in a row that were of no use, when this one has ended. A stop counts for nothing."""
+    if was_of_use:
+        return 0
+    crashed = any(
+        outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE) and not outcome.faulty_node
+        for outcome in outcomes
+    )
+    return before + crashed
+
+
+class _Record(Struct, frozen=True):
+    fruitless: int
+
+
+class Usefulness:
+    """Whether this start of a job was of use, and how many before it were not.
+
+    Args:
+        folder: The job's.
+        progress: The file that grows while the run gets further; empty if there is none.
+    """
+
+    def __init__(self, folder: Path, progress: str) -> None:
+        self._path = folder / "fruitless.json"
+        self._progress = Path(progress) if progress else None
+        self._began_at = time.monotonic()
+        self._began_bytes = self._bytes()
+
+    def _bytes(self) -> int:
+        try:
+            return self._progress.stat().st_size if self._progress else 0
+        except FileNotFoundError:
+            return 0
+
+    def close(self, outcomes: Sequence[Outcome]) -> int:
+        """Count this start; the fruitless ones in a row."""
+        lived_s = time.monotonic() - self._began_at
+        was_of_use = self._bytes() > self._began_bytes or lived_s >= HEALTHY_S
+        before = 0
+        if self._path.exists():
+            before = msgspec.json.decode(self._path.read_bytes(), type=_Record).fruitless
+        fruitless = count_fruitless(before, outcomes, was_of_use=was_of_use)
+        partial = self._path.with_suffix(".tmp")
+        partial.write_bytes(msgspec.json.encode(_Record(fruitless)))
+        partial.rename(self._path)
+        return fruitless
+
+
+def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str) -> list[str]:
+    """Put the nodes that failed the probe on the run's list; those that are new there."""
+    path = Path(slurm.excluded_nodes)
+    known = {row["node"] for row in read_json_lines(path)}
+    faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
+    new = {node: reason for node, reason in faulty.items() if node not in known}
+    for node, reason in new.items():
+        append_json_line(
+            path, {"node": node, "reason": reason, "at": round(time.time(), 3), "job_id": job_id}
+        )
+    return list(new)
+
+
+def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Departure:
+    """Have this job started once more, by Slurm or by another submission of its script.
+
+    Args:
+        launch: Of this job, which runs.
+        give_up_at: Monotonic time until which a slurmctld that does not answer is asked again.
+        hold: Not before `release_held` is called for its run.
+
+    Returns:
+        What was done; "ended by Slurm" where it already ends or requeues the job, "without Slurm"
+        where it could not be asked.
+    """
+    assert launch.slurm is not None
+    job_id = os.environ["SLURM_JOB_ID"]
+    while not Path(launch.slurm.cancelled).exists():
+        try:
+            return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
+        except scontrol.SlurmSilent as silence:
+            log.warning("%s", silence)
+            if time.monotonic() >= give_up_at:
+                return "without Slurm"
+            time.sleep(RETRY_PAUSE_S)
+        except (scontrol.SlurmMissing, scontrol.SlurmRefused) as refusal:
+            log.error("this job cannot be started again: %s", refusal)
+            return "without Slurm"
+    return "cancelled"
+
+
+def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -> Departure:
+    facts = scontrol.show_job(job_id)
+    if facts.state != scontrol.RUNNING:
+        log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
+        return "ended by Slurm"
+    nodes = (row["node"] for row in read_json_lines(Path(slurm.excluded_nodes)))
+    excluded = scontrol.joined_nodes(facts.excluded_nodes, *nodes)
+    try:
+        if hold:
+            _hold(Path(launch.job_dir), job_id)
+            return "held"
+        scontrol.requeue(job_id)
+    except scontrol.SlurmRefused as refusal:
+        log.warning("%s; its script is submitted again", refusal)
+        _submit_again(launch, slurm, job_id, excluded)
+        return "resubmitted"
+    if excluded != facts.excluded_nodes:
+        # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
+        # until its old credential has expired.
+        _repeat(lambda: scontrol.exclude(job_id, excluded))
+    return "requeued"
+
+
+def _hold(job_dir: Path, job_id: str) -> None:
+    """Noted first: a job that is held and not on the list would be held for good."""
+    note = _held_dir(job_dir.parent) / job_dir.name
+    note.parent.mkdir(exist_ok=True)
+    note.write_text(job_id)
+    try:
+        scontrol.hold_requeued(job_id)
+    except ClusterError:
+        note.unlink()
+        raise
+
+
+def held_jobs(jobs_dir: Path) -> frozenset[str]:
+    """Names of the jobs that gave their nodes back."""
+    return frozenset(note.name for note in _held_dir(jobs_dir).glob("*"))
+
+
+def release_held(jobs_dir: Path) -> list[str]:
+    """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
+
+    One that Slurm does not release yet stays on the list, for the next call.
+    """
+    released = []
+    for note in sorted(_held_dir(jobs_dir).glob("*")):
+        try:
+            if _release(note.read_text()):
+                released.append(note.name)
+                note.unlink(missing_ok=True)
+        except scontrol.SlurmRefused as refusal:  # it was cancelled, or is an administrator's
+            log.warning("%s is not ours to release: %s", note.name, refusal)
+            note.unlink(missing_ok=True)
+        except ClusterError as error:
+            log.warning("%s cannot be released yet: %s", note.name, error)
+    return released
+
+
+def _release(job_id: str) -> bool:
+    """Release one job; false if it is not held yet.
+
+    Raises:
+        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+    """
+    if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
+        return False
+    scontrol.release(job_id)
+    return True
+
+
+def forget_hold(job_dir: Path) -> None:
+    """The job runs: nobody need release it."""
+    (_held_dir(job_dir.parent) / job_dir.name).unlink(missing_ok=True)
+
+
+def _held_dir(jobs_dir: Path) -> Path:
+    return jobs_dir / "held"
+
+
+def _repeat(command: Callable[[], None], times: int = 3) -> None:
+    """Insist a little. The job is requeued whatever comes of this."""
+    for _ in range(times):
+        try:
+            return command()
+        except ClusterError as error:
+            log.warning("%s", error)
+            time.sleep(RETRY_PAUSE_S)
+
+
+def _submit_again(launch: Launch, slurm: SlurmLaunch, job_id: str, excluded: str) -> None:
+    environ = os.environ
+    # What the script depends on has been met; but this job must be over.
+    options = [f"--dependency=afterany:{job_id}"]
+    member = environ.get("SLURM_ARRAY_TASK_ID")
+    if member is not None:
+        options.append(f"--array={member}")
+    if excluded:
+        options.append(f"--exclude={excluded}")
+    new_id = scontrol.submit_script(Path(slurm.script), options)
+    path = Path(slurm.submissions)
+    before = newest_of_each(read_submissions(path)).get(launch.job.name)
+    record_submission(
+        path,
+        Submission(
+            job=launch.job.name,
+            job_id=new_id if member is None else f"{new_id}_{member}",
+            attempt=before.attempt if before else 1,
+            submitted_at=time.time(),
+            script=slurm.script,
+        ),
+    )

@@ -1,0 +1,214 @@
+"""A job and the site's options -> what Slurm is asked for. Pure: nothing is submitted here."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.container import contain
+from areal_hpc.cluster.jobspec import JobSpec
+from areal_hpc.cluster.site import JobOptions, SlurmConfig
+from areal_hpc.errors import Problem, RecipeError
+
+DEFAULT_TIME_MIN = 24 * 60
+PAYLOAD = "payload.pkl"
+"""What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a job takes of the cluster, at most until its time limit."""
+
+    nodes: int
+    tasks_per_node: int
+    gpus_per_node: int
+    time_min: int
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPUs times hours."""
+        return self.nodes * self.gpus_per_node * self.time_min / 60
+
+    @property
+    def node_hours(self) -> float:
+        """Nodes times hours."""
+        return self.nodes * self.time_min / 60
+
+    def __str__(self) -> str:
+        parts = [f"{self.nodes} node{'s' if self.nodes > 1 else ''}"]
+        parts += [f"{self.tasks_per_node} tasks each"] if self.tasks_per_node > 1 else []
+        parts += [f"{self.gpus_per_node} GPUs each"] if self.gpus_per_node else []
+        return ", ".join([*parts, f"{self.time_min / 60:g} h"])
+
+
+@dataclass(frozen=True, slots=True)
+class JobRequest:
+    """One job as Slurm gets to see it."""
+
+    job: str
+    """Name within the run."""
+    shape: Shape
+    folder: Path
+    """Where submitit keeps the job's files. Without the job's number, which is known too late."""
+    python: str
+    """Shell command that starts the supervisor's Python."""
+    parameters: dict[str, Any]
+    """Of submitit's SlurmExecutor, in its names."""
+
+    def depending_on(self, dependency: str) -> JobRequest:
+        """The same, to start only after other jobs; gone if those fail."""
+        more = self.parameters["additional_parameters"] | {"kill-on-invalid-dep": "yes"}
+        changed = {"dependency": dependency, "additional_parameters": more}
+        return replace(self, parameters=self.parameters | changed)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPlace:
+    """What all jobs of a run have in common."""
+
+    name: str
+    """`<experiment>-<trial>`: jobs in the queue are called so, with their own name behind it."""
+    run_dir: Path
+    jobs_dir: Path
+    pythons: dict[str, str]
+    """Interpreter of each role."""
+    working_folder: Path
+    mounted: tuple[Path, ...] = ()
+    """What else a container must see."""
+    excluded_nodes: tuple[str, ...] = ()
+    is_array: bool = False
+    """Every job is an array over several runs."""
+
+
+def request_all(jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunPlace) -> list[JobRequest]:
+    """What to ask for, job by job.
+
+    Raises:
+        RecipeError: Jobs do not fit the nodes; every misfit at once.
+    """
+    requests, problems = [], []
+    for job in jobs:
+        options = slurm.options_of(job.name)
+        try:
+            requests.append(_request(job, shape_of(job, options), options, slurm, place))
+        except RecipeError as error:
+            problems += [problem for problem in error.problems if problem not in problems]
+    if problems:
+        raise RecipeError.of(problems)
+    return requests
+
+
+def shape_of(job: JobSpec, options: JobOptions) -> Shape:
+    """Nodes from the number of tasks, and what each node gives.
+
+    Raises:
+        RecipeError: They do not fit.
+    """
+    kind = "cell" if job.name.startswith("cell-") else job.name
+    offered, each = options.gpus_per_node, job.gpus_per_task
+    key = f"cluster.slurm.jobs.{kind}"
+    if options.tasks_per_node is not None:
+        tasks_per_node = min(options.tasks_per_node, job.tasks)
+    elif not each or job.tasks == 1:
+        tasks_per_node = job.tasks
+    elif offered is None:
+        raise RecipeError(
+            f"the {kind} has {job.tasks} tasks with GPUs, and nothing says how many a node has",
+            key="cluster.slurm.gpus_per_node",
+            hint="give the number of GPUs of a node: cluster.slurm.gpus_per_node=8",
+        )
+    else:
+        tasks_per_node = min(offered // each, job.tasks)
+    problems = []
+    gpus_per_node = max(tasks_per_node, 1) * each
+    if offered is not None and gpus_per_node > offered:
+        message = f"the {kind} needs {gpus_per_node} GPUs of a node, a node has {offered}"
+        hint = "use fewer ranks a replica, or fewer tasks a node"
+        problems.append(Problem(message, f"{key}.gpus_per_node", hint))
+    if tasks_per_node and job.tasks % tasks_per_node:
+        message = (
+            f"the {kind}'s {job.tasks} tasks do not fill whole nodes of {tasks_per_node} tasks"
+        )
+        hint = f"use tasks_per_node that divides {job.tasks}, or another trainer.parallel"
+        problems.append(Problem(message, f"{key}.tasks_per_node", hint))
+    if problems:
+        raise RecipeError.of(problems)
+    return Shape(
+        nodes=job.tasks // tasks_per_node,
+        tasks_per_node=tasks_per_node,
+        gpus_per_node=gpus_per_node,
+        time_min=options.time_min or DEFAULT_TIME_MIN,
+    )
+
+
+def _request(
+    job: JobSpec, shape: Shape, options: JobOptions, slurm: SlurmConfig, place: RunPlace
+) -> JobRequest:
+    contained = contain(
+        slurm.container,
+        job.role,
+        place.pythons[job.role],
+        places=(place.run_dir, *place.mounted),
+        working_folder=place.working_folder,
+        with_gpus=bool(shape.gpus_per_node),
+    )
+    folder = place.jobs_dir / job.name / "submitit"
+    comment = " ".join([str(place.run_dir), *([options.comment] if options.comment else [])])
+    excluded = [*([options.exclude] if options.exclude else []), *place.excluded_nodes]
+    srun_args = [*contained.srun_args, *(options.srun_flags or ())]
+    if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
+        srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
+    gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
+    asked = {
+        "job_name": f"{place.name}-{job.name}",
+        "comment": comment,
+        "nodes": shape.nodes,
+        "ntasks_per_node": shape.tasks_per_node,
+        "time": shape.time_min,
+        "gres": gres if shape.gpus_per_node else None,
+        "mem": options.mem or ("0" if options.exclusive else None),
+        "exclude": ",".join(excluded) or None,
+        "exclusive": options.exclusive or None,
+        "signal_delay_s": slurm.signal_lead_s,
+        "stderr_to_stdout": True,
+        "setup": _setup(options, folder, place) or None,
+        "srun_args": srun_args,
+        "additional_parameters": _further(options, slurm, place),
+    }
+    for name in ("partition", "account", "qos", "constraint", "cpus_per_task", "nodelist"):
+        asked[name] = getattr(options, name)
+    for name in ("mail_user", "mail_type"):
+        asked[name] = getattr(options, name)
+    given = {name: value for name, value in asked.items() if value is not None}
+    # submitit's own wckey would be refused where keys are enforced.
+    return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})
+
+
+def _further(options: JobOptions, slurm: SlurmConfig, place: RunPlace) -> dict[str, Any]:
+    """Options that submitit has no name for."""
+    asked: dict[str, Any] = {
+        "requeue" if slurm.requeue else "no-requeue": True,
+        "chdir": str(place.working_folder),
+    }
+    for name in ("reservation", "licenses"):
+        if (value := getattr(options, name)) is not None:
+            asked[name] = value
+    for flag in options.sbatch_flags or ():
+        name, equals, value = flag.removeprefix("--").partition("=")
+        asked[name] = value if equals else True
+    return asked
+
+
+def _setup(options: JobOptions, folder: Path, place: RunPlace) -> list[str]:
+    """Shell lines before the tasks start."""
+    lines = list(options.setup or ())
+    if not place.is_array:  # a job that submits this script again gets another number
+        link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
+        lines += [
+            "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
+            f"ln -s {PAYLOAD} {link} 2>/dev/null || true",
+        ]
+    return lines

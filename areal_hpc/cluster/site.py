@@ -1,0 +1,146 @@
+"""What is true of one Slurm cluster: queues, accounts, GPUs, containers, network."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from areal_hpc.config import StageConfig
+
+Positive = Annotated[int, Field(ge=1)]
+FLAG = r"^--[a-z][a-z0-9-]*(=.*)?$"
+Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
+
+
+class JobOptions(StageConfig):
+    """What a job asks Slurm for. Null leaves it to the common options, then to the cluster."""
+
+    partition: str | None = None
+    """Partition, or several with commas."""
+    account: str | None = None
+    """Who pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    time_min: Positive | None = None
+    """Time limit, minutes; 1440 (a day) when null."""
+    mem: str | None = None
+    """Memory a node, as Slurm writes it (`64G`); all of it (`0`) when null and `exclusive`."""
+    cpus_per_task: Positive | None = None
+    """Processors of each task."""
+    gpus_per_node: Positive | None = None
+    """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
+    tasks_per_node: Positive | None = None
+    """Tasks on one node; when null one for each GPU that a node offers, and on CPUs all."""
+    gres: str | None = None
+    """How GPUs are asked for; `gpu:{count}` when null, such as `gpu:a100:{count}`."""
+    exclusive: bool | None = None
+    """Whole nodes."""
+    nodelist: str | None = None
+    """Nodes that must be among the job's."""
+    exclude: str | None = None
+    """Nodes that must not."""
+    licenses: str | None = None
+    """Licences to hold."""
+    mail_user: str | None = None
+    """Whom to write."""
+    mail_type: str | None = None
+    """When to write: `END,FAIL`."""
+    comment: str | None = None
+    """Follows the run directory in the job's comment."""
+    sbatch_flags: Flags | None = None
+    """Further options of sbatch: `--nice=100`."""
+    srun_flags: Flags | None = None
+    """Further options of srun, which starts the tasks: `--cpu-bind=cores`."""
+    setup: tuple[str, ...] | None = None
+    """Shell lines before the tasks start: `module load cuda`."""
+
+
+class KindOptions(StageConfig):
+    """Options of one kind of job, which win over the common ones."""
+
+    trainer: JobOptions = JobOptions()
+    """The trainer's job."""
+    cell: JobOptions = JobOptions()
+    """Every cell's job."""
+    warmup: JobOptions = JobOptions()
+    """The warm-up's job; what `trainer` says holds where this is silent."""
+
+
+class ContainerConfig(StageConfig):
+    """The container that a job's supervisor and all its processes run in."""
+
+    kind: Literal["none", "apptainer", "pyxis"] = "none"
+    """What starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
+    train: str = ""
+    """Image of the trainer and the warm-up: a file, or what the starter understands."""
+    serve: str = ""
+    """Image of the cells; it holds the environments `serve` and `agents`."""
+    mounts: tuple[str, ...] = ()
+    """`PLACE` or `PLACE:PLACE_INSIDE[:ro]`, on top of the run, the model and the working folder."""
+
+    @model_validator(mode="after")
+    def _images(self) -> ContainerConfig:
+        if self.kind != "none" and not (self.train and self.serve):
+            raise ValueError(f"kind={self.kind} needs an image for `train` and one for `serve`")
+        return self
+
+
+class NetworkConfig(StageConfig):
+    """Which network the processes of several nodes talk over."""
+
+    interface: str = ""
+    """Interface of addresses, gloo and NCCL's bootstrap (`ib0`); the host name's when empty."""
+    hca: str = ""
+    """`NCCL_IB_HCA`: the InfiniBand adapters, such as `mlx5_0,mlx5_1`."""
+    nccl: dict[str, str] = Field(default_factory=dict)
+    """Further `NCCL_*` variables."""
+
+    @field_validator("nccl")
+    @classmethod
+    def _only_nccl(cls, variables: dict[str, str]) -> dict[str, str]:
+        others = [name for name in variables if not name.startswith("NCCL_")]
+        if others:
+            raise ValueError(f"{', '.join(others)}: set these in variables of a role")
+        return variables
+
+    def variables(self) -> dict[str, str]:
+        """The environment that says all this to gloo and NCCL."""
+        found: dict[str, str] = {}
+        if self.interface:
+            found |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        if self.hca:
+            found["NCCL_IB_HCA"] = self.hca
+        return found | self.nccl
+
+
+class SlurmConfig(JobOptions):
+    """Slurm: options of all jobs, then what differs by kind of job."""
+
+    jobs: KindOptions = KindOptions()
+    """Options by kind of job."""
+    container: ContainerConfig = ContainerConfig()
+    """No container unless one is named."""
+    network: NetworkConfig = NetworkConfig()
+    """The host name's network unless one is named."""
+    requeue: bool = True
+    """Whether the cluster may start jobs again under their number; some sites forbid it."""
+    signal_lead_s: Annotated[int, Field(ge=10)] = 90
+    """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
+
+    def options_of(self, job: str) -> JobOptions:
+        """What holds for a job of this name: `trainer`, `warmup`, `cell-3`."""
+        layers: list[JobOptions] = [self]
+        layers += [self.jobs.cell] if job.startswith("cell-") else [self.jobs.trainer]
+        layers += [self.jobs.warmup] if job == "warmup" else []
+        told = {
+            name: value
+            for layer in layers
+            for name in JobOptions.model_fields
+            if (value := getattr(layer, name)) is not None
+        }
+        return JobOptions(**told)

@@ -1,0 +1,289 @@
+"""One task of a job under Slurm: how it begins, what it must notice, how all of them leave.
+
+The first task speaks for the job: it numbers the start, watches the clock, and asks Slurm for
+another start. The others follow notes in the job's folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.cluster import deadline, scontrol, starts
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, SlurmLaunch
+from areal_hpc.cluster.outcomes import read_outcome, write_outcome
+from areal_hpc.cluster.probe import Finding, Greeter, probe_node
+from areal_hpc.cluster.requeue import (
+    MOST_EXCLUDED_NODES,
+    Usefulness,
+    exclude_faulty,
+    forget_hold,
+    judge,
+    start_again,
+)
+from areal_hpc.cluster.topology import TaskPosition, reachable_host, restart_count
+from areal_hpc.errors import ClusterError
+from areal_hpc.telemetry import EventLog, read_json_lines
+
+log = logging.getLogger(__name__)
+
+LOOK_PERIOD_S = 2.0
+"""Between two looks at the shared storage."""
+CANARY_TIMEOUT_S = 120.0
+"""Within this all tasks have started, and see what the first one wrote."""
+DONE_GRACE_S = 30.0
+"""Time that processes get to end by themselves once the work is done."""
+LEAVE_TIMEOUT_S = 60.0
+"""Longest that the tasks of a job wait for one another at its end."""
+OUTLAST_S = 300.0
+"""Longest that a task stays to be killed, where only that makes Slurm start the job again."""
+
+
+class SlurmTask:
+    """The Slurm side of a supervisor."""
+
+    def __init__(
+        self, launch: Launch, slurm: SlurmLaunch, position: TaskPosition, events: EventLog
+    ) -> None:
+        environ = os.environ
+        self._launch = launch
+        self._slurm = slurm
+        self._position = position
+        self._events = events
+        self._job_id = environ["SLURM_JOB_ID"]
+        self._node = environ["SLURMD_NODENAME"]
+        self._incarnation = f"{self._job_id}.{restart_count(environ)}"
+        self._job_dir = Path(launch.job_dir)
+        self._starts_dir = self._job_dir / "starts"
+        self._start: starts.Start | None = None
+        self._usefulness = Usefulness(self._job_dir, slurm.progress)
+        self._ends_at: float | None = None
+        self._next_look_at = 0.0
+        self._done_since: float | None = None
+        self._is_superseded = False
+        self._kill_at = time.monotonic() + launch.stop_grace_s
+
+    # Beginning -----------------------------------------------------------------------------
+
+    def enter(self) -> Outcome | None:
+        """Take part in this start of the job and probe the node; why the task cannot go on.
+
+        Raises:
+            RecipeError: The site's interface does not exist here.
+        """
+        environ, greeter = os.environ, None
+        is_multinode = int(environ.get("SLURM_NNODES", "1")) > 1
+        try:
+            if self._position.is_first:
+                if is_multinode:
+                    greeter = Greeter(reachable_host(self._slurm.interface, environ))
+                    greeter.answer(CANARY_TIMEOUT_S)
+                address = greeter.address if greeter else ""
+                self._start = starts.take_start(
+                    self._starts_dir, self._incarnation, self._node, address
+                )
+                self._ends_at = deadline.end_time(environ)
+                forget_hold(self._job_dir)
+            else:
+                self._start = starts.await_start(
+                    self._starts_dir, self._incarnation, self._node, CANARY_TIMEOUT_S
+                )
+        except (ClusterError, OSError) as error:
+            return self._blame([Finding(str(error))])
+        if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
+            return Outcome(0, reason="there is nothing left to do")
+        if self._position.local_rank:
+            return None  # another task of this node looks at it
+        first_address = "" if self._position.is_first else self._start.address
+        least_free_bytes = self._slurm.least_free_bytes
+        return self._blame(probe_node(environ, self._job_dir, least_free_bytes, first_address))
+
+    def _blame(self, findings: list[Finding]) -> Outcome | None:
+        if not findings:
+            return None
+        excluded = len(read_json_lines(Path(self._slurm.excluded_nodes)))
+        is_fault_of_node = (
+            all(finding.is_fault_of_node for finding in findings) and excluded < MOST_EXCLUDED_NODES
+        )
+        reason = "; ".join(finding.reason for finding in findings)
+        self._events.record("node_failed_probe", node=self._node, reason=reason)
+        log.error("the node %s fails the probe: %s", self._node, reason)
+        return Outcome(
+            ClusterError.exit_code,
+            "probe",
+            f"{self._node}: {reason}",
+            faulty_node=self._node if is_fault_of_node else "",
+        )
+
+    def surroundings(self) -> Mapping[str, str]:
+        """What the job's processes must know of this start."""
+        if self._start is None:
+            return {}
+        return {
+            "AREAL_HPC_START": str(self._start.number),
+            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
+            **deadline.save_time_variable(self._job_dir),
+        }
+
+    @property
+    def _stop_note_path(self) -> Path:
+        assert self._start is not None
+        return starts.stop_note_path(self._starts_dir, self._start)
+
+    # Noticing ------------------------------------------------------------------------------
+
+    def look(self, *, is_leading: bool) -> Outcome | None:
+        """Why this task has to stop now; None while it may go on.
+
+        Args:
+            is_leading: A process runs here whose end ends the job: it is not disturbed when the
+                work is done elsewhere.
+        """
+        now = time.monotonic()
+        if now < self._next_look_at or self._start is None:
+            return None
+        self._next_look_at = now + LOOK_PERIOD_S
+        try:
+            return self._look(self._start, now, is_leading=is_leading)
+        except OSError as error:  # a stale handle, a server that fails over: the next look may do
+            log.warning("the shared storage does not answer: %s", error)
+            return None
+
+    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> Outcome | None:
+        if starts.is_superseded(self._starts_dir, start):
+            self._is_superseded = True
+            return Outcome(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
+        if self._is_work_done(now):
+            return Outcome(0, reason="there is nothing left to do")
+        note = starts.read_stop_note(self._stop_note_path)
+        if note and not (note.exit_code == 0 and is_leading):
+            return Outcome(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
+        if self._ends_at is not None and time.time() >= self._ends_at - self._stop_lead_s():
+            return Outcome(STOPPED_EXIT_CODE, reason="the time limit is near")
+        return None
+
+    def _is_work_done(self, now: float) -> bool:
+        if not self._slurm.done_marker or not Path(self._slurm.done_marker).exists():
+            return False
+        self._done_since = self._done_since or now
+        return now - self._done_since >= DONE_GRACE_S
+
+    def _stop_lead_s(self) -> float:
+        save_s = deadline.last_save_s(self._job_dir)
+        return deadline.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
+
+    # Leaving -------------------------------------------------------------------------------
+
+    def begin_stop(self, outcome: Outcome) -> float:
+        """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
+        grace_s = self._launch.stop_grace_s
+        if self._start is None or self._is_superseded:
+            return grace_s
+        if self._position.is_first:
+            grace_s = self._grace_s(outcome)
+        try:
+            said = starts.read_stop_note(self._stop_note_path)
+            if said is not None and not self._position.is_first:
+                grace_s = max(0.0, said.kill_at - time.time())
+            else:
+                note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                starts.write_stop_note(self._stop_note_path, note)
+        except OSError as error:
+            log.warning("the other tasks are not told to stop: %s", error)
+        self._kill_at = time.monotonic() + grace_s
+        return grace_s
+
+    def _grace_s(self, outcome: Outcome) -> float:
+        """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
+
+        A preemption's grace shows as the job's end.
+        """
+        began, grace_s = time.monotonic(), self._launch.stop_grace_s
+        if outcome.exit_code != STOPPED_EXIT_CODE:
+            return grace_s
+        wanted_s = grace_s + deadline.last_save_s(self._job_dir)
+        try:
+            facts = scontrol.show_job(self._job_id)
+        except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
+            return max(0.0, grace_s - (time.monotonic() - began))
+        if facts.state != scontrol.RUNNING or facts.ends_at is None:
+            return grace_s  # until KillWait is over, which is not among what a job is told
+        return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
+
+    def leave(self, outcome: Outcome) -> Outcome:
+        """Say how this task ended and, once all have, see to what comes next.
+
+        The others stay until the first has asked Slurm: where the end of one task ends the job,
+        it would be over before.
+        """
+        outcome = msgspec.structs.replace(outcome, incarnation=self._incarnation)
+        if self._is_superseded:
+            return outcome  # the files belong to the later start
+        rank = self._position.rank
+        write_outcome(self._job_dir, rank, outcome)
+        if self._start is None:
+            return outcome  # the storage is not shared with the first task
+        left = self._stop_note_path.with_suffix(".left")
+        if self._position.is_first:
+            outcome = self._speak_for_job(outcome)
+            write_outcome(self._job_dir, rank, outcome)
+            left.touch()
+        elif outcome.exit_code:
+            _await(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
+        return outcome
+
+    def _speak_for_job(self, own: Outcome) -> Outcome:
+        outcomes = self._gather(own)
+        faulty = exclude_faulty(self._slurm, outcomes, self._job_id)
+        fruitless = self._usefulness.close(outcomes)
+        verdict = judge(outcomes, fruitless)
+        crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
+        decisive = next(iter(crashes), own)
+        if verdict == "done":
+            return own
+        if verdict == "fail":
+            self._events.record(
+                "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=fruitless
+            )
+            return decisive
+        give_up_at = self._kill_at + self._slurm.margin_s
+        departure = start_again(self._launch, give_up_at, hold=verdict == "hold")
+        self._events.record(
+            f"job_{departure.replace(' ', '_')}",
+            job_id=self._job_id,
+            node=self._node,
+            reason=decisive.reason,
+            excluded=faulty,
+        )
+        if departure == "without Slurm" and not crashes:
+            # Preempted, and unable to say that it wants to be started again: Slurm does so by
+            # itself with jobs that are still there when the grace is over.
+            _await(Path(self._slurm.cancelled).exists, time.monotonic() + OUTLAST_S)
+        return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({departure})")
+
+    def _gather(self, own: Outcome) -> list[Outcome]:
+        """What the tasks ended with, as far as they say so in time."""
+        found: dict[int, Outcome] = {self._position.rank: own}
+        own_patience_s = LEAVE_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
+        give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
+
+        def all_are_there() -> bool:
+            for rank in set(range(self._launch.job.tasks)) - found.keys():
+                outcome = read_outcome(self._job_dir, rank, self._incarnation)
+                if outcome is not None:
+                    found[rank] = outcome
+            return len(found) == self._launch.job.tasks
+
+        _await(all_are_there, give_up_at)
+        return [found[rank] for rank in sorted(found)]
+
+
+def _await(condition: Callable[[], bool], give_up_at: float) -> None:
+    """Wait until the condition holds, or for as long as that is worth it."""
+    while not condition() and time.monotonic() < give_up_at:
+        time.sleep(0.5)

@@ -1,0 +1,111 @@
+"""The starts of a job under Slurm: numbered, so that a task of an older one knows that it is over.
+
+Slurm starts a job again on other nodes while a lost node may still run its old tasks. The first
+task of every start takes the next number, in a file whose content is also the first thing that the
+other tasks read from the shared storage: who does not see it is on a node that does not share it.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
+from areal_hpc.errors import ClusterError
+
+_POLL_S = 0.25
+STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
+"""Where processes find the note of their job's stop."""
+
+
+class Start(Struct, frozen=True):
+    """One start of a job."""
+
+    number: int
+    """From 1, over requeues and new submissions."""
+    incarnation: str
+    """`<job id>.<restart>`: the same for all tasks."""
+    node: str
+    """The first task's."""
+    address: str = ""
+    """`host:port` where the first task can be reached for a while; empty if it is alone."""
+
+
+class StopNote(Struct, frozen=True):
+    """Why the tasks of a start have to stop, and until when."""
+
+    reason: str
+    exit_code: int
+    """What the task that says so ends with: 0 when the work is done."""
+    kill_at: float
+    """Unix time at which processes that still run are killed."""
+
+
+def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start:
+    """Take the next number. For the first task."""
+    number = take_next_epoch(folder)
+    start = Start(number, incarnation, node, address)
+    _write(folder / f"{number:04d}", msgspec.json.encode(start))
+    return start
+
+
+def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> Start:
+    """Wait for what the first task of this start wrote. For the other tasks.
+
+    Raises:
+        ClusterError: It cannot be seen from this node.
+    """
+    give_up_at = time.monotonic() + timeout_s
+    while time.monotonic() < give_up_at:
+        number = newest_epoch(folder)
+        content = (folder / f"{number:04d}").read_bytes() if number else b""
+        if content:  # it is empty for a moment
+            start = msgspec.json.decode(content, type=Start)
+            if start.incarnation == incarnation:
+                return start
+        time.sleep(_POLL_S)
+    raise ClusterError(
+        f"{node} does not see within {timeout_s:.0f} s what the job's first task wrote",
+        key=str(folder),
+        hint="check that this file system is mounted there",
+    )
+
+
+def is_superseded(folder: Path, start: Start) -> bool:
+    """True once a later start of the job has begun. One look at one name."""
+    return (folder / f"{start.number + 1:04d}").exists()
+
+
+def stop_note_path(folder: Path, start: Start) -> Path:
+    """Where the tasks of a start tell one another to stop."""
+    return folder / f"{start.number:04d}.stop"
+
+
+def write_stop_note(path: Path, note: StopNote) -> None:
+    """Tell the other tasks, and the processes of all, to stop."""
+    _write(path, msgspec.json.encode(note))
+
+
+def read_stop_note(path: Path) -> StopNote | None:
+    """What a task of this start said; None while all go on."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=StopNote)
+    except FileNotFoundError:
+        return None
+
+
+def own_stop_note() -> StopNote | None:
+    """For a process of a job: the note of its stop. None while there is none, or ever will be."""
+    path = os.environ.get(STOP_NOTE_VARIABLE)
+    return read_stop_note(Path(path)) if path else None
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a file that is seen whole or not at all, by readers on any node."""
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    partial.write_bytes(content)
+    partial.rename(path)

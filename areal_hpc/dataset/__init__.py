@@ -1,0 +1,1 @@
+"""Task sets: where their rows come from, and what an agent gets of them."""

@@ -1,0 +1,67 @@
+"""Where tasks come from, as a recipe says it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from areal_hpc.config import StageConfig
+from areal_hpc.hub import REPO_PATTERN
+
+
+class DatasetConfig(StageConfig):
+    """Where tasks come from: exactly one of `path`, `hub`, `generator` and `reasoning_gym`."""
+
+    path: Path | None = None
+    """JSON lines, `*.parquet`, or a folder written by `datasets`' `save_to_disk`."""
+    hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
+    """`owner/name` of a data set on the Hugging Face hub, read from the local cache."""
+    revision: str | None = None
+    """Branch, tag or commit of `hub`; the branch main when null."""
+    files: str | None = None
+    """Which files of `hub` to read, a pattern such as `main/train-*.parquet`."""
+    generator: str | None = None
+    """`package.module:function` that returns JSON-able dicts."""
+    reasoning_gym: str | None = None
+    """Name of a reasoning-gym task; `kwargs` must say its `size` and `seed`."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of the generator, or of the reasoning-gym task."""
+    to_task: str | None = None
+    """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
+
+    choices: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym")
+    """Keys of which a source has exactly one."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if sum(bool(getattr(self, name)) for name in self.choices) != 1:
+            raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.choices)}")
+        if bool(self.hub) != bool(self.files):
+            raise ValueError("`hub` and `files` go together: which of its files are to be read?")
+        if self.reasoning_gym and not {"size", "seed"} <= self.kwargs.keys():
+            raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
+        return self
+
+
+class TaskSourceConfig(DatasetConfig):
+    """One of several sources of tasks."""
+
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Its share of the tickets, relative to the others; kept to a thousandth."""
+
+
+class TrainDatasetConfig(DatasetConfig):
+    """Where tasks come from: one source, or several in `sources`."""
+
+    sources: tuple[TaskSourceConfig, ...] = ()
+    """Several sources, mixed by weight; a list of what follows."""
+
+    choices: ClassVar[tuple[str, ...]] = (*DatasetConfig.choices, "sources")
+
+    def parts(self, key: str) -> list[tuple[DatasetConfig, str]]:
+        """The sources, each with its place in the recipe; `key` is that of this section."""
+        if not self.sources:
+            return [(self, key)]
+        return [(source, f"{key}.sources.{place}") for place, source in enumerate(self.sources)]

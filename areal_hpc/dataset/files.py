@@ -1,0 +1,91 @@
+"""Files of rows: JSON lines, Parquet, and folders that `datasets` saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+
+ROWS_AT_ONCE = 1024
+"""Rows of a Parquet file that are held in memory as Python objects."""
+
+
+def read_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    """The rows of a file or of a saved folder.
+
+    Args:
+        path: Its name tells the form: `*.parquet`, a folder, else JSON lines.
+        key: Its place in the recipe, for errors.
+
+    Raises:
+        RecipeError: It is not of that form.
+    """
+    if path.is_dir():
+        yield from _saved(path, key)
+    elif path.suffix == ".parquet":
+        yield from _table(path, key, _parquet)
+    else:
+        yield from _lines(path, key)
+
+
+def _lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
+    with path.open() as stream:
+        for number, line in enumerate(stream, 1):
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RecipeError(f"{path}:{number} is not JSON: {error}", key=key) from error
+            if not isinstance(row, dict):
+                raise RecipeError(
+                    f"{path}:{number} holds {type(row).__name__}, expected an object", key=key
+                )
+            yield row
+
+
+def _saved(folder: Path, key: str) -> Iterator[dict[str, Any]]:
+    """`datasets`' `save_to_disk`: Arrow streams, listed in `state.json`."""
+    state = folder / "state.json"
+    if not state.is_file():
+        splits = sorted(found.parent.name for found in folder.glob("*/state.json"))
+        hint = "give the folder that save_to_disk wrote"
+        if splits:
+            hint = f"name one of its splits, such as {folder / splits[0]}"
+        raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)
+    for part in json.loads(state.read_bytes())["_data_files"]:
+        yield from _table(folder / part["filename"], key, _arrow_stream)
+
+
+def _table(
+    path: Path, key: str, batches: Callable[[Path], Iterator[Any]]
+) -> Iterator[dict[str, Any]]:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise RecipeError(
+            f"{path} needs pyarrow, which cannot be imported ({error})",
+            key=key,
+            hint='pip install "areal-hpc[agents]" in this environment',
+        ) from error
+    try:
+        for batch in batches(path):
+            yield from batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}", key=key) from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as table:
+        yield from table.iter_batches(batch_size=ROWS_AT_ONCE)
+
+
+def _arrow_stream(path: Path) -> Iterator[Any]:
+    from pyarrow import memory_map
+    from pyarrow.ipc import open_stream
+
+    with memory_map(str(path)) as source, open_stream(source) as reader:
+        yield from reader

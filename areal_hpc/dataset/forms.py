@@ -1,0 +1,94 @@
+r"""From the rows of well-known data sets to tasks, for `to_task`.
+
+Each function takes a row as its data set publishes it. Every task has `messages`, and the keys that
+its reward function asks for: `answer` (`math_reward`), `target` and `numbers` (`countdown_reward`),
+`tests` (`code_reward`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.reward.answers import boxed
+
+Task = dict[str, Any]
+
+BOXED = "Reason step by step, and put the final answer within \\boxed{}."
+FENCED = "Reply with one program in a ```python block."
+TAGGED = "Put the expression, without an equals sign, within <answer></answer>."
+
+
+def gsm8k(row: Mapping[str, Any]) -> Task:
+    """`openai/gsm8k`: `question`, and an `answer` that ends in `#### 1,234`."""
+    _, mark, answer = row["answer"].rpartition("####")
+    if not mark:
+        raise ValueError("the answer has no ####")
+    return _mathematics(row["question"], answer.strip().replace(",", ""))
+
+
+def competition_math(row: Mapping[str, Any]) -> Task:
+    r"""MATH (`EleutherAI/hendrycks_math`, `HuggingFaceH4/MATH-500`): `problem` and `solution`.
+
+    The answer is the last `\boxed{}` of the solution, or `answer` where there is one.
+    """
+    answer = row.get("answer") or boxed(row["solution"])
+    if answer is None:
+        raise ValueError("the solution has no \\boxed{}")
+    return _mathematics(row["problem"], answer)
+
+
+def aime(row: Mapping[str, Any]) -> Task:
+    """AIME of any year: `problem` (or `question`) and `answer`, in any case; whole numbers."""
+    named = {name.lower(): value for name, value in row.items()}
+    question = named["problem"] if "problem" in named else named["question"]
+    return _mathematics(question, str(int(named["answer"])))
+
+
+def countdown(row: Mapping[str, Any]) -> Task:
+    """`Jiayi-Pan/Countdown-Tasks-3to4`: `target` and `nums`."""
+    numbers = [int(number) for number in row["nums"]]
+    question = (
+        f"Use each of the numbers {numbers} exactly once, with + - * / and parentheses, to make "
+        f"{row['target']}. {TAGGED}"
+    )
+    return {"messages": _asked(question), "target": int(row["target"]), "numbers": numbers}
+
+
+def mbpp(row: Mapping[str, Any]) -> Task:
+    """`google-research-datasets/mbpp`: `text` (or `prompt`) and asserts in `test_list`."""
+    asserts = list(row["test_list"])
+    setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
+    question = row["text"] if "text" in row else row["prompt"]
+    shown = f"{question} It must pass this test: {asserts[0]}\n{FENCED}"
+    return {"messages": _asked(shown), "tests": {"program": "\n".join([setup, *asserts])}}
+
+
+def humaneval(row: Mapping[str, Any]) -> Task:
+    """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
+    question = f"Complete this function.\n```python\n{row['prompt']}```\n{FENCED}"
+    program = f"{row['test']}\ncheck({row['entry_point']})"
+    return {"messages": _asked(question), "tests": {"program": program}}
+
+
+def apps(row: Mapping[str, Any]) -> Task | None:
+    """`codeparrot/apps` and its kind: `question`, and cases as JSON in `input_output`.
+
+    Rows whose cases call a function, or that have no cases, are left out.
+    """
+    cases = json.loads(row["input_output"] or "{}")
+    inputs, outputs = cases.get("inputs", []), cases.get("outputs", [])
+    if not inputs or "fn_name" in cases:
+        return None
+    question = f"{row['question']}\nRead standard input, print to standard output. {FENCED}"
+    pairs = [{"input": i, "output": o} for i, o in zip(inputs, outputs, strict=True)]
+    return {"messages": _asked(question), "tests": {"cases": pairs}}
+
+
+def _mathematics(question: str, answer: str) -> Task:
+    return {"messages": _asked(f"{question}\n{BOXED}"), "answer": answer}
+
+
+def _asked(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]

@@ -1,0 +1,87 @@
+"""Task sets as a run keeps them: one file of JSON lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.rows import rows
+from areal_hpc.errors import RecipeError
+
+
+def materialise(
+    parts: Sequence[tuple[DatasetConfig, str]],
+    out: Path,
+    check: Callable[[dict[str, Any]], None] = lambda row: None,
+) -> list[int]:
+    """Write data sets one after another as JSON lines, visible whole or not at all.
+
+    Args:
+        parts: Each with its place in the recipe.
+        out: The file.
+        check: Raises RecipeError for a row that is of no use.
+
+    Returns:
+        The number of rows of each.
+
+    Raises:
+        RecipeError: As `rows` and `check`, or a data set is empty.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f".{out.name}.tmp")
+    counts = []
+    with partial.open("w") as stream:
+        for config, key in parts:
+            count = 0
+            for row in rows(config, key):
+                stream.write(_as_line(row, count, key))
+                _apply(check, row, count, key)
+                count += 1
+            if count == 0:
+                partial.unlink()
+                raise RecipeError("the data set is empty", key=key)
+            counts.append(count)
+        stream.flush()
+        os.fsync(stream.fileno())
+    partial.rename(out)
+    return counts
+
+
+def _apply(
+    check: Callable[[dict[str, Any]], None], row: dict[str, Any], number: int, key: str
+) -> None:
+    """Check a row, and say which it is.
+
+    Raises:
+        RecipeError: It did not pass.
+    """
+    try:
+        check(row)
+    except RecipeError as error:
+        problem = error.problems[0]
+        raise RecipeError(
+            f"row {number}, {problem.key}: {problem.message}", key=key, hint=problem.hint
+        ) from error
+
+
+def _as_line(row: object, number: int, key: str) -> str:
+    """One line of strict JSON: what the driver reads back must be what was written."""
+    try:
+        return orjson.dumps(row).decode() + "\n"
+    except TypeError as error:
+        raise RecipeError(
+            f"row {number} is not JSON-able ({error})",
+            key=key,
+            hint="use strings, numbers, lists and dicts with string keys",
+        ) from error
+
+
+def count_rows(path: Path) -> int:
+    """Lines of a materialised data set."""
+    with path.open("rb") as stream:
+        return sum(1 for _ in stream)

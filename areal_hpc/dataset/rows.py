@@ -1,0 +1,126 @@
+"""The rows of a source, one by one."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.files import read_file
+from areal_hpc.errors import RecipeError
+from areal_hpc.hub import snapshot
+from areal_hpc.user_function import load_function
+
+Row = dict[str, Any]
+
+
+def rows(config: DatasetConfig, key: str) -> Iterator[Row]:
+    """The data set, row by row, as the agent gets them.
+
+    Args:
+        config: Where it comes from.
+        key: Its place in the recipe, for errors.
+
+    Raises:
+        RecipeError: A file is missing or cannot be read, a row is no object, or the generator or
+            `to_task` failed.
+    """
+    source = _source_rows(config, key)
+    return source if config.to_task is None else _tasks(source, config.to_task, f"{key}.to_task")
+
+
+def files_of(config: DatasetConfig, key: str) -> list[Path]:
+    """The files and folders that a source is read from, in order; none for made-up tasks.
+
+    Raises:
+        RecipeError: They are not there.
+    """
+    if config.path is not None:
+        if not config.path.exists():
+            raise RecipeError(
+                f"there is no data set at {config.path.resolve()}",
+                key=f"{key}.path",
+                hint="give the path of a file, relative to where you start the run",
+            )
+        return [config.path]
+    if config.hub is None or config.files is None:
+        return []
+    folder = snapshot(config.hub, "dataset", config.revision, f"{key}.hub")
+    found = sorted(path for path in folder.glob(config.files) if path.is_file())
+    if not found:
+        raise RecipeError(
+            f"no file of {config.hub} matches {config.files!r} in {folder}",
+            key=f"{key}.files",
+            hint="areal-hpc prefetch RECIPE, or name files that the repository has",
+        )
+    return found
+
+
+def _source_rows(config: DatasetConfig, key: str) -> Iterator[Row]:
+    if config.generator is not None:
+        yield from _generated(config.generator, config.kwargs, f"{key}.generator")
+    elif config.reasoning_gym is not None:
+        yield from _reasoning(config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym")
+    else:
+        where = f"{key}.path" if config.path is not None else f"{key}.hub"
+        for path in files_of(config, key):
+            yield from read_file(path, where)
+
+
+def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
+    module, colon, name = dotted.partition(":")
+    if not colon:
+        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
+    try:
+        function = getattr(importlib.import_module(module), name)
+        yield from function(**kwargs)
+    except Exception as error:  # boundary: a user's code may raise anything
+        raise RecipeError(
+            f"{dotted} fails with arguments {kwargs} ({type(error).__name__}: {error})",
+            key=key,
+            hint="start the run from the folder that holds the package",
+        ) from error
+
+
+def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
+    """Tasks of reasoning-gym; `reasoning_gym_reward` scores their answers."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise RecipeError(
+            f"reasoning-gym cannot be imported ({error})",
+            key=key,
+            hint='pip install "areal-hpc[agents]" in this environment',
+        ) from error
+    try:
+        for item in reasoning_gym.create_dataset(name, **kwargs):
+            yield {
+                "messages": [{"role": "user", "content": item["question"]}],
+                "question": item["question"],
+                "answer": item["answer"],
+                "metadata": item["metadata"],
+            }
+    except Exception as error:  # boundary: a task's generator may raise anything
+        raise RecipeError(
+            f"reasoning-gym's {name} fails with arguments {kwargs} "
+            f"({type(error).__name__}: {error})",
+            key=key,
+            hint="reasoning_gym.factory.DATASETS lists the names; kwargs are those of the task",
+        ) from error
+
+
+def _tasks(source: Iterator[Row], dotted: str, key: str) -> Iterator[Row]:
+    function = load_function(dotted, key)
+    for number, row in enumerate(source):
+        try:
+            task = function(row)
+        except Exception as error:  # boundary: the function may be the user's
+            raise RecipeError(
+                f"{dotted} fails for row {number} ({type(error).__name__}: {error}): {row!r:.200}",
+                key=key,
+                hint="name the function that fits the form of this data set",
+            ) from error
+        if task is not None:
+            yield task

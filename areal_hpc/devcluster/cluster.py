@@ -1,0 +1,186 @@
+"""The cluster as a whole: up, down, and how it is."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.devcluster import daemons, host, network, nodes, processes
+from areal_hpc.devcluster.paths import ClusterPaths
+from areal_hpc.devcluster.plan import Plan, Settings, from_json, plan, to_json
+from areal_hpc.devcluster.state import lock, open_state, plan_of, read_templates
+from areal_hpc.errors import RecipeError
+
+PARTITIONS = ("scavenger", "priority")
+
+LONGEST_CANCEL_S = 3.0
+"""What jobs get to end before the power is cut."""
+
+POLL_S = 0.05
+
+
+def up(
+    paths: ClusterPaths,
+    asked: Mapping[str, Any],
+    within_s: float,
+    say: Callable[[str], None],
+) -> None:
+    """Start whatever of the cluster does not run, and return when all nodes take jobs.
+
+    Args:
+        paths: Where it lives; made if need be.
+        asked: Fields of `Settings`. A cluster that exists must have these values.
+        within_s: How long that may take.
+        say: Is told of each part that is up.
+
+    Raises:
+        RecipeError: Commands are missing, or a cluster with other settings exists.
+        ClusterError: Something did not come up; its last words are in the message.
+    """
+    began = time.monotonic()
+    deadline = began + within_s
+    open_state(paths)
+    with lock(paths):
+        made = _made(paths, asked)
+        network.ensure_bridge(made)
+        for daemon in made.daemons:
+            daemons.start(made, daemon, deadline)
+            say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
+        for node in made.nodes:
+            if nodes.slurmd_of(paths, node) is None:
+                nodes.restart(made, node)
+        nodes.await_up(made, made.nodes, deadline)
+        say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
+
+
+def _made(paths: ClusterPaths, asked: Mapping[str, Any]) -> Plan:
+    """The cluster that exists, or a new one whose files are written."""
+    if paths.made_of.exists():
+        settings, facts = from_json(paths.made_of.read_text())
+        for key, value in asked.items():
+            if getattr(settings, key) != value:
+                raise RecipeError(
+                    f"expected {key}={getattr(settings, key)}, as the cluster in {paths.root} "
+                    f"has, got {value}",
+                    hint="areal-hpc devcluster down, or name another --state-dir",
+                )
+    else:
+        settings = Settings(**{"namespaces": host.allows_namespaces(), **asked})
+        host.check_commands(settings)
+        facts = host.gather(settings)
+    made = plan(settings, facts, paths, read_templates())
+    _write(made)
+    return made
+
+
+def _write(made: Plan) -> None:
+    paths = made.paths
+    paths.made_of.write_text(to_json(made.settings, made.facts))  # first: `down` goes by it
+    for folder in (
+        *(paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir),
+        *(paths.spool_dir, paths.controller_state),
+        *(paths.spool_dir / node.name for node in made.nodes),
+    ):
+        folder.mkdir(exist_ok=True)
+    paths.munge_dir.chmod(0o755)  # munged refuses one that others can write to
+    paths.database_dir.mkdir(mode=0o700, exist_ok=True)
+    for number in range(made.settings.gpus_per_node):
+        with contextlib.suppress(FileExistsError):
+            (paths.gpu_dir / f"gpu{number}").symlink_to("/dev/null")
+    for path, text in made.files.items():
+        path.touch(mode=0o600)
+        path.write_text(text)
+        path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
+
+
+def down(paths: ClusterPaths) -> bool:
+    """Stop everything and remove every trace. Whether there was a cluster."""
+    if not paths.made_of.exists():
+        return False
+    with lock(paths):
+        made = plan_of(paths)
+        _cancel_all(made)
+        for node in made.nodes:
+            nodes.power_off(made, node)
+        nodes.remove_cgroups(made)
+        for daemon in reversed(made.daemons):
+            daemons.stop(made, daemon)
+        network.remove_bridge(made)
+        shutil.rmtree(paths.root)
+    return True
+
+
+def _cancel_all(made: Plan) -> None:
+    """Cancel all jobs. An srun or salloc in some terminal ends with its job, but not with us."""
+    if not daemons.is_running(made, made.daemons[-1]):
+        return  # scancel would ask a slurmctld that is gone, again and again
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        for partition in PARTITIONS:
+            processes.run(("scancel", f"--partition={partition}"), made.environ)
+        deadline = time.monotonic() + LONGEST_CANCEL_S
+        while time.monotonic() < deadline:
+            if not processes.run(("squeue", "-h", "-t", "R,CG,S"), made.environ).stdout:
+                return
+            time.sleep(POLL_S)
+
+
+def kill_node(paths: ClusterPaths, name: str, *, only_slurmd: bool = False) -> None:
+    """Let a node lose its power; or, `only_slurmd`, let its jobs run on unseen by Slurm."""
+    made = plan_of(paths)
+    node = nodes.node_named(made, name)
+    with lock(paths):
+        if not only_slurmd:
+            nodes.power_off(made, node)
+        elif slurmd := nodes.slurmd_of(paths, node):
+            slurmd.send_signal(signal.SIGKILL)
+
+
+def restore_node(paths: ClusterPaths, name: str, within_s: float) -> None:
+    """Start a node anew, losing what still runs there, and return when it takes jobs.
+
+    Raises:
+        ClusterError: Not within `within_s`.
+    """
+    made = plan_of(paths)
+    node = nodes.node_named(made, name)
+    with lock(paths):
+        nodes.restart(made, node)
+        nodes.await_up(made, [node], time.monotonic() + within_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How one daemon or node is."""
+
+    name: str
+    state: str
+    """`up`, `silent` (runs, does not answer) or `off`; of a node, what Slurm says."""
+    is_well: bool
+    note: str
+
+
+def health(made: Plan) -> list[Health]:
+    """Every daemon, then every node."""
+    found = []
+    for daemon in made.daemons:
+        is_well = daemons.is_running(made, daemon) and daemons.answers(made, daemon)
+        state = "up" if is_well else "silent" if daemons.is_running(made, daemon) else "off"
+        found.append(Health(daemon.name, state, is_well, ""))
+    states = nodes.states(made)
+    for node in made.nodes:
+        state = states.get(node.name, "unknown")
+        if processes.find(made.paths.process(node.name)) is None:
+            note = "without power"
+        elif nodes.slurmd_of(made.paths, node) is None:
+            note = "without slurmd"
+        else:
+            note = f"{node.address}:{node.port}"
+        is_well = state in nodes.UP_STATES and not note.startswith("without")
+        found.append(Health(node.name, state, is_well, note))
+    return found

@@ -1,0 +1,81 @@
+"""The daemons beside the nodes: munged, mariadbd, slurmdbd, slurmctld."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+
+from areal_hpc.devcluster import processes
+from areal_hpc.devcluster.paths import ClusterPaths
+from areal_hpc.devcluster.plan import Daemon, Plan
+from areal_hpc.errors import ClusterError
+
+GRACE_S = 10.0
+"""What a daemon gets to end by itself; MariaDB takes a second."""
+
+POLL_S = 0.05
+LAST_LINES = 8
+
+
+def is_running(made: Plan, daemon: Daemon) -> bool:
+    """Whether its process is there."""
+    return processes.find(made.paths.process(daemon.name)) is not None
+
+
+def answers(made: Plan, daemon: Daemon) -> bool:
+    """Whether it does its work: it is asked for some."""
+    try:
+        return processes.run(daemon.ready, made.environ).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
+
+
+def start(made: Plan, daemon: Daemon, deadline: float) -> None:
+    """Start a daemon that does not run; return when it answers.
+
+    Raises:
+        ClusterError: It ended, or did not answer by `deadline` (of `time.monotonic`).
+    """
+    paths = made.paths
+    if not is_running(made, daemon):
+        if daemon.made_first is not None and not daemon.made_first.exists():
+            _make_first(made, daemon)
+        process = processes.spawn(
+            daemon.command, made.environ, paths.output(daemon.name), paths.process(daemon.name)
+        )
+        processes.standard_input(process).close()
+    while not answers(made, daemon):
+        if not is_running(made, daemon):
+            raise failure(paths, daemon.name, "ended while it started")
+        if time.monotonic() > deadline:
+            raise failure(paths, daemon.name, "did not answer before the deadline")
+        time.sleep(POLL_S)
+
+
+def _make_first(made: Plan, daemon: Daemon) -> None:
+    done = processes.run(daemon.make_first, made.environ)
+    with made.paths.output(daemon.name).open("a") as sink:
+        sink.write(done.stdout + done.stderr)
+    if done.returncode:
+        what = f"lacks {daemon.made_first}: {daemon.make_first[0]} ended with {done.returncode}"
+        raise failure(made.paths, daemon.name, what)
+
+
+def stop(made: Plan, daemon: Daemon) -> None:
+    """End a daemon, if it runs."""
+    if process := processes.find(made.paths.process(daemon.name)):
+        processes.end(process, GRACE_S)
+
+
+def failure(paths: ClusterPaths, name: str, what: str) -> ClusterError:
+    """The error about a daemon or node, with the end of its logs."""
+    lines: list[str] = []
+    for path in (paths.log(name), paths.output(name)):
+        if path.exists():
+            lines += path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+    words = "".join(f"\n    {line}" for line in lines) or " none"
+    return ClusterError(
+        f"{name} {what}; its last words:{words}",
+        key=str(paths.log_dir),
+        hint="mend what it says and repeat; areal-hpc devcluster down removes what is there",
+    )

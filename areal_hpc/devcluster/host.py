@@ -1,0 +1,114 @@
+"""What the machine has and allows: commands, rights, memory, free ports and networks."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.devcluster.node import CGROUPS, CONTROLLERS
+from areal_hpc.devcluster.plan import Facts, Settings, ports_needed
+from areal_hpc.devcluster.processes import search_path
+from areal_hpc.errors import ClusterError, RecipeError
+
+COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
+DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
+NAMESPACE_COMMANDS = ("ip", "unshare", "mount")
+
+PORTS = range(20000, 32000)
+"""Below those that the kernel gives to clients (/proc/sys/net/ipv4/ip_local_port_range)."""
+
+_TRIAL = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "true")
+
+
+def check_commands(settings: Settings) -> None:
+    """Find every command that a cluster needs.
+
+    Raises:
+        RecipeError: Some are not installed.
+    """
+    needed = [*COMMANDS]
+    needed += DATABASE_COMMANDS if settings.accounting else ()
+    needed += NAMESPACE_COMMANDS if settings.namespaces else ()
+    missing = [name for name in needed if shutil.which(name, path=search_path()) is None]
+    if missing:
+        raise RecipeError(
+            f"not installed: {', '.join(missing)}",
+            hint="make slurm, or sudo scripts/install_slurm.sh",
+        )
+
+
+def allows_namespaces() -> bool:
+    """Whether this user may make namespaces and bridges."""
+    if os.geteuid() != 0 or shutil.which("ip", path=search_path()) is None:
+        return False
+    return subprocess.run(_TRIAL, capture_output=True, check=False).returncode == 0
+
+
+def gather(settings: Settings) -> Facts:
+    """Look at the machine."""
+    return Facts(
+        hostname=socket.gethostname().partition(".")[0],
+        user=pwd.getpwuid(os.geteuid()).pw_name,
+        memory_mib=psutil.virtual_memory().total // 2**20,
+        first_port=_free_ports(ports_needed(settings)),
+        network=_free_network() if settings.namespaces else 0,
+        limits_memory=settings.namespaces and _has_cgroups(),
+    )
+
+
+def _free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody listens on."""
+    for first in range(PORTS.start, PORTS.stop - count, 50):
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise ClusterError(
+        f"expected {count} free ports in a row between {PORTS.start} and {PORTS.stop}, got none",
+        hint="ss -ltn shows who listens",
+    )
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _free_network() -> int:
+    """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
+    routed = list(_routes())
+    for number in range(256):
+        subnet = ipaddress.IPv4Network(f"10.77.{number}.0/24")
+        has_bridge = Path(f"/sys/class/net/areal-dc{number}").exists()
+        if not has_bridge and not any(subnet.overlaps(route) for route in routed):
+            return number
+    raise ClusterError(
+        "expected a free subnet 10.77.N.0/24, got routes to all of them",
+        hint="use --loopback, or remove devclusters that nobody needs",
+    )
+
+
+def _routes() -> Iterator[ipaddress.IPv4Network]:
+    command = ("ip", "-4", "-json", "route", "show")
+    listed = subprocess.run(
+        command, capture_output=True, text=True, check=True, env={"PATH": search_path()}
+    )
+    for route in json.loads(listed.stdout):
+        if route["dst"] != "default":
+            yield ipaddress.IPv4Network(route["dst"])
+
+
+def _has_cgroups() -> bool:
+    return all(os.access(CGROUPS / name / "cgroup.procs", os.W_OK) for name in CONTROLLERS)

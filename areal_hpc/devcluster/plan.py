@@ -1,0 +1,302 @@
+"""What a devcluster is made of: the text of its files and its processes. Pure.
+
+`slurm/devcluster/` holds the files' templates. Why single settings are as they are stands there.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jinja2
+
+from areal_hpc.devcluster.node import Machine
+from areal_hpc.devcluster.paths import ClusterPaths
+from areal_hpc.errors import RecipeError
+
+MOST_NODES = 200
+"""What one subnet of 256 addresses and the names n01 to n200 have room for."""
+
+LONGEST_SOCKET_PATH = 107
+"""Bytes of a socket's path that Linux takes (unix(7), sun_path)."""
+
+SLURMD_PORT = 6818
+"""Slurm's own; in namespaces every node has it to itself."""
+
+LOOPBACK = "127.0.0.1"
+
+DATABASE_FILES = ("slurmdbd.conf", "mariadb.cnf")
+"""Only a cluster with accounting has these."""
+
+NAMESPACE_FILES = ("hosts",)
+"""Only nodes with an /etc of their own have these."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a person asks for."""
+
+    nodes: int = 4
+    gpus_per_node: int = 8
+    cpus_per_node: int = 16
+    """Claimed, not there: what they run shares the machine's processors."""
+    grace_s: int = 15
+    """Between the signal of a preemption and the kill."""
+    accounting: bool = True
+    """With slurmdbd and a MariaDB."""
+    namespaces: bool = True
+    """One network, host-name, process and mount namespace per node; otherwise loopback ports."""
+
+    def __post_init__(self) -> None:
+        for key, least, most in (
+            ("nodes", 1, MOST_NODES),
+            ("gpus_per_node", 1, 64),
+            ("cpus_per_node", 1, 1024),
+            ("grace_s", 0, 3600),
+        ):
+            value = getattr(self, key)
+            if not least <= value <= most:
+                raise RecipeError(
+                    f"expected {least} to {most}, got {value}",
+                    key=f"--{key.replace('_', '-')}",
+                    hint="areal-hpc devcluster up --help",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is true of the machine on which the cluster starts."""
+
+    hostname: str
+    user: str
+    memory_mib: int
+    first_port: int
+    """The first of `ports_needed` free ones."""
+    network: int
+    """The N of the bridge `areal-dcN` and its subnet 10.77.N.0/24; both were free."""
+    limits_memory: bool
+    """The controllers of cgroup v1 that `node.py` names are ours to write."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a daemon listens."""
+
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One slurmd, and the machine it thinks it is."""
+
+    name: str
+    address: str
+    port: int
+    link: str
+    """The bridge's end of its cable; empty on loopback."""
+    cgroup: str
+    """Its control group below every controller; empty where memory is not limited."""
+    command: tuple[str, ...]
+    """What starts `node.py`, whose descendants are all that runs on the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Daemon:
+    """One process beside the nodes."""
+
+    name: str
+    command: tuple[str, ...]
+    """Stays in the foreground."""
+    ready: tuple[str, ...]
+    """Ends with 0 when the daemon answers."""
+    made_first: Path | None = None
+    """Something that `make_first` makes, unless it is there."""
+    make_first: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything about a cluster that is decided before it starts."""
+
+    settings: Settings
+    facts: Facts
+    paths: ClusterPaths
+    files: Mapping[Path, str]
+    daemons: tuple[Daemon, ...]
+    """In the order in which they start."""
+    nodes: tuple[Node, ...]
+    environ: Mapping[str, str]
+    """Added to the environment of every daemon and node."""
+    bridge: str
+    """Empty on loopback."""
+    gateway: str
+    """The host's address on the bridge, with its prefix length."""
+
+
+def ports_needed(settings: Settings) -> int:
+    """How many free ports in a row a cluster takes."""
+    return 2 + (0 if settings.namespaces else settings.nodes)
+
+
+def plan(
+    settings: Settings, facts: Facts, paths: ClusterPaths, templates: Mapping[str, str]
+) -> Plan:
+    """Decide everything.
+
+    Args:
+        settings: What was asked for.
+        facts: What the machine has.
+        paths: Where the cluster lives.
+        templates: Name -> text of `slurm/devcluster/<name>.j2`.
+
+    Raises:
+        RecipeError: The state directory's path is too long for sockets, or the machine too small.
+    """
+    _check_room(settings, facts, paths)
+    nodes = tuple(_node(settings, facts, paths, number) for number in range(settings.nodes))
+    controller = Endpoint(_controller_address(settings, facts), facts.first_port)
+    accounting_port = facts.first_port + 1
+    words = {
+        "settings": settings,
+        "facts": facts,
+        "paths": paths,
+        "nodes": nodes,
+        "controller": controller,
+        "accounting_port": accounting_port,
+        "node_memory_mib": _node_memory_mib(settings, facts),
+    }
+    environ = {"SLURM_CONF": str(paths.slurm_conf)}
+    if settings.accounting:
+        environ["MYSQL_UNIX_PORT"] = str(paths.database_socket)
+    return Plan(
+        settings=settings,
+        facts=facts,
+        paths=paths,
+        files={
+            paths.config(name): _render(text, words)
+            for name, text in templates.items()
+            if (settings.accounting or name not in DATABASE_FILES)
+            and (settings.namespaces or name not in NAMESPACE_FILES)
+        },
+        daemons=_daemons(settings, facts, paths),
+        nodes=nodes,
+        environ=environ,
+        bridge=f"areal-dc{facts.network}" if settings.namespaces else "",
+        gateway=f"{controller.address}/24" if settings.namespaces else "",
+    )
+
+
+def _check_room(settings: Settings, facts: Facts, paths: ClusterPaths) -> None:
+    longest = max(paths.munge_socket, paths.database_socket, key=lambda path: len(bytes(path)))
+    if len(bytes(longest)) > LONGEST_SOCKET_PATH:
+        raise RecipeError(
+            f"expected a socket's path of at most {LONGEST_SOCKET_PATH} bytes, "
+            f"got {len(bytes(longest))}: {longest}",
+            key="--state-dir",
+            hint="name a directory closer to the root",
+        )
+    if _node_memory_mib(settings, facts) < settings.cpus_per_node:
+        raise RecipeError(
+            f"expected 1 MiB of memory for each CPU of a node, got {facts.memory_mib} MiB "
+            f"for {settings.nodes} nodes of {settings.cpus_per_node} CPUs",
+            key="--nodes",
+            hint="ask for fewer nodes",
+        )
+
+
+def _controller_address(settings: Settings, facts: Facts) -> str:
+    return f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
+
+
+def _node_memory_mib(settings: Settings, facts: Facts) -> int:
+    return facts.memory_mib // settings.nodes
+
+
+def _node(settings: Settings, facts: Facts, paths: ClusterPaths, number: int) -> Node:
+    name = f"n{number + 1:02d}"
+    slurmd = ("slurmd", "-D", "-N", name)
+    program = (sys.executable, "-I", str(Path(__file__).with_name("node.py")))
+    if not settings.namespaces:
+        order = json.dumps({"slurmd": slurmd})
+        port = facts.first_port + 2 + number
+        return Node(name, LOOPBACK, port, link="", cgroup="", command=(*program, order))
+    address = f"10.77.{facts.network}.{number + 2}"
+    cgroup = f"areal-dc{facts.network}/{name}" if facts.limits_memory else ""
+    machine = Machine(
+        name=name,
+        address=f"{address}/24",
+        hosts=str(paths.config("hosts")),
+        cgroup=cgroup,
+        memory_mib=_node_memory_mib(settings, facts),
+    )
+    order = json.dumps({"slurmd": slurmd, "machine": machine})
+    unshare = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
+    return Node(
+        name,
+        address,
+        SLURMD_PORT,
+        link=f"adc{facts.network}-{name}",
+        cgroup=cgroup,
+        command=(*unshare, *program, order),
+    )
+
+
+def _daemons(settings: Settings, facts: Facts, paths: ClusterPaths) -> tuple[Daemon, ...]:
+    # --force: munged wants a socket that all users reach, and $XDG_RUNTIME_DIR is private.
+    munged = Daemon(
+        "munged",
+        (
+            *("munged", "--foreground", "--force", "--num-threads=2"),
+            f"--socket={paths.munge_socket}",
+            f"--key-file={paths.munge_key}",
+            f"--seed-file={paths.munge_dir / 'seed'}",
+            f"--pid-file={paths.pid_dir / 'munged.pid'}",
+        ),
+        ready=("munge", "--no-input", f"--socket={paths.munge_socket}"),
+        made_first=paths.munge_key,
+        make_first=("mungekey", "--create", f"--keyfile={paths.munge_key}"),
+    )
+    slurmctld = Daemon("slurmctld", ("slurmctld", "-D"), ready=("scontrol", "ping"))
+    if not settings.accounting:
+        return (munged, slurmctld)
+    mariadb_config = f"--defaults-file={paths.config('mariadb.cnf')}"
+    mariadbd = Daemon(
+        "mariadbd",
+        ("mariadbd", mariadb_config),
+        ready=(
+            *("mariadb-admin", "--no-defaults", f"--user={facts.user}"),
+            *(f"--socket={paths.database_socket}", "ping"),
+        ),
+        made_first=paths.database_dir / "mysql",
+        make_first=(
+            *("mariadb-install-db", mariadb_config, "--skip-test-db"),
+            *("--auth-root-authentication-method=socket", f"--auth-root-socket-user={facts.user}"),
+        ),
+    )
+    slurmdbd = Daemon("slurmdbd", ("slurmdbd", "-D"), ready=("sacctmgr", "-n", "list", "cluster"))
+    return (munged, mariadbd, slurmdbd, slurmctld)
+
+
+def _render(text: str, words: Mapping[str, object]) -> str:
+    environment = jinja2.Environment(
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return environment.from_string(text).render(words)
+
+
+def to_json(settings: Settings, facts: Facts) -> str:
+    """What must be kept so that a later command makes the same plan."""
+    return json.dumps({"settings": asdict(settings), "facts": asdict(facts)}, indent=2) + "\n"
+
+
+def from_json(text: str) -> tuple[Settings, Facts]:
+    """The inverse of `to_json`."""
+    kept = json.loads(text)
+    return Settings(**kept["settings"]), Facts(**kept["facts"])

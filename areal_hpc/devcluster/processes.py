@@ -1,0 +1,148 @@
+"""Processes that outlive the command that started them, known by pid and start time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+from areal_hpc.errors import ClusterError
+
+LONGEST_DEATH_S = 10.0
+"""A killed process that is still there after this hangs in the kernel."""
+
+LONGEST_ANSWER_S = 60.0
+"""Making an empty database takes seconds; clients of a lost daemon try again for a while."""
+
+
+def search_path() -> str:
+    """Where commands are looked for: distributions keep daemons where few users look."""
+    return os.pathsep.join(
+        [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
+    )
+
+
+def spawn(
+    command: Sequence[str], environ: Mapping[str, str], output: Path, record: Path
+) -> subprocess.Popen[bytes]:
+    """Start `command` in a session of its own and write down which process it is.
+
+    Its standard input is a pipe: `node.py` waits for a line. `output` is appended to.
+    """
+    with output.open("ab") as sink:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "PATH": search_path(), **environ},
+            cwd=output.parent,
+            stdin=subprocess.PIPE,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    # It may have ended already: then there is nobody to find later either.
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).create_time()
+        record.write_text(json.dumps({"pid": process.pid, "started": started}))
+    return process
+
+
+def standard_input(process: subprocess.Popen[bytes]) -> IO[bytes]:
+    """The pipe to a process that `spawn` started."""
+    if process.stdin is None:
+        raise ClusterError(f"process {process.pid} was started without a pipe")
+    return process.stdin
+
+
+def run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's short commands to its end, whatever its exit code.
+
+    Raises:
+        subprocess.TimeoutExpired: It took more than `LONGEST_ANSWER_S`.
+    """
+    return subprocess.run(
+        command,
+        env={**os.environ, "PATH": search_path(), **environ},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=LONGEST_ANSWER_S,
+    )
+
+
+def find(record: Path) -> psutil.Process | None:
+    """The process that `spawn` wrote down, if it still runs."""
+    try:
+        kept = json.loads(record.read_text())
+        process = psutil.Process(kept["pid"])
+        is_same = process.create_time() == kept["started"]
+        # One whose parent never asks for its end stays in the table after it.
+        return process if is_same and process.status() != psutil.STATUS_ZOMBIE else None
+    except (FileNotFoundError, psutil.NoSuchProcess):
+        return None
+
+
+def descendants(process: psutil.Process) -> list[psutil.Process]:
+    """Everything that descends from `process` and still runs."""
+    try:
+        children = process.children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+    return [child for child in children if _runs(child)]
+
+
+def _runs(process: psutil.Process) -> bool:
+    try:
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def fell(process: psutil.Process) -> None:
+    """Kill everything that descends from `process`, then `process`.
+
+    Raises:
+        ClusterError: Something did not die.
+    """
+    deadline = time.monotonic() + LONGEST_DEATH_S
+    # In rounds, because they may fork meanwhile; the ancestor last, because it adopts.
+    while remaining := descendants(process):
+        for child in remaining:
+            _kill(child)
+        _pause(deadline, remaining)
+    _kill(process)
+    while _runs(process):
+        _pause(deadline, [process])
+
+
+def end(process: psutil.Process, grace_s: float) -> None:
+    """Ask `process` to end; kill it after `grace_s`."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+    deadline = time.monotonic() + grace_s
+    while _runs(process) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if _runs(process):
+        fell(process)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.kill()
+
+
+def _pause(deadline: float, remaining: Sequence[psutil.Process]) -> None:
+    if time.monotonic() > deadline:
+        raise ClusterError(
+            f"expected killed processes to be gone after {LONGEST_DEATH_S:.0f} s, got "
+            f"{', '.join(str(process.pid) for process in remaining)} still there",
+            hint="look at their state with ps; one in state D waits for a device",
+        )
+    time.sleep(0.02)

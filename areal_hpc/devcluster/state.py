@@ -1,0 +1,79 @@
+"""The state directory: whose it is, who may change it, what cluster lives in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_hpc.devcluster.paths import ClusterPaths
+from areal_hpc.devcluster.plan import Plan, from_json, plan
+from areal_hpc.errors import ClusterError, RecipeError
+
+TEMPLATES = Path(__file__).parents[2] / "slurm" / "devcluster"
+
+
+def read_templates() -> Mapping[str, str]:
+    """Name of a file -> its template.
+
+    Raises:
+        RecipeError: The package was installed without its checkout.
+    """
+    templates = {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.j2"))}
+    if not templates:
+        raise RecipeError(
+            f"expected templates of Slurm's files in {TEMPLATES}, got none",
+            hint="run areal-hpc from a checkout",
+        )
+    return templates
+
+
+def open_state(paths: ClusterPaths) -> None:
+    """Make the state directory, or see that it may be used.
+
+    Raises:
+        RecipeError: It holds something else, or belongs to someone else.
+    """
+    paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
+    if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
+        raise RecipeError(
+            f"expected a directory of your own, got {paths.root}",
+            key="--state-dir",
+            hint="name another one",
+        )
+    if not paths.made_of.exists() and any(paths.root.iterdir()):
+        raise RecipeError(
+            f"expected an empty directory or a devcluster, got {paths.root}",
+            key="--state-dir",
+            hint="empty it or name another one: `down` removes all of it",
+        )
+
+
+@contextmanager
+def lock(paths: ClusterPaths) -> Iterator[None]:
+    """Be the only command that changes this cluster.
+
+    Raises:
+        ClusterError: Another one did, and removed the directory.
+    """
+    descriptor = os.open(paths.root, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if not paths.root.exists():
+            raise ClusterError(f"another command removed {paths.root}", hint="repeat the command")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def plan_of(paths: ClusterPaths) -> Plan:
+    """The plan of the cluster that exists.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    if not paths.made_of.exists():
+        raise RecipeError(f"there is no devcluster in {paths.root}", hint="areal-hpc devcluster up")
+    return plan(*from_json(paths.made_of.read_text()), paths, read_templates())

@@ -1,0 +1,268 @@
+"""Hand a plan to Slurm: everything in place, every job submitted at once, then nothing of us left.
+
+Unlike the foreground launcher nobody stays behind: jobs start each other again and end by
+themselves. Who waits only watches files, and the queue now and then.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from areal_hpc.cluster.jobspec import JobSpec, Launch, SlurmLaunch
+from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
+from areal_hpc.cluster.submissions import (
+    Submission,
+    newest_of_each,
+    read_submissions,
+    record_submission,
+)
+from areal_hpc.cluster.submit import (
+    cancel_submitted,
+    live_jobs,
+    outcomes_in,
+    submit_slurm,
+    write_job,
+)
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch import Interrupted, JobFailedError, Reporter, crash_of
+from areal_hpc.layout import ROLES, RunLayout
+from areal_hpc.plan import Facts, Plan, Stage, plan
+from areal_hpc.ready import Ready, prepared, pythons_of
+from areal_hpc.recipe import Recipe
+from areal_hpc.telemetry import EventLog, read_json_lines
+
+LOOK_S = 0.5
+"""Between two looks at the run's files."""
+QUEUE_POLL_S = 15.0
+"""Between two questions to slurmctld, at first."""
+LONGEST_QUEUE_POLL_S = 60.0
+ENDS_WITHIN_S = 120.0
+"""Time that jobs get to end after the run's last step."""
+
+
+def submit(
+    recipe: Recipe,
+    *,
+    command_line: Sequence[str],
+    say: Callable[[str], None],
+    after: Sequence[str] = (),
+    fresh: bool = False,
+) -> list[Submission]:
+    """Submit what is left of a run. All of its jobs are queued, or none.
+
+    Args:
+        recipe: What to run.
+        command_line: For the provenance record.
+        say: Where lines for a person go.
+        after: Slurm's numbers of jobs that must have succeeded before this run starts.
+        fresh: Move an earlier run aside first.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
+        ClusterError: There is no Slurm here, or jobs of the run wait or run.
+    """
+    requests_of(recipe, Path.cwd())  # what does not fit is refused before anything is written
+    with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
+        return _submit_stages(recipe, ready, after, say)
+
+
+def write_down(
+    recipe: Recipe, *, command_line: Sequence[str], say: Callable[[str], None], fresh: bool = False
+) -> list[Path]:
+    """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong.
+        ClusterError: Jobs of the run wait or run.
+    """
+    requests_of(recipe, Path.cwd())
+    with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
+        place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
+        return [
+            write_job(request, launch_of(spec, stage, recipe, ready)).with_name("job.sbatch")
+            for stage in ready.stages
+            for spec, request in _pairs(stage, recipe, place)
+        ]
+
+
+def _submit_stages(
+    recipe: Recipe, ready: Ready, after: Sequence[str], say: Callable[[str], None]
+) -> list[Submission]:
+    place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
+    submitted: list[Submission] = []
+    dependency = after_success(after)
+    try:
+        for stage in ready.stages:
+            for spec, request in _pairs(stage, recipe, place):
+                asked = request.depending_on(dependency) if dependency else request
+                job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready))
+                submitted.append(enter(ready, spec.name, job_id))
+                say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
+            dependency = after_success([_leader(stage, submitted).job_id])
+    except BaseException:  # boundary: half a run would wait for its other half, and cost
+        cancel_submitted([submission.job_id for submission in submitted])
+        raise
+    return submitted
+
+
+def _pairs(stage: Stage, recipe: Recipe, place: RunPlace) -> Iterator[tuple[JobSpec, JobRequest]]:
+    return zip(stage.jobs, request_all(stage.jobs, recipe.cluster.slurm, place), strict=True)
+
+
+def _leader(stage: Stage, submitted: Sequence[Submission]) -> Submission:
+    return next(one for one in reversed(submitted) if one.job == stage.leader.name)
+
+
+def enter(ready: Ready, job: str, job_id: str) -> Submission:
+    """Write down that a job was submitted."""
+    layout = ready.layout
+    submission = Submission(
+        job, job_id, ready.attempt, time.time(), str(layout.jobs_dir / job / "job.sbatch")
+    )
+    record_submission(layout.submissions, submission)
+    EventLog(layout.events, "launcher").record("job_submitted", job=job, job_id=job_id)
+    return submission
+
+
+def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Launch:
+    """What the supervisors of a job under Slurm are told."""
+    cluster, layout = recipe.cluster, ready.layout
+    network = cluster.slurm.network
+    return Launch(
+        job=spec,
+        job_dir=str(layout.jobs_dir / spec.name),
+        log_dir=str(layout.log_dir(ready.attempt)),
+        events=str(layout.events),
+        pythons=ready.pythons,
+        variables={role: network.variables() | getattr(cluster, role).variables for role in ROLES},
+        stop_grace_s=cluster.stop_grace_s,
+        slurm=SlurmLaunch(
+            submissions=str(layout.submissions),
+            script=str(layout.jobs_dir / spec.name / "job.sbatch"),
+            excluded_nodes=str(layout.excluded_nodes),
+            cancelled=str(layout.cancelled),
+            interface=network.interface,
+            progress=str(layout.warmup_metrics if stage.name == "warmup" else layout.metrics),
+            done_marker=str(stage.done_marker),
+        ),
+    )
+
+
+def place_of(
+    recipe: Recipe, layout: RunLayout, pythons: dict[str, str], working_folder: Path
+) -> RunPlace:
+    """What all jobs of a run have in common."""
+    nodes = {row["node"] for row in read_json_lines(layout.excluded_nodes)}
+    return RunPlace(
+        name=f"{recipe.experiment_name}-{recipe.trial_name}",
+        run_dir=layout.root,
+        jobs_dir=layout.jobs_dir,
+        pythons=pythons,
+        working_folder=working_folder,
+        mounted=(recipe.model.path.resolve(),) if recipe.model.path else (),
+        excluded_nodes=tuple(sorted(nodes)),
+    )
+
+
+def sketch(recipe: Recipe, layout: RunLayout) -> Plan:
+    """The plan without what only the task sets tell; no job's shape depends on that."""
+    counts = (0,) * len(recipe.train_dataset.sources)
+    return plan(recipe, layout, Facts(0, 0, pythons_of(recipe)["serve"], (), counts))
+
+
+def requests_of(
+    recipe: Recipe,
+    working_folder: Path,
+    after: Sequence[str] = (),
+    place: RunPlace | None = None,
+) -> list[JobRequest]:
+    """What would be asked of Slurm for all that is left of a run; nothing is written.
+
+    Numbers that Slurm has not given out yet are spelt `WARMUP_JOBID`.
+
+    Args:
+        recipe: What to run.
+        working_folder: Where jobs start.
+        after: Slurm's numbers of jobs that must have succeeded first.
+        place: The run's own unless given.
+
+    Raises:
+        RecipeError: Jobs do not fit the nodes; every misfit at once.
+    """
+    layout = RunLayout(recipe.run_dir.resolve())
+    place = place or place_of(recipe, layout, pythons_of(recipe), working_folder)
+    stages = [one for one in sketch(recipe, layout).stages if not one.done_marker.exists()]
+    jobs = [job for stage in stages for job in stage.jobs]
+    requests = {request.job: request for request in request_all(jobs, recipe.cluster.slurm, place)}
+    dependency = after_success(after)
+    for stage in stages:
+        for job in stage.jobs if dependency else ():
+            requests[job.name] = requests[job.name].depending_on(dependency)
+        leading = f"{stage.leader.name.upper()}_JOBID"
+        dependency = f"aftercorr:{leading}" if place.is_array else after_success([leading])
+    return list(requests.values())
+
+
+def after_success(job_ids: Sequence[str]) -> str:
+    """Slurm's way to say that jobs must have succeeded; empty for none."""
+    return f"afterok:{':'.join(job_ids)}" if job_ids else ""
+
+
+def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
+    """Show a submitted run's progress until it has ended and its jobs are gone.
+
+    Raises:
+        JobFailedError: The leading job is gone for good, and the run is not finished.
+        Interrupted: `stop` was set. The jobs go on.
+    """
+    poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
+    while not layout.finished.exists():
+        left = (one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
+        if (stage := next(left, None)) is None:
+            break  # it has just finished
+        reporter.watch(stage.name)
+        if stop.wait(LOOK_S):
+            raise Interrupted
+        if time.monotonic() - asked_at < poll_s:
+            continue
+        is_gone = _is_gone(layout, stage.leader.name)
+        if is_gone and was_gone and not layout.finished.exists():
+            raise _why_gone(layout, stage.leader.name)
+        # Asked again soon: a job may be submitting itself anew at this moment.
+        poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, LONGEST_QUEUE_POLL_S)
+        asked_at, was_gone = time.monotonic(), is_gone
+    reporter.watch("train")
+    _see_jobs_off(layout, reporter, stop)
+
+
+def _is_gone(layout: RunLayout, job: str) -> bool:
+    """True if Slurm no longer has the newest submission of a job."""
+    newest = newest_of_each(read_submissions(layout.submissions))[job]
+    try:
+        return not live_jobs([newest.job_id])
+    except ClusterError:
+        return False  # slurmctld may be away for a while
+
+
+def _why_gone(layout: RunLayout, leader: str) -> JobFailedError:
+    for job in (leader, *newest_of_each(read_submissions(layout.submissions))):
+        if (crash := crash_of(job, outcomes_in(layout.jobs_dir / job))) is not None:
+            return crash
+    return JobFailedError(
+        f"the job {leader} is gone, and its work is not done",
+        key=str(layout.jobs_dir / leader / "submitit"),
+        hint="read the files in that folder; the same command continues the run",
+        code=ClusterError.exit_code,
+    )
+
+
+def _see_jobs_off(layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
+    job_ids = [one.job_id for one in newest_of_each(read_submissions(layout.submissions)).values()]
+    give_up_at = time.monotonic() + ENDS_WITHIN_S
+    while live := live_jobs(job_ids):
+        if time.monotonic() > give_up_at or stop.wait(2.0):
+            reporter.say(f"the run is finished, and jobs still end: {', '.join(live)}")
+            return

@@ -1,0 +1,45 @@
+"""Repositories of the Hugging Face hub as they lie in the local cache; nothing here downloads.
+
+The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It has to be on shared storage: jobs read it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from areal_hpc.errors import RecipeError
+
+RepoKind: TypeAlias = Literal["model", "dataset"]
+
+REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
+"""What names of repositories, `owner/name`, look like."""
+
+
+def snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
+    """The folder of a revision in the cache.
+
+    Args:
+        repo: `owner/name`.
+        kind: What the repository holds.
+        revision: A branch, a tag or a whole commit hash; the branch main when None.
+        key: The recipe's key that names it, for errors.
+
+    Raises:
+        RecipeError: It is not there.
+    """
+    # Imported late: only recipes that name the hub pay for it.
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(repo, repo_type=kind, revision=revision, local_files_only=True)
+        )
+    except LocalEntryNotFoundError:
+        raise RecipeError(
+            f"the {kind} {repo} at revision {revision or 'main'} is not in the cache "
+            f"{constants.HF_HUB_CACHE}, and runs never download",
+            key=key,
+            hint="areal-hpc prefetch RECIPE, where there is a network",
+        ) from None

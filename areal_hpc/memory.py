@@ -1,0 +1,204 @@
+"""How much GPU memory a recipe takes: estimates from the model's sizes. Pure.
+
+Counted are the things whose size follows from shapes; kernels' workspace and fragmentation are
+covered by `RESERVE_BYTES`, which is an assumption. Sources:
+
+- optimizer state sharded over data-parallel ranks: Megatron-core's distributed optimizer (6 + 12/d
+  bytes a parameter in bfloat16; docs/source/api-guide/dist_optimizer.md of Megatron-LM);
+- activations: what each operation keeps for its backward pass, counted as in Korthikanti et al.,
+  "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198), for the
+  operations of `trainer/model/`: no dropout, FlashAttention, a gated MLP that keeps its input,
+  sequence parallelism whenever tp > 1, nothing recomputed;
+- serving: SGLang's `--mem-fraction-static` is the share of a GPU for weights and KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from areal_hpc.errors import Problem
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.trainer.model.architecture import Architecture
+
+GIB = 2**30
+RESERVE_BYTES = 2 * GIB
+"""CUDA's context, NCCL's channels, workspace of matrix products. An assumption, not measured."""
+ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes on the fullest GPU of the trainer, and the pipeline stage it belongs to."""
+
+    stage: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """With the reserve."""
+        state = self.parameters + self.gradients + self.optimizer
+        return state + self.activations + self.logits + RESERVE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class ServingMemory:
+    """Bytes on each GPU of a replica."""
+
+    weights: int
+    kv_per_token: int
+    kv_tokens: int | None
+    """Tokens that the KV cache holds; None if neither the recipe nor the GPU's size says."""
+
+    @property
+    def total(self) -> int:
+        """Weights and KV cache."""
+        return self.weights + self.kv_per_token * (self.kv_tokens or 0)
+
+
+def layer_parameters(arch: Architecture, tp: int) -> int:
+    """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    qkv = (queries + 2 * keys) // tp
+    count = 2 * arch.hidden + qkv * arch.hidden + queries // tp * arch.hidden
+    count += qkv if arch.qkv_bias else 0
+    count += 2 * arch.head_dim if arch.qk_norm else 0
+    if arch.experts is not None:
+        return count + arch.experts.count * arch.hidden  # the router, whole on every rank
+    return count + 3 * arch.ffn // tp * arch.hidden
+
+
+def expert_parameters(arch: Architecture, ep: int) -> int:
+    """Parameters of one layer's experts on one expert-parallel rank; experts are not cut."""
+    if arch.experts is None:
+        return 0
+    return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
+
+
+def embedding_parameters(arch: Architecture, tp: int) -> int:
+    """Parameters of the embedding, or of the head, on one tensor-parallel rank."""
+    return -(-arch.vocab // tp) * arch.hidden
+
+
+def stage_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+    """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
+    layers, last = arch.layers // parallel.pp, parallel.pp - 1
+    dense = layers * layer_parameters(arch, parallel.tp)
+    if stage == 0:
+        dense += embedding_parameters(arch, parallel.tp)
+    if stage == last:
+        dense += arch.hidden
+        if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
+            dense += embedding_parameters(arch, parallel.tp)
+    return dense, layers * expert_parameters(arch, parallel.ep)
+
+
+def model_parameters(arch: Architecture) -> int:
+    """Parameters of the whole network."""
+    return sum(stage_parameters(arch, ParallelConfig(), 0))
+
+
+def trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
+    """What the fullest GPU of the trainer holds during a step."""
+    stages = {0, config.parallel.pp - 1}
+    return max((_stage_memory(arch, config, stage) for stage in stages), key=lambda m: m.total)
+
+
+def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
+    parallel, element = config.parallel, ELEMENT_BYTES[config.dtype]
+    dense, experts = stage_parameters(arch, parallel, stage)
+    # Moments in float32; in bfloat16 also a float32 copy of the parameters.
+    state = 8 if config.dtype == "float32" else 12
+    sharers = parallel.dp * parallel.cp
+    expert_sharers = parallel.tp * sharers // parallel.ep
+    tokens = config.max_tokens_per_microbatch
+    # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
+    begun = parallel.pp - stage
+    layers = arch.layers // parallel.pp
+    activations = layers * layer_activations(arch, parallel, tokens) * element * begun
+    logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
+    return TrainerMemory(
+        stage=stage,
+        parameters=(dense + experts) * element,
+        gradients=(dense + experts) * 4,
+        optimizer=state * dense // sharers + state * experts // expert_sharers,
+        activations=activations,
+        logits=logits if stage == parallel.pp - 1 else 0,
+    )
+
+
+def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int) -> int:
+    """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
+
+    The inputs and outputs of both norms; query, key and value as projected and as rotated; what
+    was attended; the MLP's gate, up and product. Routing to experts is taken as even.
+
+    Args:
+        arch: The network.
+        parallel: How it is split.
+        tokens: Of the micro-batch, over all context-parallel ranks.
+    """
+    queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    kept = 4 * arch.hidden + (queries + 2 * keys) + (queries + keys) + queries
+    if arch.experts is None:
+        kept += 3 * arch.ffn
+    else:  # sent tokens, gate, up and product, and what comes back to be weighed
+        kept += arch.experts.per_token * (2 * arch.hidden + 3 * arch.experts.ffn)
+    numbers = tokens // parallel.cp * kept // parallel.tp
+    if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
+        numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp
+    return numbers
+
+
+def serving_memory(
+    arch: Architecture, config: InferenceConfig, gpu_bytes: int | None
+) -> ServingMemory:
+    """What each GPU of a replica holds: its part of the weights, and the KV cache."""
+    element = ELEMENT_BYTES[config.dtype]
+    dense = arch.layers * layer_parameters(arch, config.tp) + arch.hidden
+    tables = (1 if arch.tied else 2) * embedding_parameters(arch, config.tp)
+    # SGLang cuts every expert over the tensor-parallel ranks.
+    experts = arch.layers * expert_parameters(arch, 1) // config.tp
+    weights = (dense + tables + experts) * element
+    heads = max(1, arch.kv_heads // config.tp)  # with more ranks than heads, each is copied
+    per_token = 2 * arch.layers * heads * arch.head_dim * element
+    tokens = config.max_total_tokens
+    if tokens is None and gpu_bytes is not None:
+        tokens = max(0, int(gpu_bytes * config.mem_fraction) - weights) // per_token
+    return ServingMemory(weights, per_token, tokens)
+
+
+def misfit_problems(
+    trainer: TrainerMemory, serving: ServingMemory, config: InferenceConfig, gpu_bytes: int
+) -> Iterator[Problem]:
+    """What will not fit a GPU of `gpu_bytes`."""
+    gpu = gpu_bytes / GIB
+    if trainer.total > gpu_bytes:
+        yield Problem(
+            f"a trainer rank of stage {trainer.stage} takes {trainer.total / GIB:.1f} GiB, "
+            f"a GPU has {gpu:.0f}",
+            "trainer.parallel",
+            "raise tp or pp, or lower trainer.max_tokens_per_microbatch: "
+            f"activations and logits are {(trainer.activations + trainer.logits) / GIB:.1f} GiB",
+        )
+    room = gpu_bytes * config.mem_fraction
+    if serving.total > room or not serving.kv_tokens:
+        yield Problem(
+            f"weights of {serving.weights / GIB:.1f} GiB and a KV cache of "
+            f"{(serving.total - serving.weights) / GIB:.1f} GiB do not fit the "
+            f"{room / GIB:.1f} GiB that mem_fraction={config.mem_fraction} leaves them",
+            "inference.tp",
+            "raise inference.tp, or lower inference.max_total_tokens",
+        )
+    elif config.context_tokens is not None and serving.kv_tokens < config.context_tokens:
+        yield Problem(
+            f"the KV cache holds {serving.kv_tokens} tokens, less than the "
+            f"{config.context_tokens} of one request",
+            "inference.context_tokens",
+            "raise inference.tp or inference.mem_fraction, or lower inference.context_tokens",
+        )

@@ -1,0 +1,199 @@
+"""Put a recipe's models and data sets in place, on a machine that has a network.
+
+Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`
+and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.hub import RepoKind
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import Recipe
+
+MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+"""Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
+HASHED_AT_ONCE_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One thing that a recipe names."""
+
+    key: str
+    """Its place in the recipe."""
+    name: str
+    """`owner/name` on the hub, or a path."""
+    kind: RepoKind
+    revision: str | None = None
+    patterns: tuple[str, ...] = ()
+    """Files of the repository; empty for a path, which cannot be fetched."""
+
+
+def wanted(recipe: Recipe) -> list[Wanted]:
+    """Everything that has to be in place before the run, in the recipe's order."""
+    model = recipe.model
+    found = []
+    if model.hub is not None:
+        found.append(Wanted("model.hub", model.hub, "model", model.revision, MODEL_FILES))
+    if model.path is not None:
+        found.append(Wanted("model.path", str(model.path), "model"))
+    parts: list[tuple[DatasetConfig, str]] = [*recipe.train_dataset.parts("train_dataset")]
+    if recipe.valid_dataset is not None:
+        parts.append((recipe.valid_dataset, "valid_dataset"))
+    if recipe.warmup is not None:
+        parts.append((recipe.warmup.dataset, "warmup.dataset"))
+    for part, key in parts:
+        if part.hub is not None and part.files is not None:
+            patterns = (part.files,)
+            found.append(Wanted(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
+        if part.path is not None:
+            found.append(Wanted(f"{key}.path", str(part.path), "dataset"))
+    return found
+
+
+def prefetch(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+    """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
+
+    Args:
+        recipe: What is going to run.
+        layout: Where the record goes.
+        say: Told a line per thing.
+
+    Raises:
+        RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
+            is; all problems at once.
+    """
+    before = _known(layout.prefetched)
+    record: list[dict[str, Any]] = []
+    problems: list[Problem] = []
+    for want in wanted(recipe):
+        try:
+            folder = _put_in_place(want)
+            files = [_described(path, folder, before) for path in _files(folder, want)]
+        except RecipeError as error:
+            problems += error.problems
+            continue
+        entry = {"key": want.key, "name": want.name, "folder": str(folder), "files": files}
+        if want.patterns:
+            entry |= {"revision": want.revision or "main", "commit": folder.name}
+        record.append(entry)
+        mib = sum(file["bytes"] for file in files) / 2**20
+        where = f"at {folder.name[:12]}" if want.patterns else ""
+        say(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
+    if problems:
+        raise RecipeError.of(problems)
+    layout.root.mkdir(parents=True, exist_ok=True)
+    partial = layout.prefetched.with_name(f".{layout.prefetched.name}.tmp")
+    partial.write_text(json.dumps(record, indent=2))
+    partial.rename(layout.prefetched)
+
+
+def _put_in_place(want: Wanted) -> Path:
+    """The folder of the thing (or the file, for a path), downloaded if need be.
+
+    Raises:
+        RecipeError: It cannot be had.
+    """
+    if not want.patterns:
+        path = Path(want.name).resolve()
+        if not path.exists():
+            raise RecipeError(f"there is nothing at {path}", key=want.key, hint="copy it there")
+        return path
+    import httpx
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                want.name,
+                repo_type=want.kind,
+                revision=want.revision,
+                allow_patterns=list(want.patterns),
+            )
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        first = str(error).strip().split("\n")[0]
+        raise RecipeError(
+            f"{want.name} cannot be fetched from {constants.ENDPOINT}: {first}",
+            key=want.key,
+            hint="run this where there is a network; HF_ENDPOINT names a mirror, HF_TOKEN opens "
+            "what is gated",
+        ) from error
+
+
+def _files(folder: Path, want: Wanted) -> list[Path]:
+    """The files of a thing that is in place.
+
+    Raises:
+        RecipeError: None of them is what the recipe names.
+    """
+    if folder.is_file():
+        return [folder]
+    patterns = want.patterns if want.kind == "dataset" and want.patterns else ("**/*",)
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    if not found:
+        raise RecipeError(
+            f"{want.name} has no file that matches {', '.join(patterns)}",
+            key=want.key.removesuffix(".hub") + ".files" if want.patterns else want.key,
+            hint="look at the files of the repository",
+        )
+    return sorted(found)
+
+
+def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+    """Name, size and digest. A digest is taken once: size and time of the file tell a change.
+
+    Raises:
+        RecipeError: The cache's name of a large file is its SHA-256, and that differs.
+    """
+    state = path.stat()
+    entry = {
+        "name": path.name if path == folder else str(path.relative_to(folder)),
+        "bytes": state.st_size,
+        "modified_ns": state.st_mtime_ns,
+    }
+    known = before.get(str(path), {})
+    if all(known.get(name) == value for name, value in entry.items()):
+        return {**entry, "sha256": known["sha256"]}
+    digest = _sha256(path)
+    blob = path.resolve().name
+    if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", blob) and blob != digest:
+        raise RecipeError(
+            f"{path} is damaged: its SHA-256 is {digest}, the hub's {blob}",
+            key=str(path),
+            hint=f"rm {path.resolve()} and repeat",
+        )
+    return {**entry, "sha256": digest}
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while block := stream.read(HASHED_AT_ONCE_BYTES):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _known(record: Path) -> dict[str, Any]:
+    """What an earlier call wrote, by the file's path."""
+    if not record.exists():
+        return {}
+    return dict(_by_path(json.loads(record.read_bytes())))
+
+
+def _by_path(record: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
+    for entry in record:
+        folder = Path(entry["folder"])
+        for file in entry["files"]:
+            yield str(folder if folder.name == file["name"] else folder / file["name"]), file

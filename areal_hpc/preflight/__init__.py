@@ -1,0 +1,1 @@
+"""CHECK: is this cluster fit for a run? Asked on the login node, before anything is submitted."""

@@ -1,0 +1,152 @@
+"""Take hold of a run directory: what the recipe names is there, nobody else works in it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from areal_hpc import doctor, prepare
+from areal_hpc.cluster.container import image_python
+from areal_hpc.cluster.submissions import newest_of_each, read_submissions
+from areal_hpc.cluster.submit import interpreter_of, live_jobs
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.layout import ROLES, RunLayout
+from areal_hpc.plan import Stage, plan
+from areal_hpc.recipe import Recipe
+from areal_hpc.telemetry import read_json_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A run directory in which jobs can start."""
+
+    layout: RunLayout
+    attempt: int
+    pythons: dict[str, str]
+    """Interpreter of each role."""
+    stages: tuple[Stage, ...]
+    """What is left to do."""
+
+
+@contextmanager
+def prepared(
+    recipe: Recipe,
+    *,
+    command_line: Sequence[str],
+    say: Callable[[str], None],
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+) -> Iterator[Ready]:
+    """Put a run directory in place and keep other launchers out of it.
+
+    Args:
+        recipe: What is to run.
+        command_line: For the provenance record.
+        say: Where progress goes.
+        fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        ClusterError: Another launcher, or a job of the run, works in this run directory.
+    """
+    pythons, layout = pythons_of(recipe), RunLayout(recipe.run_dir.resolve())
+    folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
+    problems = doctor.inspect_inputs(recipe, pythons, folders)
+    if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
+        unseen = {f"cluster.{role}.python" for role in ROLES}
+        problems = [problem for problem in problems if problem.key not in unseen]
+    if problems:
+        raise RecipeError.of(problems)
+    refuse_live_jobs(layout)
+    if fresh and (kept := archive(layout)) is not None:
+        say(f"kept     the earlier run as {kept}")
+    with held(layout.lock):
+        prepare.announce_changes(recipe, layout, say)
+        if not is_finished(recipe, layout):
+            layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
+        layout.cancelled.unlink(missing_ok=True)
+        facts = prepare.put_in_place(recipe, layout, say, pythons["serve"], folders)
+        attempt = prepare.open_attempt(layout)
+        prepare.record_provenance(recipe, layout, attempt, command_line)
+        stages = plan(recipe, layout, facts).stages
+        left = tuple(stage for stage in stages if not stage.done_marker.exists())
+        yield Ready(layout, attempt, pythons, left)
+
+
+def refuse_live_jobs(layout: RunLayout) -> None:
+    """Make sure that none of the run's Slurm jobs waits or runs.
+
+    Raises:
+        ClusterError: Some do, or slurmctld does not answer.
+    """
+    newest = newest_of_each(read_submissions(layout.submissions))
+    names = {submission.job_id: job for job, submission in newest.items()}
+    if live := live_jobs(list(names)):
+        raise ClusterError(
+            "jobs of this run wait or run: "
+            + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
+            key=str(layout.root),
+            hint=f"let them go on, or end them: areal-hpc cancel {layout.root}",
+        )
+
+
+def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
+    """True if the run has taken all the steps that the recipe now asks for."""
+    if not layout.finished.exists():
+        return False
+    rows = read_json_lines(layout.metrics)
+    return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
+
+
+def archive(layout: RunLayout) -> Path | None:
+    """Move an existing run directory aside; its new place, or None when there was none.
+
+    Raises:
+        ClusterError: A launcher is working in it.
+    """
+    if not layout.recipe.exists():
+        return None  # nothing has been run there
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
+    with held(layout.lock):
+        layout.root.rename(kept)
+    return kept
+
+
+def pythons_of(recipe: Recipe) -> dict[str, str]:
+    """The interpreter of each role: the recipe's, else this checkout's or the images'."""
+    cluster = recipe.cluster
+    named = {role: str(getattr(cluster, role).python) for role in ROLES}
+    if cluster.slurm.container.kind == "none":
+        return {role: interpreter_of(role, python) for role, python in named.items()}
+    return {
+        role: image_python(role) if python == "auto" else python for role, python in named.items()
+    }
+
+
+@contextmanager
+def held(lock: Path) -> Iterator[None]:
+    """Hold the launcher's lock. The kernel drops it however the launcher ends.
+
+    Raises:
+        ClusterError: Another launcher holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ClusterError(
+            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,6 @@
+"""Verifiers of answers, as reward functions of AReaL's signature.
+
+Each is `(prompt, completions, prompt_ids, completion_ids, **task) -> float`, given what the model
+said and the row of the task set. They block, and some run long: call them through
+`AsyncRewardWrapper`, which gives each a process and a time limit.
+"""

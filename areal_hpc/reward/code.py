@@ -1,0 +1,60 @@
+"""Answers that are programs, judged by running tests."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_hpc.reward.answers import fenced
+from areal_hpc.reward.sandbox import Limits, run_program
+
+
+def code_reward(
+    prompt: Any,
+    completions: str,
+    prompt_ids: Any,
+    completion_ids: Any,
+    tests: Mapping[str, Any],
+    **task: Any,
+) -> float:
+    """1.0 if the last fenced block of Python passes every test, else 0.0.
+
+    Args:
+        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
+        completions: What the model said.
+        prompt_ids: Tokens of the prompt.
+        completion_ids: Tokens of the reply.
+        tests: `{"program": source}` runs after the answer and must end without an error;
+            `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
+            `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
+        task: The rest of the task, not looked at.
+    """
+    source = fenced(completions)
+    if source is None:
+        return 0.0
+    wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
+    limits = Limits(**wanted)
+    if "program" in tests:
+        return float(_passes(source, str(tests["program"]), limits))
+    return float(_answers(source, tests["cases"], limits))
+
+
+def _passes(source: str, tests: str, limits: Limits) -> bool:
+    """The tests ran to their end: the word after them is printed, whoever calls `sys.exit(0)`."""
+    word = secrets.token_hex(16)
+    outcome = run_program(f"{source}\n{tests}\nprint()\nprint({word!r})\n", limits=limits)
+    return outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word]
+
+
+def _answers(source: str, cases: Sequence[Mapping[str, str]], limits: Limits) -> bool:
+    """What it prints is what is expected, but for white space at the ends of lines."""
+    for case in cases:
+        outcome = run_program(source, case["input"], limits)
+        if outcome.exit_code != 0 or _lines(outcome.stdout) != _lines(case["output"]):
+            return False
+    return bool(cases)
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]

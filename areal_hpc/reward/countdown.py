@@ -1,0 +1,84 @@
+"""The countdown game: reach a target with every given number used exactly once."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any
+
+from areal_hpc.reward.answers import boxed, tagged
+
+LONGEST_EXPRESSION_CHARS = 300
+_OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+
+
+class NotAnExpression(ValueError):
+    """The text is more than numbers, parentheses and the four operators."""
+
+
+def countdown_reward(
+    prompt: Any,
+    completions: str,
+    prompt_ids: Any,
+    completion_ids: Any,
+    target: int,
+    numbers: Sequence[int],
+    **task: Any,
+) -> float:
+    r"""1.0 if the expression given is worth `target` exactly and uses each number once, else 0.0.
+
+    The expression is what the last `<answer>...</answer>` or `\boxed{...}` holds; of an equation,
+    what is left of the `=`. Arithmetic is exact, in fractions.
+
+    Args:
+        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
+        completions: What the model said.
+        prompt_ids: Tokens of the prompt.
+        completion_ids: Tokens of the reply.
+        target: The number to reach.
+        numbers: The numbers to use.
+        task: The rest of the task, not looked at.
+    """
+    text = tagged(completions) or boxed(completions)
+    if text is None:
+        return 0.0
+    try:
+        worth, used = evaluate(text.partition("=")[0])
+    except (NotAnExpression, ZeroDivisionError):
+        return 0.0
+    return float(worth == target and sorted(used) == sorted(numbers))
+
+
+def evaluate(text: str) -> tuple[Fraction, list[int]]:
+    """What an expression is worth, and the numbers in it.
+
+    Raises:
+        NotAnExpression: It holds anything but whole numbers, `+ - * /` and parentheses.
+        ZeroDivisionError: It divides by zero.
+    """
+    text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
+    if len(text) > LONGEST_EXPRESSION_CHARS:
+        raise NotAnExpression(f"{len(text)} characters")
+    try:
+        tree = ast.parse(text, mode="eval")
+        used: list[int] = []
+        return _worth(tree.body, used), used
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise NotAnExpression(text) from error
+
+
+def _worth(node: ast.expr, used: list[int]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        used.append(node.value)
+        return Fraction(node.value)
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        left, right = _worth(node.left, used), _worth(node.right, used)
+        return _OPERATORS[type(node.op)](left, right)
+    raise NotAnExpression(ast.dump(node)[:80])

@@ -1,0 +1,164 @@
+"""One recipe with several values of a key: a run for each, and a job array for each job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
+from areal_hpc.cluster.submissions import Submission
+from areal_hpc.cluster.submit import cancel_submitted, submit_array
+from areal_hpc.dispatch import after_success, enter, launch_of, place_of, requests_of
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ready import Ready, prepared, pythons_of
+from areal_hpc.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """The runs of a sweep. Their arrays' files lie where the recipe's own run would."""
+
+    base: Recipe
+    runs: tuple[Recipe, ...]
+
+    @property
+    def layout(self) -> RunLayout:
+        """The directory of the arrays' files; each run has a directory of its own beside it."""
+        return RunLayout(self.base.run_dir.resolve())
+
+
+def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
+    """The sweep that `KEY=V1,V2,...` asks for.
+
+    Args:
+        load: Reads the recipe with further overrides.
+        array: The key and its values. Each run's trial is called after its value.
+
+    Raises:
+        RecipeError: It asks for no sweep, or the runs could not be one array.
+    """
+    key, _, listed = array.partition("=")
+    values = [value.strip() for value in listed.split(",") if value.strip()]
+    if not key or not values or len(set(values)) < len(values):
+        raise RecipeError(
+            f"expected a key and different values for it, got {array!r}",
+            hint="write --array trainer.optimizer.lr=1e-5,2e-5,4e-5",
+        )
+    base = load(())
+    runs = []
+    for value in values:
+        suffix = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{key.rpartition('.')[2]}-{value}")
+        runs.append(load((f"{key}={value}", f"trial_name={base.trial_name}-{suffix}")))
+    sweep = Sweep(base, tuple(runs))
+    _check(sweep, key)
+    return sweep
+
+
+def _check(sweep: Sweep, key: str) -> None:
+    """Members of an array ask for the same, and have directories of their own."""
+    first, problems = sweep.runs[0], []
+    if len({run.run_dir for run in sweep.runs}) < len(sweep.runs):
+        problems.append(Problem("several of the runs would have the same directory", key))
+    shapes = [
+        [(request.job, request.shape) for request in requests_of(run, Path.cwd())]
+        for run in sweep.runs
+    ]
+    if any(run.cluster != first.cluster for run in sweep.runs) or any(
+        shape != shapes[0] for shape in shapes
+    ):
+        problems.append(
+            Problem(
+                "the runs need different jobs, and the members of an array ask for the same",
+                key,
+                "submit them one by one, each with a trial_name of its own",
+            )
+        )
+    if sweep.layout.recipe.exists():
+        problems.append(
+            Problem(
+                f"there is a run in {sweep.layout.root}, where the arrays' files would lie",
+                "trial_name",
+                "give the sweep another trial_name",
+            )
+        )
+    if problems:
+        raise RecipeError.of(problems)
+
+
+def array_requests(sweep: Sweep, working_folder: Path, after: Sequence[str]) -> list[JobRequest]:
+    """What every array would ask for; nothing is written."""
+    place = _place(sweep, working_folder)
+    return requests_of(sweep.runs[0], working_folder, after, place=place)
+
+
+def _place(sweep: Sweep, working_folder: Path) -> RunPlace:
+    first = sweep.runs[0]
+    place = place_of(first, sweep.layout, pythons_of(first), working_folder)
+    return replace(
+        place,
+        name=f"{sweep.base.experiment_name}-{sweep.base.trial_name}",
+        mounted=(*place.mounted, *(run.run_dir.resolve() for run in sweep.runs)),
+        is_array=True,
+    )
+
+
+def submit_sweep(
+    sweep: Sweep,
+    *,
+    command_line: Sequence[str],
+    say: Callable[[str], None],
+    after: Sequence[str] = (),
+    fresh: bool = False,
+) -> list[Submission]:
+    """Submit every run of a sweep: all of their jobs are queued, or none.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
+        ClusterError: There is no Slurm here, or jobs of a run wait or run.
+    """
+    with ExitStack() as stack:
+        ready = [
+            stack.enter_context(prepared(run, command_line=command_line, say=say, fresh=fresh))
+            for run in sweep.runs
+        ]
+        return _submit_arrays(sweep, ready, after, say)
+
+
+def _submit_arrays(
+    sweep: Sweep, ready: Sequence[Ready], after: Sequence[str], say: Callable[[str], None]
+) -> list[Submission]:
+    place, slurm = _place(sweep, Path.cwd()), sweep.base.cluster.slurm
+    own_places = [
+        place_of(run, one.layout, one.pythons, Path.cwd())
+        for run, one in zip(sweep.runs, ready, strict=True)
+    ]
+    submitted: list[Submission] = []
+    dependency = after_success(after)
+    try:
+        for stages in zip(*(one.stages for one in ready), strict=True):
+            leading = ""
+            for specs in zip(*(stage.jobs for stage in stages), strict=True):
+                request = request_all(specs[:1], slurm, place)[0]
+                alone = [
+                    request_all([spec], slurm, own)[0]
+                    for spec, own in zip(specs, own_places, strict=True)
+                ]
+                launches = [
+                    launch_of(spec, stage, run, one)
+                    for spec, stage, run, one in zip(specs, stages, sweep.runs, ready, strict=True)
+                ]
+                asked = request.depending_on(dependency) if dependency else request
+                job_ids = submit_array(asked, alone, launches)
+                for one, job_id in zip(ready, job_ids, strict=True):
+                    submitted.append(enter(one, specs[0].name, job_id))
+                leading = leading or job_ids[0].partition("_")[0]
+                say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {request.shape}")
+            dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
+    except BaseException:  # boundary: half a sweep would wait for its other half, and cost
+        cancel_submitted([submission.job_id for submission in submitted])
+        raise
+    return submitted

@@ -1,0 +1,89 @@
+"""Runs side by side: their states, results, and what distinguishes their recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.commands import has_slurm
+from areal_hpc.cluster.queue import Look, Queue
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.advance import Advance, read_advance
+from areal_hpc.view.columns import aligned
+from areal_hpc.view.jobs import ids_of, judge_jobs, state_of_run
+from areal_hpc.view.progress import shown
+
+NAMES = ("experiment_name", "trial_name")
+"""Keys that tell runs apart without telling why they differ."""
+
+
+def find_runs(place: Path) -> list[RunLayout]:
+    """The runs of a file root, of an experiment's directory, or the one at `place`."""
+    for pattern in ("recipe.yaml", "*/recipe.yaml", "*/*/recipe.yaml"):
+        found = sorted(place.glob(pattern))
+        if found:
+            return [RunLayout(path.parent.resolve()) for path in found]
+    return []
+
+
+def compare(layouts: Sequence[RunLayout], queue: Queue) -> list[str]:
+    """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
+    advances = [read_advance(layout) for layout in layouts]
+    states = _states(layouts, queue)
+    differing = differing_keys([advance.recipe for advance in advances])
+    head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
+    rows = [
+        (
+            f"{layout.root.parent.name}/{layout.root.name}",
+            state,
+            f"{advance.step}/{advance.total_steps}",
+            _last(advance, "reward/mean"),
+            _last(advance, "eval/reward"),
+            *(str(leaves(advance.recipe).get(key, "-")) for key, _ in differing),
+        )
+        for layout, advance, state in zip(layouts, advances, states, strict=True)
+    ]
+    return aligned([head, *rows])
+
+
+def _states(layouts: Sequence[RunLayout], queue: Queue) -> list[str]:
+    unfinished = [layout for layout in layouts if not layout.finished.exists()]
+    ids = [job_id for layout in unfinished for job_id in ids_of(layout)]
+    look = queue.look(ids) if has_slurm() else Look(silence="there is no Slurm on this machine")
+    return [state_of_run(judge_jobs(layout, look)) for layout in layouts]
+
+
+def _last(advance: Advance, name: str) -> str:
+    values = [row[name] for row in advance.snapshot.steps if name in row]
+    return shown(values[-1], ".3f") if values else "-"
+
+
+def differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    """The keys whose values are not the same in all recipes, with the shortest name that tells.
+
+    Args:
+        recipes: As they lie in run directories: resolved, with every key.
+    """
+    flat = [leaves(recipe) for recipe in recipes]
+    keys = sorted(
+        key
+        for key in {key for one in flat for key in one}
+        if key not in NAMES and len({repr(one.get(key)) for one in flat}) > 1
+    )
+    lasts = [key.rpartition(".")[2] for key in keys]
+    return [
+        (key, last if lasts.count(last) == 1 else key)
+        for key, last in zip(keys, lasts, strict=True)
+    ]
+
+
+def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the leaves of a nested mapping."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= leaves(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

@@ -1,0 +1,256 @@
+"""The jobs of a run: what was submitted, what Slurm says of it, what the jobs said themselves."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
+from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
+from areal_hpc.cluster.reasons import explain_reason
+from areal_hpc.cluster.states import Phase
+from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
+from areal_hpc.errors import ClusterError
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.columns import aligned, clock, span
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """One job of a run, by its newest submission."""
+
+    name: str
+    submission: Submission | None
+    """None for a job of a foreground run."""
+    queued: QueuedJob | None
+    """None if Slurm does not know it, or does not answer."""
+    outcomes: dict[int, Outcome]
+    """The last word of each task that has ended, by rank."""
+
+    @property
+    def is_alive(self) -> bool:
+        """True if Slurm still has to deal with it."""
+        return self.queued is not None and is_alive(self.queued.state)
+
+    @property
+    def has_failed(self) -> bool:
+        """True if it is over and should not be."""
+        if self.queued is not None and self.queued.state.phase is not Phase.UNKNOWN:
+            return self.queued.state.is_failure
+        return any(o.exit_code not in (0, STOPPED_EXIT_CODE) for o in self.outcomes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class RunJobs:
+    """All jobs of a run at one moment."""
+
+    layout: RunLayout
+    jobs: tuple[JobView, ...]
+    """The trainer first, then by name."""
+    look: Look
+    ids: tuple[str, ...]
+    """Every id that was ever given out, oldest first."""
+
+    @property
+    def is_local(self) -> bool:
+        """True for a run that never went to Slurm."""
+        return not self.ids
+
+
+def label_of(layout: RunLayout) -> str:
+    """What the name or the comment of every Slurm job of a run holds."""
+    return layout.root.parent.name
+
+
+def read_jobs(layout: RunLayout, queue: Queue) -> RunJobs:
+    """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
+
+    Raises:
+        ClusterError: The run went to Slurm, whose commands are not installed here.
+    """
+    return judge_jobs(layout, queue.look(ids_of(layout)))
+
+
+def ids_of(layout: RunLayout) -> tuple[str, ...]:
+    """Every id that Slurm ever gave to a job of this run, oldest first."""
+    return tuple(submission.job_id for submission in read_submissions(layout.submissions))
+
+
+def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
+    """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
+    submissions = read_submissions(layout.submissions)
+    ids = tuple(submission.job_id for submission in submissions)
+    look = answer.of(ids, label_of(layout))
+    newest = newest_of_each(submissions)
+    names = set(newest) or {path.parent.name for path in layout.jobs_dir.glob("*/launch.json")}
+    return RunJobs(
+        layout,
+        tuple(
+            JobView(
+                name,
+                newest.get(name),
+                look.jobs.get(newest[name].job_id) if name in newest else None,
+                _outcomes(layout, name),
+            )
+            for name in sorted(names, key=_order)
+        ),
+        look,
+        ids,
+    )
+
+
+def _order(name: str) -> tuple[bool, bool, str, int]:
+    stem, _, number = name.rpartition("-")
+    is_numbered = number.isdigit()
+    return (
+        name != "warmup",
+        name != "trainer",
+        stem if is_numbered else name,
+        int(number) if is_numbered else 0,
+    )
+
+
+def _outcomes(layout: RunLayout, job: str) -> dict[int, Outcome]:
+    found = {}
+    for path in (layout.jobs_dir / job).glob("outcome.*.json"):
+        found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=Outcome)
+    return dict(sorted(found.items()))
+
+
+def state_of_run(run: RunJobs) -> str:
+    """One word, or a few: finished, running, waiting, failed, cancelled, stopped."""
+    layout = run.layout
+    alive = [job for job in run.jobs if job.is_alive]
+    if layout.finished.exists():
+        return "finished"
+    if layout.cancelled.exists():
+        return "being cancelled" if alive else "cancelled"
+    if run.is_local:
+        return "running here" if _is_held(layout) else _ended(run)
+    if alive:
+        phases = {job.queued.state.phase for job in alive if job.queued}
+        return "running" if Phase.RUNNING in phases else "waiting"
+    return "unknown" if run.look.silence else _ended(run)
+
+
+def _ended(run: RunJobs) -> str:
+    return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
+
+
+def _is_held(layout: RunLayout) -> bool:
+    """True while a launcher works in the run directory. Seen across nodes where locks are."""
+    try:
+        descriptor = os.open(layout.lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def describe_jobs(run: RunJobs) -> list[str]:
+    """A table of the jobs, then what is to be said of those that wait."""
+    rows = [("job", "id", "state", "nodes", "attempt", "time")]
+    rows += [_row(job, run.look) for job in run.jobs]
+    lines = aligned(rows)
+    for job in run.jobs:
+        if job.queued is None or job.queued.state.phase is not Phase.WAITING:
+            continue
+        if job.queued.state.name == "PENDING":
+            reason = explain_reason(job.queued.reason)
+            lines.append(f"{job.name} waits: {reason.meaning}")
+            if reason.hint:
+                lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
+        else:
+            lines.append(f"{job.name} {job.queued.state.meaning}")
+    if run.look.silence:
+        lines.append(
+            f"Slurm has not answered for {span(run.look.silent_s)} ({run.look.silence}); "
+            "jobs run on without it"
+        )
+    return lines
+
+
+def _row(job: JobView, look: Look) -> tuple[str, str, str, str, str, str]:
+    submission, queued = job.submission, job.queued
+    job_id = submission.job_id if submission else "-"
+    attempt = str(submission.attempt) if submission else "-"
+    if queued is None:
+        return (job.name, job_id, _unknown(job, look), "-", attempt, "-")
+    if queued.restarts:
+        attempt += f", restart {queued.restarts}"
+    return (
+        job.name,
+        job_id,
+        state_text(queued),
+        queued.nodes or "-",
+        attempt,
+        _time_text(queued),
+    )
+
+
+def state_text(queued: QueuedJob) -> str:
+    """Slurm's word, and why."""
+    state = queued.state
+    if state.phase is Phase.WAITING and queued.reason:
+        return f"{state.name} ({queued.reason})"
+    if queued.signal:
+        return f"{state.name} (signal {queued.signal})"
+    if queued.exit_code:
+        return f"{state.name} (exit code {queued.exit_code})"
+    return state.name
+
+
+def _unknown(job: JobView, look: Look) -> str:
+    if look.silence:
+        return "? (Slurm does not answer)"
+    codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
+    if codes:
+        return f"ended (exit code {', '.join(map(str, codes))})"
+    return "? (Slurm has forgotten it)"
+
+
+def _time_text(queued: QueuedJob) -> str:
+    now, start, end = time.time(), queued.start, queued.end
+    match queued.state.phase:
+        case Phase.WAITING:
+            return f"expected at {clock(start)}" if start else "start unknown"
+        case Phase.RUNNING | Phase.ENDING if start:
+            left = f", {span(end - now)} left" if end and end > now else ""
+            return f"for {span(now - start)}{left}"
+        case Phase.OVER if end:
+            return f"ended at {clock(end)}"
+    return "-"
+
+
+def submitted_from(submission: Submission) -> Path | None:
+    """The folder in which a job starts, by its script; None if the script does not say."""
+    script = Path(submission.script)
+    if not script.exists():
+        return None
+    found = re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE)
+    return Path(found[1].strip("'\"")) if found else None
+
+
+def refuse_local(ids: Sequence[str], program: str) -> None:
+    """Refuse what only a run that went to Slurm can do.
+
+    Raises:
+        ClusterError: There are no ids of Slurm.
+    """
+    if not ids:
+        raise ClusterError(
+            "this run has no job of Slurm",
+            hint=f"it runs in the foreground: stop it with Ctrl-C, continue it with {program} run",
+        )

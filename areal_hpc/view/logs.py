@@ -1,0 +1,215 @@
+"""The logs of a run as one stream: every process of every job, in the order of time."""
+
+from __future__ import annotations
+
+import heapq
+import re
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.layout import RunLayout
+
+TAIL_BYTES = 256 * 1024
+"""Read from the end of each file."""
+PIECE_BYTES = 1024 * 1024
+"""Most that is read of a file at one look while following."""
+POLL_S = 1.0
+"""Between two looks at files that are followed. A look is one stat for each file and folder."""
+
+_TIME = re.compile(r"\[?(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(?:[,.](\d{1,6}))?")
+_NODE = re.compile(r"\bnode[ =:]+([\w.-]+)")
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """The log of one process of one start of a job."""
+
+    path: Path
+    job: str
+    process: str
+    """Its name, and the rank if the job has several tasks."""
+    restart: int
+    """How often Slurm had restarted the job; 0 for the first start, and on one machine."""
+    node: str
+    """Empty where the log does not say."""
+
+    @property
+    def source(self) -> str:
+        """Whose lines these are, for people."""
+        place = f"@{self.node}" if self.node else ""
+        return f"{self.job}/{self.process}{place}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Record:
+    """A line that bears a time, with the lines below it that bear none."""
+
+    time: str
+    """As written, comparable as text; empty before the first of a file."""
+    lines: tuple[str, ...]
+
+
+def log_files(layout: RunLayout, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+    """The logs of one attempt, in the order of their names.
+
+    Args:
+        layout: The run.
+        attempt: Which launch.
+        wanted: Jobs (`cell-0`), processes (`proxy`) or both (`cell-0/proxy`); empty for all.
+    """
+    found = []
+    for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
+        for folder in [job_dir, *sorted(job_dir.glob("restart_*"))]:
+            restart = int(folder.name[8:]) if folder is not job_dir else 0
+            for path in sorted(folder.glob("*.log")):
+                if _is_wanted(wanted, job_dir.name, path.stem):
+                    found.append(LogFile(path, job_dir.name, path.stem, restart, _node_of(path)))
+    return found
+
+
+def _is_wanted(wanted: Sequence[str], job: str, process: str) -> bool:
+    names = {process, re.sub(r"-\d+$", "", process)}
+    return not wanted or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(wanted)
+
+
+def _node_of(path: Path) -> str:
+    """The node that the first line names."""
+    with path.open("rb") as stream:
+        found = _NODE.search(stream.readline(1000).decode(errors="replace"))
+    return found[1] if found else ""
+
+
+def choose_attempt(layout: RunLayout, attempt: int | None) -> int:
+    """The attempt asked for, or the newest.
+
+    Raises:
+        RecipeError: There is no such attempt.
+    """
+    attempts = layout.attempts()
+    if not attempts or (attempt is not None and attempt not in attempts):
+        raise RecipeError(
+            f"expected an attempt of {attempts or 'none so far'}, got {attempt or 'the newest'}",
+            key=str(layout.logs_dir),
+            hint="areal-hpc status RUN shows whether any job has started",
+        )
+    return attempts[-1] if attempt is None else attempt
+
+
+def records_of(text: str) -> list[Record]:
+    """The records of a piece of a log, oldest first; one that goes back in time stays in place."""
+    records: list[Record] = []
+    now, lines = "", list[str]()
+    for line in text.splitlines():
+        found = _TIME.match(line)
+        if found:
+            if lines:
+                records.append(Record(now, tuple(lines)))
+            fraction = (found[3] or "").ljust(6, "0")
+            now, lines = max(now, f"{found[1]} {found[2]}.{fraction}"), [line]
+        else:
+            lines.append(line)
+    if lines:
+        records.append(Record(now, tuple(lines)))
+    return records
+
+
+def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
+    """The end of a file, from the beginning of a line."""
+    with path.open("rb") as stream:
+        size = stream.seek(0, 2)
+        stream.seek(max(0, size - size_bytes))
+        text = stream.read(size_bytes).decode(errors="replace")
+    return text if size <= size_bytes else text.partition("\n")[2]
+
+
+def merged(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFile, Record]]:
+    """Records of several files in the order of their times."""
+    streams = [
+        [(record.time, number, record) for record in records_of(text)]
+        for number, (_, text) in enumerate(pieces)
+    ]
+    for _, number, record in heapq.merge(*streams, key=lambda item: item[:2]):
+        yield pieces[number][0], record
+
+
+def last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
+    """The newest lines of all files together, in the order of time."""
+    pieces = [(file, tail(file.path)) for file in files]
+    flat = [(file, line) for file, record in merged(pieces) for line in record.lines]
+    return flat[-lines:] if lines else []
+
+
+class Follower:
+    """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
+
+    def __init__(self, layout: RunLayout, wanted: Sequence[str]) -> None:
+        self._layout = layout
+        self._wanted = wanted
+        self._stamps: dict[Path, int] = {}
+        self._files: dict[Path, LogFile] = {}
+        self._offsets: dict[Path, int] = {}
+        self._find()
+        for path in self._files:
+            self._offsets[path] = path.stat().st_size
+
+    @property
+    def files(self) -> list[LogFile]:
+        """Those that are followed now."""
+        return list(self._files.values())
+
+    def look(self) -> list[tuple[LogFile, str]]:
+        """The whole lines that came since the last look, in the order of time."""
+        if self._folders_changed():
+            self._find()
+        pieces = [(file, self._news(path)) for path, file in self._files.items()]
+        return [(file, line) for file, record in merged(pieces) for line in record.lines]
+
+    def wait(self) -> None:
+        """Sleep until it is time for another look."""
+        time.sleep(POLL_S)
+
+    def _news(self, path: Path) -> str:
+        offset = self._offsets.get(path, 0)
+        size = path.stat().st_size
+        if size < offset:
+            offset = 0  # it was begun anew
+        if size == offset:
+            return ""
+        with path.open("rb") as stream:
+            stream.seek(offset)
+            piece = stream.read(PIECE_BYTES)
+        whole = piece[: piece.rfind(b"\n") + 1]
+        if len(piece) == PIECE_BYTES and not whole:
+            whole = piece  # one endless line
+        self._offsets[path] = offset + len(whole)
+        return whole.decode(errors="replace")
+
+    def _folders_changed(self) -> bool:
+        """True if a folder has got or lost an entry: no folder is listed to find out."""
+        return any(_stamp(folder) != stamp for folder, stamp in self._stamps.items())
+
+    def _find(self) -> None:
+        """List the newest attempt's folders: a few files for each job."""
+        self._stamps = {self._layout.logs_dir: _stamp(self._layout.logs_dir)}
+        attempts = self._layout.attempts()
+        if not attempts:
+            return
+        root = self._layout.log_dir(attempts[-1])
+        jobs = [path for path in root.glob("*") if path.is_dir()]
+        restarts = [path for job in jobs for path in job.glob("restart_*")]
+        self._stamps |= {folder: _stamp(folder) for folder in [root, *jobs, *restarts]}
+        for file in log_files(self._layout, attempts[-1], self._wanted):
+            known = self._files.get(file.path)
+            if known is None or not known.node:  # the first line may have come since
+                self._files[file.path] = file
+
+
+def _stamp(folder: Path) -> int:
+    """When the folder last changed; 0 while it does not exist."""
+    try:
+        return folder.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0

@@ -1,0 +1,1 @@
+"""An agent that writes programs, tries them, and is judged by tests."""

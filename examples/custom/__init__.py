@@ -1,0 +1,1 @@
+"""A data set, a reward and a filter of one's own."""

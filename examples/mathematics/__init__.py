@@ -1,0 +1,1 @@
+"""Mathematics, in one turn or with second thoughts."""

@@ -1,0 +1,1 @@
+"""An agent that looks things up in a local index."""

@@ -1,0 +1,57 @@
+"""Mathematics with a calculator: the model may call it before it answers."""
+
+import json
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from areal_hpc.reward.countdown import evaluate
+from examples.mathematics.agents import MathAgent
+
+CALCULATE = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "strict": True,
+        "description": "The exact worth of an expression of whole numbers, + - * / and ().",
+        "parameters": {
+            "type": "object",
+            "properties": {"expression": {"type": "string", "maxLength": 40}},
+            "required": ["expression"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def calculate(arguments: str) -> str:
+    """What the model is told: the result, or what is wrong with its call (models err)."""
+    try:
+        worth, _ = evaluate(json.loads(arguments)["expression"])
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return "error: give an expression of whole numbers, + - * / and parentheses"
+    except ZeroDivisionError:
+        return "error: division by zero"
+    return str(worth)
+
+
+class CalculatorAgent(MathAgent):
+    """Runs the calls that the model makes until it answers, or `max_turns` are over."""
+
+    def __init__(self, max_turns: int = 4, **others: Any) -> None:
+        super().__init__(**others)
+        self.max_turns = max_turns
+
+    async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
+        for _ in range(self.max_turns):
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, tools=[CALCULATE], **self.request
+            )
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                return message.content or ""
+            messages.append(message)
+            for call in message.tool_calls:
+                result = calculate(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        return ""

@@ -1,0 +1,117 @@
+"""The recipes for GPUs, which nobody ran here: they parse, plan, fit, and name what exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.recipe import Recipe, load
+from areal_hpc.rollout.agent import load_agent
+from areal_hpc.trainer.model.architecture import misfits, read_architecture
+from areal_hpc.user_function import load_function
+
+CHECKOUT = Path(__file__).parents[2]
+MODELS = CHECKOUT / "tests" / "samples" / "models"
+COMMIT = "89abcdef" * 5
+NODES = {
+    "gsm8k_qwen2.5_1.5b": 1,
+    "gsm8k_qwen3_0.6b": 1,
+    "math_7b": 8,
+    "agentic_code_32b": 16,
+}
+NAMES = sorted(NODES)
+
+
+def recipe_path(name: str) -> Path:
+    return CHECKOUT / "recipes" / f"{name}.yaml"
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hub cache that holds the shapes of the recipes' models, not their weights."""
+    root = tmp_path_factory.mktemp("cache")
+    for model in MODELS.iterdir():
+        repo = root / f"models--Qwen--{model.name}"
+        shutil.copytree(model, repo / "snapshots" / COMMIT)
+        (repo / "refs").mkdir()
+        (repo / "refs" / "main").write_text(COMMIT)
+    return root
+
+
+def planned(name: str, cache: Path, *overrides: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_hpc", "plan", str(recipe_path(name)), *overrides],
+        cwd=CHECKOUT,
+        env={**os.environ, "HF_HUB_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def datasets(recipe: Recipe) -> list[DatasetConfig]:
+    parts = [part for part, _ in recipe.train_dataset.parts("")]
+    return parts + ([recipe.valid_dataset] if recipe.valid_dataset else [])
+
+
+def test_every_recipe_that_was_not_run_is_looked_at_here() -> None:
+    unrun = {
+        p.stem for p in (CHECKOUT / "recipes").glob("*.yaml") if "not run here" in p.read_text()
+    }
+    assert unrun == set(NODES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_plans_and_its_model_fits(name: str, cache: Path) -> None:
+    said = planned(name, cache)
+    assert "warning" not in said
+    assert "memory: not known" not in said
+    totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", said)]
+    assert len(totals) == 2
+    assert all(10 < total < 72 for total in totals), said
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
+    recipe = load(recipe_path(name))
+    serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
+    assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
+    assert recipe.model.hub is not None
+    arch = read_architecture(MODELS / recipe.model.hub.removeprefix("Qwen/"))
+    assert list(misfits(arch, recipe.trainer.parallel)) == []
+    assert arch.heads % recipe.inference.tp == 0
+    longest = recipe.inference.context_tokens
+    assert longest is not None
+    assert longest <= recipe.trainer.max_tokens_per_microbatch
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
+    recipe = load(recipe_path(name))
+    assert load_agent(recipe.rollout.workflow, recipe.rollout.workflow_kwargs)
+    for part in datasets(recipe):
+        assert part.hub
+        assert part.to_task
+        assert callable(load_function(part.to_task, "to_task"))
+
+
+def test_what_does_not_fit_is_warned_of(cache: Path) -> None:
+    said = planned("agentic_code_32b", cache, "trainer.parallel={tp: 2, pp: 1, dp: 8}")
+    assert "warning: a trainer rank of stage 0 takes" in said
+    assert "at: trainer.parallel" in said
+
+
+def test_without_the_model_the_plan_says_how_to_get_it(tmp_path: Path) -> None:
+    said = planned("math_7b", tmp_path)
+    assert "job trainer: 32 tasks" in said
+    assert "memory: not known" in said
+    assert "areal-hpc prefetch" in said

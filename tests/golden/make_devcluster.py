@@ -1,0 +1,56 @@
+"""Writes tests/golden/devcluster/: python -m tests.golden.make_devcluster."""
+
+import sys
+from pathlib import Path
+
+from areal_hpc.devcluster import node
+from areal_hpc.devcluster.paths import ClusterPaths
+from areal_hpc.devcluster.plan import Facts, Plan, Settings, plan
+from areal_hpc.devcluster.state import read_templates
+
+GOLDEN = Path(__file__).with_name("devcluster")
+
+FACTS = Facts(
+    hostname="login",
+    user="ada",
+    memory_mib=24000,
+    first_port=20000,
+    network=3,
+    limits_memory=True,
+)
+
+VARIANTS = {
+    "namespaces": Settings(),
+    "namespaces_without_accounting": Settings(accounting=False),
+    "loopback": Settings(namespaces=False),
+    "loopback_without_accounting": Settings(namespaces=False, accounting=False),
+}
+
+
+def plan_variant(name: str) -> Plan:
+    """Four nodes on a machine of 24 GB. On loopback memory is not limited."""
+    settings = VARIANTS[name]
+    facts = FACTS if settings.namespaces else without_networks(FACTS)
+    return plan(settings, facts, ClusterPaths(Path("/run/dev")), read_templates())
+
+
+def without_networks(facts: Facts) -> Facts:
+    return Facts(
+        facts.hostname, facts.user, facts.memory_mib, facts.first_port, 0, limits_memory=False
+    )
+
+
+def describe(made: Plan) -> str:
+    """Every file and every process, without what differs between checkouts."""
+    parts = [f"==> {path} <==\n{text}" for path, text in made.files.items()]
+    commands = [*made.daemons, *made.nodes]
+    lines = [f"{part.name}: {' '.join(part.command)}" for part in commands]
+    shown = "\n".join(lines).replace(sys.executable, "PYTHON").replace(node.__file__, "node.py")
+    environ = "\n".join(f"{key}={value}" for key, value in made.environ.items())
+    return "\n".join([*parts, f"==> environment <==\n{environ}\n", f"==> processes <==\n{shown}\n"])
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for name in VARIANTS:
+        (GOLDEN / f"{name}.txt").write_text(describe(plan_variant(name)))

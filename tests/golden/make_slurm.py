@@ -1,0 +1,31 @@
+"""Writes tests/golden/slurm/: python -m tests.golden.make_slurm."""
+
+from pathlib import Path
+
+from areal_hpc.dispatch import requests_of
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import load
+from areal_hpc.view.scripts import describe_requests
+
+CHECKOUT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).with_name("slurm")
+SITES = ("plain", "apptainer", "pyxis")
+WORKING_FOLDER = Path("/home/ada/project")
+
+NARROWER = {
+    "apptainer": ("inference.replicas_per_cell=1", "trainer.parallel.tp=4", "trainer.parallel.ep=4")
+}
+"""As many nodes where a node has four GPUs and not eight."""
+
+
+def describe(site: str) -> str:
+    """What `areal-hpc submit --dry-run` prints for a site."""
+    where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
+    recipe = load(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
+    layout = RunLayout(recipe.run_dir.resolve())
+    return describe_requests(layout, requests_of(recipe, WORKING_FOLDER))
+
+
+if __name__ == "__main__":
+    for site in SITES:
+        (GOLDEN / f"{site}.txt").write_text(describe(site))

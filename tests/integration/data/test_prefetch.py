@@ -1,0 +1,135 @@
+"""`areal-hpc prefetch` against a hub on this machine: what is fetched, kept, recorded, refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.data.small_hub import COMMIT, SmallHub
+
+CHECKOUT = Path(__file__).parents[3]
+ROWS = b'{"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}\n' * 3
+WEIGHTS = b"weights of a model" * 100
+REPOS = {
+    "models/someone/small": {
+        "config.json": b"{}",
+        "model.safetensors": WEIGHTS,
+        "pytorch_model.bin": b"the same again" * 100,
+        "tokenizer.json": b"{}",
+    },
+    "datasets/someone/sums": {
+        "train-00000.jsonl": ROWS,
+        "train-00001.jsonl": ROWS,
+        "test-00000.jsonl": ROWS,
+    },
+}
+RECIPE = """
+experiment_name: fetched
+trial_name: one
+cluster: {{fileroot: {root}/runs}}
+model: {{hub: someone/small}}
+train_dataset: {{hub: someone/sums, files: "train-*.jsonl"}}
+valid_dataset: {{path: {root}/valid.jsonl}}
+rollout: {{workflow: some.Agent}}
+"""
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    server = SmallHub(REPOS)
+    with server.serving():
+        yield server
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    (tmp_path / "valid.jsonl").write_bytes(ROWS)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE.format(root=tmp_path))
+    return path
+
+
+def prefetch(
+    recipe: Path, hub: SmallHub | None, *overrides: str
+) -> subprocess.CompletedProcess[str]:
+    """The command as a user gives it; without a hub, offline."""
+    variables = {"HF_HOME": str(recipe.parent / "hf"), "HF_HUB_DISABLE_XET": "1"}
+    variables |= {"HF_ENDPOINT": hub.url} if hub else {}
+    return subprocess.run(
+        [sys.executable, "-m", "areal_hpc", "prefetch", str(recipe), *overrides],
+        cwd=CHECKOUT,
+        env={**os.environ, "HF_HUB_OFFLINE": "0" if hub else "1", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def record_of(recipe: Path) -> list[dict[str, object]]:
+    found = json.loads((recipe.parent / "runs" / "fetched" / "one" / "prefetch.json").read_bytes())
+    assert isinstance(found, list)
+    return found
+
+
+def test_what_the_recipe_names_is_fetched_and_recorded_once(recipe: Path, hub: SmallHub) -> None:
+    answer = prefetch(recipe, hub)
+    assert answer.returncode == 0, answer.stderr
+    model, train, valid = record_of(recipe)
+    assert [entry["key"] for entry in (model, train, valid)] == [
+        "model.hub",
+        "train_dataset.hub",
+        "valid_dataset.path",
+    ]
+    assert (model["commit"], train["commit"]) == (COMMIT, COMMIT)
+    digests = {file["name"]: file["sha256"] for file in model["files"]}  # type: ignore[attr-defined]
+    assert digests.keys() == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert digests["model.safetensors"] == hashlib.sha256(WEIGHTS).hexdigest()
+    names = [file["name"] for file in train["files"]]  # type: ignore[attr-defined]
+    assert names == ["train-00000.jsonl", "train-00001.jsonl"]
+
+    before = record_of(recipe)
+    hub.asked.clear()
+    assert prefetch(recipe, hub).returncode == 0
+    assert record_of(recipe) == before
+    assert not [asked for asked in hub.asked if asked.startswith("GET") and "resolve" in asked]
+
+    offline = prefetch(recipe, None)
+    assert offline.returncode == 0, offline.stderr
+    assert record_of(recipe) == before
+
+
+def test_everything_that_cannot_be_had_is_named_at_once(recipe: Path, hub: SmallHub) -> None:
+    answer = prefetch(
+        recipe,
+        hub,
+        "model.hub=someone/else",
+        "train_dataset.files=absent-*",
+        "valid_dataset.path=x",
+    )
+    assert answer.returncode == 78
+    for said in ("someone/else cannot be fetched", "train_dataset.files", "valid_dataset.path"):
+        assert said in answer.stderr, answer.stderr
+    assert not (recipe.parent / "runs").exists()
+
+
+def test_without_a_network_the_empty_cache_is_an_error(recipe: Path) -> None:
+    answer = prefetch(recipe, None)
+    assert answer.returncode == 78
+    assert "someone/small cannot be fetched" in answer.stderr
+    assert "someone/sums cannot be fetched" in answer.stderr
+
+
+def test_a_damaged_file_of_the_cache_is_found(recipe: Path, hub: SmallHub) -> None:
+    assert prefetch(recipe, hub).returncode == 0
+    blob = next((recipe.parent / "hf").rglob(f"blobs/{hashlib.sha256(WEIGHTS).hexdigest()}"))
+    blob.write_bytes(WEIGHTS[:-1] + b"?")
+    answer = prefetch(recipe, hub)
+    assert answer.returncode == 78
+    assert "model.safetensors is damaged" in answer.stderr

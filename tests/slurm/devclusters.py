@@ -1,0 +1,113 @@
+"""A devcluster as a person has it: through its command line, then through Slurm's."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CHECKOUT = Path(__file__).parents[2]
+NETWORK_LINKS = Path("/sys/class/net")
+CONTROL_GROUPS = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class Devcluster:
+    state_dir: Path
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {**os.environ, "SLURM_CONF": str(self.state_dir / "etc" / "slurm.conf")}
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run `areal-hpc devcluster`."""
+        program = (sys.executable, "-m", "areal_hpc", "devcluster", *arguments)
+        return subprocess.run(
+            (*program, "--state-dir", str(self.state_dir)),
+            cwd=CHECKOUT,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=110,
+        )
+
+    def done(self, *arguments: str) -> str:
+        """Run `areal-hpc devcluster`, which must succeed."""
+        ended = self.command(*arguments)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout
+
+    def slurm(self, *command: str) -> str:
+        """What one of Slurm's commands prints; it must succeed."""
+        ended = subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, check=False, timeout=100
+        )
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        return ended.stdout.strip()
+
+    def submit(self, script: str, *options: str) -> str:
+        """The number of a new job."""
+        output = (f"--output={self.state_dir}/%j.out", "--open-mode=append")
+        return self.slurm("sbatch", "--parsable", *output, *options, f"--wrap={script}")
+
+    def output(self, job: str) -> list[str]:
+        """The lines that a job has written so far."""
+        path = self.state_dir / f"{job}.out"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def job_state(self, job: str) -> str:
+        return self.slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+
+    def cancel_all(self) -> None:
+        """Cancel every job, and return when none is left."""
+        self.slurm("scancel", "--partition=scavenger")
+        self.slurm("scancel", "--partition=priority")
+        wait_for(lambda: self.slurm("squeue", "-h") == "", 30)
+
+    def node_state(self, node: str) -> str:
+        listed = self.slurm("sinfo", "-h", f"--nodes={node}", "-p", "scavenger", "-o", "%T")
+        return listed.rstrip("*")
+
+    def traces(self) -> list[str]:
+        """Everything on this machine that belongs to this cluster."""
+        found = [str(self.state_dir)] if self.state_dir.exists() else []
+        for process in psutil.process_iter():
+            try:
+                words = [*process.cmdline(), *process.environ().values()]
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+            if any(str(self.state_dir) in word for word in words) and process.pid != os.getpid():
+                found.append(f"{process.pid}: {' '.join(process.cmdline())}")
+        return found
+
+
+def links_and_groups() -> set[str]:
+    """The network links and control groups of all devclusters on this machine."""
+    links = [*NETWORK_LINKS.glob("areal-dc*"), *NETWORK_LINKS.glob("adc*")]
+    return {str(path) for path in (*links, *CONTROL_GROUPS.glob("*/areal-dc*"))}
+
+
+@contextmanager
+def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
+    """A cluster that is up, and of which afterwards nothing is left."""
+    before = links_and_groups()
+    cluster = Devcluster(state_dir)
+    try:
+        cluster.done("up", *options)
+        yield cluster
+    finally:
+        cluster.command("down")
+    assert cluster.traces() == []
+    assert links_and_groups() <= before
+
+
+def wait_for(condition: Callable[[], bool], within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {within_s} s"
+        time.sleep(0.2)

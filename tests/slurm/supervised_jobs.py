@@ -1,0 +1,128 @@
+"""Jobs whose tasks are supervisors, on a devcluster."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.cluster.jobspec import JobSpec, Launch, Outcome, ProcessSpec, SlurmLaunch
+from areal_hpc.cluster.submissions import (
+    Submission,
+    newest_of_each,
+    read_submissions,
+    record_submission,
+)
+from areal_hpc.telemetry import read_json_lines
+from tests.slurm.devclusters import CHECKOUT, Devcluster
+
+RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
+
+
+@dataclass
+class SupervisedJob:
+    """One job of a run that lives in `root`."""
+
+    cluster: Devcluster
+    root: Path
+    name: str
+    job_id: str = ""
+
+    @property
+    def job_dir(self) -> Path:
+        return self.root / "jobs" / self.name
+
+    @property
+    def submissions(self) -> Path:
+        return self.root / "jobs" / "submissions.jsonl"
+
+    @property
+    def excluded_nodes(self) -> Path:
+        return self.root / "jobs" / "excluded_nodes.jsonl"
+
+    @property
+    def cancelled(self) -> Path:
+        return self.root / "CANCELLED"
+
+    def submit(self, function: str, *options: str, tasks: int = 1, **launch: object) -> None:
+        """Write what the job needs, and submit it."""
+        self.job_dir.mkdir(parents=True)
+        script = self.job_dir / "job.sbatch"
+        progress = str(self.root / f"{self.name}.progress")
+        config = {"file": str(self._words_path), "progress": progress}
+        spec = ProcessSpec(
+            "process", "agents", f"tests.slurm.job_actors:{function}", config, ends_job=True
+        )
+        slurm = SlurmLaunch(
+            submissions=str(self.submissions),
+            script=str(script),
+            excluded_nodes=str(self.excluded_nodes),
+            cancelled=str(self.cancelled),
+            margin_s=5.0,
+            progress=progress,
+            least_free_bytes=64 << 20,
+        )
+        whole = Launch(
+            job=JobSpec(self.name, "agents", [spec], tasks=tasks),
+            job_dir=str(self.job_dir),
+            log_dir=str(self.root / "logs"),
+            events=str(self.root / "events.jsonl"),
+            pythons={"agents": sys.executable},
+            stop_grace_s=6.0,
+            slurm=msgspec.structs.replace(slurm, **launch),
+        )
+        (self.job_dir / "launch.json").write_bytes(msgspec.json.encode(whole))
+        lines = [
+            "#!/bin/bash",
+            f"#SBATCH --job-name={self.name} --open-mode=append --chdir={CHECKOUT}",
+            f"#SBATCH --output={self.job_dir}/out.txt --cpus-per-task=1 --mem=500",
+            f"#SBATCH --ntasks={tasks} --ntasks-per-node=1",
+            *(f"#SBATCH {option}" for option in options),
+            f"export PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1",
+            f"srun {sys.executable} -c '{RUN_JOB}' {self.job_dir}/launch.json",
+        ]
+        script.write_text("\n".join(lines) + "\n")
+        self.job_id = self.cluster.slurm("sbatch", "--parsable", str(script))
+        record_submission(self.submissions, Submission(self.name, self.job_id, 1, 0.0, str(script)))
+
+    @property
+    def _words_path(self) -> Path:
+        return self.root / f"{self.name}.txt"
+
+    @property
+    def words(self) -> list[str]:
+        """What its processes wrote."""
+        return self._words_path.read_text().splitlines() if self._words_path.exists() else []
+
+    def state(self) -> str:
+        return self.cluster.job_state(self.job_id)
+
+    def starts(self) -> int:
+        """How often its supervisors have started."""
+        folder = self.job_dir / "starts"
+        return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
+
+    def restarts(self) -> int:
+        """How often Slurm has requeued it."""
+        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
+        return int(shown.split(" Restarts=")[1].split()[0])
+
+    def outcome(self) -> Outcome:
+        """The first task's last word."""
+        return msgspec.json.decode((self.job_dir / "outcome.0.json").read_bytes(), type=Outcome)
+
+    def newest_id(self) -> str:
+        return newest_of_each(read_submissions(self.submissions))[self.name].job_id
+
+    def excluded(self) -> dict[str, str]:
+        """Nodes that the run must not get, and why."""
+        return {row["node"]: row["reason"] for row in read_json_lines(self.excluded_nodes)}
+
+    def explain(self) -> str:
+        """All that the job left, for a test that failed."""
+        out = self.job_dir / "out.txt"
+        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id)
+        events = read_json_lines(self.root / "events.jsonl")
+        written = out.read_text() if out.exists() else ""
+        return "\n".join((shown, json.dumps(events, indent=1), written, *self.words))

@@ -1,0 +1,168 @@
+"""The devcluster is a real Slurm: nodes, GPUs, preemption, lost nodes, and no trace of it after."""
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.devclusters import Devcluster, devcluster, links_and_groups, wait_for
+
+NODES = ["n01", "n02", "n03", "n04"]
+COUNTS_ITS_STARTS = "echo start ${SLURM_RESTART_COUNT:-0}; "
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    place = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(place, "--nodes=4", "--grace-s=5") as found:
+        yield found
+
+
+@pytest.fixture
+def cluster(shared: Devcluster) -> Iterator[Devcluster]:
+    """The shared cluster, all of it up; jobs end with the test."""
+    yield shared
+    shared.cancel_all()
+    shared.done("up")
+
+
+def test_every_node_is_a_machine_of_its_own(cluster: Devcluster) -> None:
+    command = "echo $(hostname) $(hostname -i) $(ip -o link | wc -l) $(pgrep -c slurmctld)"
+    lines = cluster.slurm("srun", "-N4", "bash", "-c", command).splitlines()
+    names, addresses, links, controllers = zip(
+        *(line.split() for line in sorted(lines)), strict=True
+    )
+    assert list(names) == NODES
+    assert len(set(addresses)) == 4
+    assert set(links) == {"2"}, "loopback and one cable"
+    assert set(controllers) == {"0"}, "it runs on this machine, not on theirs"
+
+
+def test_nodes_reach_one_another_by_name_and_not_by_loopback(cluster: Devcluster) -> None:
+    listen = "import socket; s=socket.create_server(('', 7777)); s.accept()[0].sendall(b'from n01')"
+    server = cluster.submit(f'exec python3 -c "{listen}"', "-w", "n01")
+    wait_for(lambda: cluster.job_state(server) == "RUNNING", 20)
+    fetch = (
+        "import socket, sys, time\n"
+        "time.sleep(1)\n"
+        "print(socket.create_connection((sys.argv[1], 7777), 10).recv(99).decode())"
+    )
+    asked = ("srun", "-N1", "-w", "n02", "python3", "-c", fetch)
+    with pytest.raises(AssertionError, match="Connection refused"):
+        cluster.slurm(*asked, "127.0.0.1")
+    assert cluster.slurm(*asked, "n01") == "from n01"
+
+
+def test_gpus_are_counted_and_numbered(cluster: Devcluster) -> None:
+    show = "echo $CUDA_VISIBLE_DEVICES"
+    assert cluster.slurm("srun", "-N1", "--gres=gpu:3", "bash", "-c", show) == "0,1,2"
+    with pytest.raises(AssertionError, match="node configuration is not available"):
+        cluster.slurm("srun", "-N1", "--gres=gpu:9", "true")
+
+
+def test_a_job_is_held_to_the_memory_it_asked_for(cluster: Devcluster) -> None:
+    job = cluster.submit("python3 -c 'len(b\"x\" * (300 << 20))'", "--mem=100")
+    wait_for(lambda: cluster.job_state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, 20)
+    assert cluster.job_state(job) == "OUT_OF_MEMORY"
+
+
+EVERYTHING = ("-N4", "--exclusive", "--mem=1000")
+
+
+def test_a_scavenger_job_is_preempted_and_requeued(cluster: Devcluster) -> None:
+    ignores_the_warning = "trap '' TERM; while :; do sleep 1; done"
+    low = cluster.submit(COUNTS_ITS_STARTS + ignores_the_warning, *EVERYTHING, "-p", "scavenger")
+    wait_for(lambda: cluster.output(low) == ["start 0"], 20)
+    high = cluster.submit("sleep 1", *EVERYTHING, "-p", "priority")
+    wait_for(lambda: cluster.job_state(high) == "COMPLETED", 60)
+    wait_for(lambda: "start 1" in cluster.output(low), 30)
+    cluster.slurm("scancel", low)
+    wait_for(lambda: cluster.job_state(low) == "CANCELLED", 30)
+    history = cluster.slurm("sacct", "-D", "-X", "-n", "-P", "-j", low, "-o", "State").splitlines()
+    assert [state.split()[0] for state in history] == ["PREEMPTED", "CANCELLED"]
+
+
+def test_a_job_that_ends_at_the_warning_is_not_requeued(cluster: Devcluster) -> None:
+    tasks = "srun sh -c 'echo here; exec sleep 600'"  # a signal misses a step that starts later
+    low = cluster.submit(tasks, *EVERYTHING, "-p", "scavenger", "--requeue")
+    wait_for(lambda: cluster.output(low) == ["here"] * 4, 20)
+    high = cluster.submit("sleep 1", *EVERYTHING, "-p", "priority")
+    wait_for(lambda: cluster.job_state(high) == "COMPLETED", 30)
+    assert cluster.job_state(low) == "FAILED"
+
+
+def test_a_node_that_loses_power_is_down_and_its_job_runs_elsewhere(cluster: Devcluster) -> None:
+    job = cluster.submit(COUNTS_ITS_STARTS + "echo on $(hostname); srun sleep 600", "--exclusive")
+    wait_for(lambda: len(cluster.output(job)) == 2, 20)
+    lost = cluster.output(job)[1].removeprefix("on ")
+    cluster.done("kill-node", lost)
+    wait_for(lambda: cluster.node_state(lost) == "down", 60)
+    shown = cluster.command("status")
+    assert shown.returncode == 1
+    assert f"{lost}        down*        without power" in shown.stdout
+    wait_for(lambda: len(cluster.output(job)) == 4, 40)
+    assert cluster.output(job)[2] == "start 1"
+    assert cluster.output(job)[3] != f"on {lost}"
+    cluster.done("restore-node", lost)
+    assert cluster.node_state(lost) == "idle"
+    cluster.done("status")
+
+
+def test_a_job_runs_on_when_only_slurmd_is_killed(cluster: Devcluster, tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    cluster.submit(f"while :; do date > {sign}; sleep 0.2; done", "-w", "n03", "--exclusive")
+    wait_for(sign.exists, 20)
+    cluster.done("kill-node", "n03", "--only-slurmd")
+    assert "without slurmd" in cluster.command("status").stdout
+    sign.unlink()
+    wait_for(sign.exists, 5)
+    cluster.done("up")
+    assert cluster.node_state("n03") == "idle"
+    sign.unlink()
+    with pytest.raises(AssertionError):
+        wait_for(sign.exists, 1.5)
+
+
+def test_a_second_up_changes_nothing(cluster: Devcluster) -> None:
+    job = cluster.submit("sleep 600", "-N4")
+    wait_for(lambda: cluster.job_state(job) == "RUNNING", 20)
+    cluster.done("up")
+    assert cluster.job_state(job) == "RUNNING"
+    refused = cluster.command("up", "--nodes=5")
+    assert refused.returncode == 78
+    assert "expected nodes=4" in refused.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--loopback",)], ids=["namespaces", "loopback"])
+def test_a_second_cluster_without_accounting_leaves_nothing(
+    cluster: Devcluster, tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    with devcluster(tmp_path / "state", "--nodes=2", "--no-accounting", *options) as second:
+        assert second.done("env") == f"export SLURM_CONF={second.state_dir}/etc/slurm.conf\n"
+        names = second.slurm("srun", "-N2", "sh", "-c", "echo $SLURMD_NODENAME").splitlines()
+        assert sorted(names) == ["n01", "n02"]
+        with pytest.raises(AssertionError, match="accounting storage is disabled"):
+            second.slurm("sacct")
+        job = second.submit("trap '' TERM; srun sleep 600 & wait", "-N2")
+        wait_for(lambda: second.job_state(job) == "RUNNING", 20)
+        waiting = subprocess.Popen(("srun", "sleep", "600"), env=second.environ)
+        wait_for(lambda: len(second.slurm("squeue", "-h").splitlines()) == 2, 20)
+        second.done("kill-node", "n02")
+        second.done("down")
+        waiting.wait(20)
+        assert second.traces() == []
+        assert second.done("down").startswith("there is no devcluster")
+    assert cluster.slurm("srun", "-N4", "hostname")
+    assert links_and_groups()
+
+
+def test_a_daemon_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:
+    state_dir = tmp_path / "state"
+    with devcluster(state_dir, "--nodes=1", "--no-accounting", "--loopback") as broken:
+        broken.done("kill-node", "n01")
+        (state_dir / "etc" / "gres.conf").write_text("Name=gpu File=/no/such/device\n")
+        refused = broken.command("restore-node", "n01", "--within-s=3")
+        assert refused.returncode == 75
+        assert refused.stderr.startswith("error: n01 ")
+        assert "/no/such/device" in refused.stderr

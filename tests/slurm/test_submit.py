@@ -1,0 +1,222 @@
+"""A run as Slurm jobs: submitted at once from outside, spread over nodes, ended by itself."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.submissions import Submission, read_submissions
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
+
+CUT_DOWN = (
+    "train_dataset.kwargs.size=64",
+    "valid_dataset.kwargs.size=8",
+    "warmup.dataset.kwargs.size=640",
+    "warmup.total_steps=20",
+    "warmup.batch_size=16",
+    "warmup.commit_every_steps=20",
+    "evaluation.every_steps=0",
+    "evaluation.tasks=8",
+    "rollout.n_samples=4",
+    "rollout.max_concurrent_rollouts=16",
+    "trainer.total_steps=5",
+    "trainer.batch_size=4",
+)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    with devcluster(tmp_path_factory.mktemp("cluster") / "state", "--nodes=4") as found:
+        yield found
+
+
+class Submitting:
+    """`areal-hpc` in the environment of a cluster, for one run directory."""
+
+    def __init__(self, cluster: Devcluster, fileroot: Path) -> None:
+        self._cluster = cluster
+        self._fileroot = fileroot
+        self.layout = RunLayout(fileroot / "quickstart" / "slurm")
+
+    def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            (sys.executable, "-m", "areal_hpc", *arguments),
+            cwd=CHECKOUT,
+            env=self._cluster.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+        return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """`areal-hpc submit`, without waiting for its end."""
+        return subprocess.Popen(
+            (sys.executable, "-m", "areal_hpc", "submit", *self._recipe, *options),
+            cwd=CHECKOUT,
+            env=self._cluster.environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def _recipe(self) -> tuple[str, ...]:
+        return (
+            "recipes/quickstart_slurm.yaml",
+            f"cluster.fileroot={self._fileroot}",
+            *CUT_DOWN,
+        )
+
+    @property
+    def submissions(self) -> list[Submission]:
+        return read_submissions(self.layout.submissions)
+
+
+@pytest.fixture
+def run(cluster: Devcluster, tmp_path: Path) -> Iterator[Submitting]:
+    yield Submitting(cluster, tmp_path / "runs")
+    cluster.cancel_all()
+
+
+@pytest.mark.timeout(400)
+def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    ended = run.submit("--wait", timeout_s=380)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "step      5/5" in ended.stdout
+    assert [row["step"] for row in read_json_lines(run.layout.metrics)][-1] == 5
+    assert [one.job for one in run.submissions] == ["warmup", "trainer", "cell-0", "cell-1"]
+    states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
+    assert set(states.values()) == {"COMPLETED"}, states
+    nodes = {
+        one.job: cluster.slurm("sacct", "-X", "-n", "-P", "-j", one.job_id, "-o", "NodeList")
+        for one in run.submissions
+    }
+    assert len({nodes["cell-0"], nodes["cell-1"]}) == 2
+    assert len(nodes["trainer"].split(",")) == 2 or "-" in nodes["trainer"]
+    audit = run.call("audit", str(run.layout.root))
+    assert "trained_once=20 duplicates=0 lost=0" in audit.stdout, audit.stdout + audit.stderr
+
+
+def test_a_dry_run_touches_nothing(run: Submitting) -> None:
+    shown = run.submit("--dry-run")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("#!/bin/bash") == 4
+    assert not run.layout.root.exists()
+
+
+def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    held = ("cluster.slurm.sbatch_flags=[--hold]",)
+    waiting = run.start("--wait", *held)
+    wait_for(lambda: len(run.submissions) == 4, 60)
+    time.sleep(1)  # it watches now
+    waiting.send_signal(signal.SIGINT)
+    shown, _ = waiting.communicate(timeout=30)
+    assert waiting.returncode == 130, shown
+    assert "detached; the jobs go on" in shown
+    script = (run.layout.jobs_dir / "cell-1" / "job.sbatch").read_text()
+    assert "--dependency=afterok:" + run.submissions[0].job_id in script
+    for again in (run.submit(*held), run.call("run", str(run.layout.recipe))):
+        assert again.returncode == 75
+        assert all(one.job_id in again.stderr for one in run.submissions)
+    assert cluster.slurm("squeue", "-h", "-o", "%k").splitlines() == [str(run.layout.root)] * 4
+
+
+def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submitting) -> None:
+    refused = run.submit("cluster.slurm.jobs.cell.constraint=unheard_of")
+    assert refused.returncode == 78
+    assert "Slurm refused the job cell-0" in refused.stderr
+    wait_for(lambda: cluster.slurm("squeue", "-h") == "", 20)
+
+
+SWEEP = ("--array", "warmup.optimizer.lr=1e-3,3e-3")
+HELD = (
+    "cluster.slurm.jobs.trainer.sbatch_flags=[--hold]",
+    "cluster.slurm.jobs.cell.sbatch_flags=[--hold]",
+    "cluster.slurm.jobs.warmup.sbatch_flags=[]",
+)
+
+
+@pytest.mark.timeout(240)
+def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    submitted = run.submit(*SWEEP, *HELD, "trainer.parallel.dp=1")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    parent = run.layout.root.parent
+    layouts = [RunLayout(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
+    ids = [[one.job_id for one in read_submissions(layout.submissions)] for layout in layouts]
+    warmup = ids[0][0].partition("_")[0]
+    assert [one[0] for one in ids] == [f"{warmup}_0", f"{warmup}_1"]
+    assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
+    waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
+    assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
+    wait_for(lambda: all(layout.export("warmup").exists() for layout in layouts), 200)
+    finals = [read_json_lines(layout.warmup_metrics)[-1]["loss"] for layout in layouts]
+    assert finals[0] != finals[1]
+    # Each run's own script works under another number, outside of the array.
+    alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"
+    job = cluster.slurm("sbatch", "--parsable", "--partition=priority", str(alone))
+    wait_for(lambda: cluster.job_state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, 60)
+    assert cluster.job_state(job) == "COMPLETED"
+
+
+def test_scripts_of_a_site_pass_the_clusters_own_check(
+    cluster: Devcluster, run: Submitting
+) -> None:
+    """The site that fits the emulated cluster but for its names and its processors."""
+    shown = run.call(
+        *("submit", "tests/golden/slurm/recipe.yaml", "--dry-run", "--site"),
+        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority", "inference.cells=2"),
+        *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.cpus_per_task=1"),
+        "cluster.slurm.jobs.cell.cpus_per_task=16",
+    )
+    assert shown.returncode == 0, shown.stderr
+    scripts = [part.partition(" <==\n")[2] for part in shown.stdout.split("\n==> ")]
+    scripts = [script for script in scripts if script.startswith("#!")]
+    assert len(scripts) == 3
+    for script in scripts:
+        checked = subprocess.run(
+            ("sbatch", "--test-only"),
+            input=script,
+            env=cluster.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert checked.returncode == 0, checked.stderr
+        assert "to start at" in checked.stderr
+
+
+@pytest.mark.timeout(240)
+def test_the_plain_scripts_start_a_run_that_is_only_written_down(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    written = run.submit("--write-only")
+    assert written.returncode == 0, written.stdout + written.stderr
+    assert run.submissions == []
+
+    def sbatch(name: str, *arguments: str) -> str:
+        command = ("sbatch", "--parsable", f"--chdir={CHECKOUT}", f"--output={tmp_path}/{name}.out")
+        return cluster.slurm(*command, str(CHECKOUT / "slurm" / f"{name}.sbatch"), *arguments)
+
+    root = str(run.layout.root)
+    warmup = sbatch("warmup", root)
+    wait_for(lambda: cluster.job_state(warmup) not in {"PENDING", "RUNNING", "COMPLETING"}, 120)
+    assert cluster.job_state(warmup) == "COMPLETED"
+    trainer, cell = sbatch("trainer", root), sbatch("cell", root, "0")
+    found = [run.layout.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
+    wait_for(lambda: all(path.exists() for path in found), 100)
+    assert {cluster.job_state(job) for job in (trainer, cell)} == {"RUNNING"}

@@ -1,0 +1,194 @@
+"""Jobs that are preempted, requeued, timed out, cancelled or put on a bad node, side by side."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from areal_hpc.cluster.requeue import release_held
+from tests.slurm.devclusters import Devcluster, devcluster, wait_for
+from tests.slurm.supervised_jobs import SupervisedJob
+
+RESTART_S = 40.0
+"""Within this a requeued job runs again on a busy machine: six seconds are Slurm's."""
+SAFE = ("--partition=priority", "--requeue")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    place = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(place, "--nodes=3", "--grace-s=15") as found:
+        yield found
+        found.cancel_all()
+
+
+@pytest.fixture(scope="module")
+def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[str, SupervisedJob]:
+    """A job for every situation, all at work side by side: most of the time is Slurm's."""
+    root = tmp_path_factory.mktemp("runs")
+    names = (
+        *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
+        *("preempted", "requeued", "cancelled", "unwanted", "idle"),
+    )
+    jobs = {name: SupervisedJob(cluster, root / name, name) for name in names}
+    jobs["lost"].submit("steady", *SAFE)
+    awaited(jobs["lost"], lambda: len(jobs["lost"].words) == 1)
+    cluster.done("kill-node", "n01", "--only-slurmd")  # where it is, and nothing else
+
+    scratch = root / "scratch"
+    scratch.mkdir()
+    mount = ("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(scratch))
+    cluster.slurm("srun", "-p", "priority", "-w", "n02", *mount)
+    not_n01 = "--exclude=n01"
+    # Before all others: of nodes that are as idle it gets the first.
+    jobs["bad_node"].submit("finish", *SAFE, not_n01, f"--export=ALL,SLURM_TMPDIR={scratch}")
+    jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n03")
+    jobs["crashing"].submit("crash", *SAFE, not_n01)
+    jobs["refusing"].submit("refuse", *SAFE, not_n01)
+    marker = jobs["finished"].root / "FINISHED"
+    marker.parent.mkdir()
+    marker.touch()
+    jobs["finished"].submit("steady", *SAFE, not_n01, done_marker=str(marker))
+    both = ("--nodes=2", "--nodelist=n02,n03", "--cpus-per-task=8")
+    jobs["preempted"].submit("steady", "--partition=scavenger", "--requeue", *both, tasks=2)
+    jobs["idle"].submit("idle_once", *SAFE, not_n01)
+    jobs["requeued"].submit("steady", *SAFE, not_n01)
+    jobs["cancelled"].submit("steady", *SAFE, not_n01)
+    jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
+    return jobs
+
+
+def awaited(job: SupervisedJob, condition: Callable[[], bool], within_s: float = RESTART_S) -> None:
+    try:
+        wait_for(condition, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.explain()}") from None
+
+
+def test_a_preempted_job_saves_once_and_goes_on_under_its_number(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["preempted"]
+    awaited(job, lambda: len(job.words) == 2)
+    assert all(word.startswith("began 1 at 10.") for word in job.words), job.words
+    high = job.cluster.submit("sleep 1", "-p", "priority", "-w", "n03", "-c", "10", "--mem=100")
+    awaited(job, lambda: job.cluster.job_state(high) == "COMPLETED")
+    awaited(job, lambda: len(job.words) == 6)
+    assert sorted(job.words[2:4]) == ["saved 0", "saved 1"]
+    assert all(word.startswith("began 2 at 10.") for word in job.words[4:]), job.words
+    assert job.restarts() == 1
+    folder = job.root / "logs" / "preempted"
+    assert {path.name for path in folder.iterdir()} == {"restart_00", "restart_01"}
+    headline = (folder / "restart_01" / "process-1.log").read_text().splitlines()[0]
+    assert headline == f"node n03 job {job.job_id} restart 1"
+    job.cluster.slurm("scancel", job.job_id)
+
+
+def test_a_job_that_slurm_requeues_is_not_requeued_twice(jobs: dict[str, SupervisedJob]) -> None:
+    job = jobs["requeued"]
+    awaited(job, lambda: len(job.words) == 1)
+    job.cluster.slurm("scontrol", "requeue", job.job_id)
+    awaited(job, lambda: len(job.words) == 3)
+    assert job.words[1] == "saved 0"
+    assert (job.starts(), job.restarts()) == (2, 1)
+    job.cluster.slurm("scancel", job.job_id)
+    awaited(job, lambda: job.state() == "CANCELLED")
+    awaited(job, lambda: job.outcome().reason.endswith("(ended by Slurm)"))
+    assert (job.starts(), job.restarts()) == (2, 1)
+
+
+def test_a_job_of_a_cancelled_run_stops_at_a_signal_and_stays_away(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["cancelled"]
+    awaited(job, lambda: len(job.words) == 1)
+    job.cancelled.touch()
+    job.cluster.slurm("scancel", "--signal=USR2", job.job_id)
+    awaited(job, lambda: job.state() == "FAILED")
+    assert job.words[1] == "saved 0"
+    assert job.outcome().reason == "stopped by a signal (cancelled)"
+    assert job.starts() == 1
+
+
+def test_a_job_that_slurm_may_not_requeue_submits_itself_again(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["unwanted"]
+    awaited(job, lambda: len(job.words) == 1)
+    job.cluster.slurm("scancel", "--signal=TERM", job.job_id)
+    awaited(job, lambda: len(job.words) == 3)
+    assert job.words[2].startswith("began 2 at ")
+    assert job.newest_id() != job.job_id
+    assert job.cluster.job_state(job.newest_id()) == "RUNNING"
+    job.cluster.slurm("scancel", job.newest_id())
+
+
+def test_crashes_are_forgiven_while_the_run_gets_further(jobs: dict[str, SupervisedJob]) -> None:
+    job = jobs["crashing"]
+    awaited(job, lambda: job.state() == "FAILED", 90)
+    # The first start got further, the second may have had bad luck, the third is one too many.
+    assert job.words == ["crashed 1", "crashed 2", "crashed 3"]
+    assert job.outcome().exit_code == 128 + 11
+
+
+def test_a_mistake_in_the_recipe_ends_the_job(jobs: dict[str, SupervisedJob]) -> None:
+    job = jobs["refusing"]
+    awaited(job, lambda: job.state() == "FAILED")
+    assert (job.words, job.starts()) == (["refused"], 1)
+
+
+def test_a_job_whose_work_is_done_says_so_at_once(jobs: dict[str, SupervisedJob]) -> None:
+    job = jobs["finished"]
+    awaited(job, lambda: job.state() == "COMPLETED")
+    assert job.words == []
+
+
+def test_the_time_limit_is_met_with_a_save_and_another_start(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["timed"]
+    awaited(job, lambda: len(job.words) >= 3, 90)
+    assert job.words[:2] == ["began", "stopped"]
+    reason, _, left = job.words[2].partition(": ")
+    assert reason == "the time limit is near"
+    # Six seconds to stop and eight to save, of which the look took up to two; five are kept free.
+    assert 9 <= int(left.removesuffix(" s")) <= 14
+    awaited(job, lambda: job.words.count("began") >= 2)
+    assert job.restarts() >= 1
+    job.cluster.slurm("scancel", job.job_id)
+
+
+def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
+    jobs: dict[str, SupervisedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs["idle"]
+    monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
+    awaited(job, lambda: job.state() in {"REQUEUE_HOLD", "PENDING"})
+    shown = job.cluster.slurm("scontrol", "show", "job", job.job_id, "--oneliner")
+    assert " Reason=job_requeued_in_held_state " in shown
+    assert job.words == ["began 1"]
+    assert release_held(job.root / "jobs") == ["idle"]
+    assert release_held(job.root / "jobs") == []
+    awaited(job, lambda: job.state() == "COMPLETED")
+    assert job.words == ["began 1", "began 2"]
+
+
+def test_a_bad_node_is_named_and_left(jobs: dict[str, SupervisedJob]) -> None:
+    job = jobs["bad_node"]
+    awaited(job, lambda: job.state() == "COMPLETED", 60)
+    assert job.words == ["done on n03"]
+    assert list(job.excluded()) == ["n02"]
+    assert "scratch has 1 MiB free, expected at least 64 MiB" in job.excluded()["n02"]
+    shown = job.cluster.slurm("scontrol", "show", "job", job.job_id, "--oneliner")
+    excluded = shown.split(" ExcNodeList=")[1].split()[0]
+    named = job.cluster.slurm("scontrol", "show", "hostnames", excluded).split()
+    assert sorted(named) == ["n01", "n02"], "what was asked for at first is kept"
+
+
+def test_a_task_on_a_lost_node_gives_way_to_the_jobs_next_start(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["lost"]
+    awaited(job, lambda: any(word.startswith("began 2") for word in job.words), 90)
+    awaited(job, lambda: "saved 0" in job.words)  # by the first start, which Slurm has lost
+    assert (job.starts(), job.restarts()) == (2, 1)
+    job.cluster.slurm("scancel", job.job_id)

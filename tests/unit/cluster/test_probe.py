@@ -1,0 +1,81 @@
+"""What the probe makes of what it finds on a node."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.probe import (
+    Greeter,
+    judge_gpus,
+    judge_skew,
+    list_gpus,
+    probe_node,
+    read_gpus,
+)
+
+WELL = "0, 0\n1, 0\n2, [N/A]\n3, 0\n"
+
+
+def test_a_node_in_order_has_no_findings(tmp_path: Path) -> None:
+    greeter = Greeter("127.0.0.1")
+    greeter.answer(5.0)
+    environ = {"SLURM_TMPDIR": str(tmp_path)}
+    assert probe_node(environ, tmp_path, 1, greeter.address) == []
+
+
+def test_little_space_is_the_nodes_fault_only_on_its_own_storage(tmp_path: Path) -> None:
+    shared, own = probe_node({"SLURM_TMPDIR": str(tmp_path)}, tmp_path, 1 << 60, "")
+    assert not shared.is_fault_of_node
+    assert own.is_fault_of_node
+    assert "MiB free, expected at least 1,099,511,627,776 MiB" in own.reason
+
+
+def test_a_missing_scratch_folder_is_found(tmp_path: Path) -> None:
+    (finding,) = probe_node({"SLURM_TMPDIR": str(tmp_path / "gone")}, tmp_path, 1, "")
+    assert finding.reason.endswith("gone cannot be read: No such file or directory")
+
+
+def test_a_first_node_out_of_reach_is_found(tmp_path: Path) -> None:
+    (finding,) = probe_node({}, tmp_path, 1, "127.0.0.1:1")
+    assert "it cannot reach the job's first node at 127.0.0.1:1" in finding.reason
+
+
+def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
+    file = tmp_path / "written"
+    file.touch()
+    assert judge_skew(time.time() - file.stat().st_mtime, tmp_path) == []
+    os.utime(file, (0, time.time() + 90))
+    (finding,) = judge_skew(time.time() - file.stat().st_mtime, tmp_path)
+    assert finding.reason.startswith("its clock differs by -90 s")
+
+
+def test_gpus_are_counted_and_asked_for_their_errors() -> None:
+    gpus = read_gpus(WELL)
+    assert judge_gpus(["0", "1", "2", "3"], gpus, "") == []
+    (missing,) = judge_gpus(["0", "1", "2", "3", "4"], gpus, "")
+    assert missing.reason == "it shows 4 GPUs, Slurm gave 5"
+    broken = read_gpus(WELL.replace("3, 0", "3, 2"))
+    (errors,) = judge_gpus(["2", "3"], broken, "")
+    assert errors.reason == "its GPU 3 has 2 uncorrected memory errors"
+    assert judge_gpus(["0", "1"], broken, "") == [], "another job's GPU"
+    # With device control groups the job's only GPU is number 0, whatever Slurm calls it.
+    assert judge_gpus(["6"], read_gpus("0, 1\n"), "")
+
+
+def test_the_drivers_complaint_is_passed_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho Unable to determine the device handle for GPU3; exit 15\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    (finding,) = judge_gpus(["0"], *list_gpus())
+    assert finding.reason.startswith("its GPU driver fails: Unable to determine the device")
+    tool.write_text("#!/bin/sh\nprintf '0, 0\\n1, 3\\n'\n")
+    environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TMPDIR": str(tmp_path)}
+    (finding,) = probe_node(environ, tmp_path, 1, "")
+    assert finding.reason == "its GPU 1 has 3 uncorrected memory errors"

@@ -1,0 +1,133 @@
+"""What squeue and sacct of Slurm 22.05 printed on a devcluster, and what is made of it."""
+
+import time
+
+from areal_hpc.cluster.queue import (
+    SQUEUE_COLUMNS,
+    Look,
+    Queue,
+    QueuedJob,
+    is_alive,
+    parse_sacct,
+    parse_squeue,
+)
+from areal_hpc.cluster.states import STATES, Phase
+
+SQUEUE_ROWS = [
+    ("8", "CANCELLED", "DependencyNeverSatisfied", "", "N/A", "2026-11-22T03:05:39", "0", "0"),
+    (
+        "2",
+        "FAILED",
+        "NonZeroExitCode",
+        "n01",
+        "2026-11-22T03:05:38",
+        "2026-11-22T03:05:38",
+        "0",
+        "768",
+    ),
+    (
+        "3",
+        "FAILED",
+        "NonZeroExitCode",
+        "n01",
+        "2026-11-22T03:05:38",
+        "2026-11-22T03:05:38",
+        "0",
+        "19968",
+    ),
+    ("7", "PENDING", "Resources", "", "2026-11-22T04:05:38", "2026-11-22T05:05:38", "0", "0"),
+    ("9", "PENDING", "Dependency", "", "N/A", "N/A", "2", "0"),
+    ("12_0", "PENDING", "Priority", "", "2026-11-22T05:05:00", "2026-11-22T06:05:00", "0", "0"),
+    ("1", "RUNNING", "None", "n[01-02]", "2026-11-22T03:05:38", "2026-11-22T04:05:38", "1", "0"),
+]
+
+SQUEUE = "".join(
+    "|".join(
+        cell.ljust(width)
+        for cell, (_, width) in zip(
+            (*row, "exp-one-trainer", "/runs/exp/one"), SQUEUE_COLUMNS, strict=True
+        )
+    )
+    + "|\n"
+    for row in SQUEUE_ROWS
+)
+
+SACCT = """\
+1|RUNNING|0:0|n01|2026-11-22T03:05:38|Unknown|None
+1.batch|RUNNING|0:0|n01|2026-11-22T03:05:38|Unknown|
+1.0|RUNNING|0:0|n01|2026-11-22T03:05:38|Unknown|
+4|FAILED|9:0|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|None
+4.batch|FAILED|9:0|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|
+4.0|CANCELLED|0:9|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|
+5|FAILED|1:0|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|None
+5.batch|FAILED|1:0|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|
+5.0|OUT_OF_MEMORY|0:125|n01|2026-11-22T03:05:38|2026-11-22T03:05:38|
+6|PENDING|0:0|None assigned|Unknown|Unknown|JobHeldUser
+13|CANCELLED by 0|0:0|None assigned|2026-11-22T03:05:41|2026-11-22T03:05:41|None
+17|PREEMPTED|0:0|n02|2026-11-22T03:10:00|2026-11-22T03:11:00|None
+17|COMPLETED|0:0|n03|2026-11-22T03:11:06|2026-11-22T03:12:00|None
+12_[0-2%1]|PENDING|0:0|None assigned|Unknown|Unknown|None
+"""
+
+
+def at(text: str) -> float:
+    return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+
+
+def squeue() -> dict[str, QueuedJob]:
+    return {job.job_id: job for job in parse_squeue(SQUEUE)}
+
+
+def test_squeue_tells_states_times_nodes_and_restarts() -> None:
+    jobs = squeue()
+    assert len(jobs) == len(SQUEUE_ROWS)
+    running = jobs["1"]
+    assert running.state.phase is Phase.RUNNING
+    assert (running.nodes, running.restarts, running.reason) == ("n[01-02]", 1, "")
+    assert running.start == at("2026-11-22T03:05:38")
+    assert jobs["7"].start == at("2026-11-22T04:05:38"), "the start that is expected"
+    assert jobs["9"].start is None
+    assert jobs["12_0"].state.name == "PENDING"
+    assert "/runs/exp/one" in running.label
+
+
+def test_squeue_gives_exit_codes_as_wait_statuses() -> None:
+    assert squeue()["2"].exit_code == 3
+    assert squeue()["3"].exit_code == 78
+
+
+def test_sacct_tells_every_start_and_the_failures_of_steps() -> None:
+    jobs = parse_sacct(SACCT)
+    assert [job.state.name for job in jobs if job.job_id == "17"] == ["PREEMPTED", "COMPLETED"]
+    starved = next(job for job in jobs if job.job_id == "5")
+    assert starved.state.name == "FAILED"
+    assert "OUT_OF_MEMORY" in starved.bad_steps
+    held = next(job for job in jobs if job.job_id == "6")
+    assert (held.nodes, held.start, held.reason) == ("", None, "JobHeldUser")
+    cancelled = next(job for job in jobs if job.job_id == "13")
+    assert cancelled.state.name == "CANCELLED"
+
+
+def test_garbage_is_no_job() -> None:
+    text = "slurm_load_jobs error: Invalid job id specified\n\n"
+    assert parse_squeue(text) == []
+    assert parse_sacct(text) == []
+
+
+def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
+    look = Look(squeue())
+    assert "1" in look.of(["1"], "exp").jobs
+    assert look.of(["1"], "another").jobs == {}
+    assert look.of(["404"], "exp").state_of("404").phase is Phase.UNKNOWN
+    past = Look({job.job_id: job for job in parse_sacct(SACCT)})
+    assert "4" in past.of(["4"], "exp").jobs, "accounting may not know the name"
+
+
+def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
+    alive = {name for name, state in STATES.items() if is_alive(state)}
+    assert {"PENDING", "RUNNING", "COMPLETING", "REQUEUE_HOLD", "SUSPENDED"} <= alive
+    assert alive.isdisjoint({"COMPLETED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"})
+
+
+def test_no_jobs_are_no_question() -> None:
+    assert Queue().look([]) == Look()

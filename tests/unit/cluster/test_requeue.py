@@ -1,0 +1,55 @@
+"""What the end of a job's tasks means for the job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
+from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
+
+DONE, STOPPED, CRASHED = Outcome(0), Outcome(STOPPED_EXIT_CODE), Outcome(139, "trainer")
+LET_DOWN, MISTAKEN = Outcome(75, "ledger"), Outcome(78, "trainer")
+IDLE = Outcome(79, "driver")
+BAD_NODE = Outcome(75, "probe", faulty_node="n07")
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "fruitless", "verdict"),
+    [
+        ([DONE, DONE], 0, "done"),
+        ([STOPPED, DONE], 0, "again"),
+        ([STOPPED], 9, "again"),
+        ([CRASHED, STOPPED], 1, "again"),
+        ([CRASHED, STOPPED], 2, "fail"),
+        ([LET_DOWN], 2, "again"),
+        ([LET_DOWN], 3, "fail"),
+        ([LET_DOWN, CRASHED], 2, "fail"),
+        ([MISTAKEN, STOPPED], 0, "fail"),
+        ([BAD_NODE, STOPPED], 9, "again"),
+        ([IDLE, STOPPED], 0, "hold"),
+        ([IDLE, CRASHED], 1, "again"),
+    ],
+)
+def test_a_job_is_started_again_while_that_helps(
+    outcomes: list[Outcome], fruitless: int, verdict: str
+) -> None:
+    assert judge(outcomes, fruitless) == verdict
+
+
+def test_only_crashes_without_progress_count() -> None:
+    assert count_fruitless(1, [CRASHED], was_of_use=False) == 2
+    assert count_fruitless(1, [CRASHED], was_of_use=True) == 0
+    assert count_fruitless(1, [STOPPED, DONE], was_of_use=False) == 1
+    assert count_fruitless(1, [BAD_NODE], was_of_use=False) == 1
+
+
+def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
+    progress = tmp_path / "metrics.jsonl"
+    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
+    start = Usefulness(tmp_path, str(progress))
+    progress.write_text("a step\n")
+    assert start.close([CRASHED]) == 0
+    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
+    assert Usefulness(tmp_path, "").close([CRASHED]) == 2

@@ -1,0 +1,134 @@
+"""From a job and the site's options to nodes, scripts and their price."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.cluster.jobspec import JobSpec
+from areal_hpc.cluster.sbatch import DEFAULT_TIME_MIN, RunPlace, Shape, request_all, shape_of
+from areal_hpc.cluster.site import JobOptions, SlurmConfig
+from areal_hpc.cluster.submit import script_of
+from areal_hpc.errors import RecipeError
+
+PLACE = RunPlace(
+    name="exp-trial",
+    run_dir=Path("/runs/exp/trial"),
+    jobs_dir=Path("/runs/exp/trial/jobs"),
+    pythons={"train": "/env/train python", "agents": "/env/agents/python"},
+    working_folder=Path("/home/ada"),
+)
+
+
+def job(name: str = "trainer", tasks: int = 1, gpus: int = 0) -> JobSpec:
+    return JobSpec(name, "train", [], tasks=tasks, gpus_per_task=gpus)
+
+
+def script(spec: JobSpec, **slurm: Any) -> list[str]:
+    return script_of(request_all([spec], SlurmConfig.model_validate(slurm), PLACE)[0]).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "gpus", "options", "nodes", "tasks_per_node", "gpus_per_node"),
+    [
+        (4, 0, {}, 1, 4, 0),
+        (4, 0, {"tasks_per_node": 2}, 2, 2, 0),
+        (1, 0, {"tasks_per_node": 8}, 1, 1, 0),
+        (32, 1, {"gpus_per_node": 8}, 4, 8, 8),
+        (4, 1, {"gpus_per_node": 8}, 1, 4, 4),
+        (1, 4, {}, 1, 1, 4),
+        (8, 1, {"gpus_per_node": 8, "tasks_per_node": 2}, 4, 2, 2),
+    ],
+)
+def test_tasks_are_spread_over_whole_nodes(
+    tasks: int,
+    gpus: int,
+    options: dict[str, int],
+    nodes: int,
+    tasks_per_node: int,
+    gpus_per_node: int,
+) -> None:
+    shape = shape_of(job(tasks=tasks, gpus=gpus), JobOptions(**options))
+    assert shape == Shape(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_MIN)
+
+
+def test_every_job_that_does_not_fit_is_reported_at_once() -> None:
+    jobs = [job(tasks=12, gpus=1), job("cell-0", gpus=16), job("cell-1", gpus=16)]
+    with pytest.raises(RecipeError) as caught:
+        request_all(jobs, SlurmConfig(gpus_per_node=8), PLACE)
+    assert [problem.message for problem in caught.value.problems] == [
+        "the trainer's 12 tasks do not fill whole nodes of 8 tasks",
+        "the cell needs 16 GPUs of a node, a node has 8",
+    ]
+
+
+def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
+    with pytest.raises(RecipeError, match="nothing says how many a node has"):
+        shape_of(job(tasks=16, gpus=1), JobOptions())
+
+
+def test_a_task_that_needs_more_gpus_than_a_node_has_is_refused() -> None:
+    with pytest.raises(RecipeError, match="a node has 2"):
+        shape_of(job(tasks=4, gpus=4), JobOptions(gpus_per_node=2))
+
+
+def test_the_price_is_that_of_the_whole_time_limit() -> None:
+    shape = shape_of(job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_min=90))
+    assert (shape.gpu_hours, shape.node_hours) == (48.0, 6.0)
+
+
+def test_options_become_lines_of_the_script() -> None:
+    lines = script(
+        job(tasks=4, gpus=1),
+        partition="a,b",
+        gpus_per_node=2,
+        gres="gpu:a100:{count}",
+        exclusive=True,
+        exclude="n7",
+        licenses="mat:1",
+        comment="for the paper",
+        sbatch_flags=["--nice=100", "--contiguous"],
+        setup=["module load cuda"],
+        signal_lead_s=45,
+    )
+    for expected in (
+        "#SBATCH --partition=a,b",
+        "#SBATCH --gres=gpu:a100:2",
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=2",
+        "#SBATCH --mem=0",
+        "#SBATCH --exclude=n7",
+        "#SBATCH --licenses=mat:1",
+        "#SBATCH --comment='/runs/exp/trial for the paper'",
+        "#SBATCH --nice=100",
+        "#SBATCH --contiguous",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=USR2@45",
+        "module load cuda",
+    ):
+        assert expected in lines
+    assert not [line for line in lines if "wckey" in line]
+
+
+def test_srun_is_told_of_the_processors_and_python_is_quoted() -> None:
+    command = script(job(), cpus_per_task=3, srun_flags=["--cpu-bind=cores"])[-1]
+    assert " --cpus-per-task=3 --cpu-bind=cores '/env/train python' -u -m submitit" in command
+
+
+def test_a_site_that_forbids_requeueing_is_obeyed() -> None:
+    lines = script(job(), requeue=False)
+    assert "#SBATCH --no-requeue" in lines
+    assert "#SBATCH --requeue" not in lines
+
+
+def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
+    request = request_all([job()], SlurmConfig(), PLACE)[0].depending_on("afterok:17")
+    lines = script_of(request).splitlines()
+    assert "#SBATCH --dependency=afterok:17" in lines
+    assert "#SBATCH --kill-on-invalid-dep=yes" in lines
+
+
+def test_flags_that_are_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="pattern"):
+        SlurmConfig.model_validate({"sbatch_flags": ["-N 4"]})

@@ -1,0 +1,75 @@
+"""The starts of a job are numbered; older ones and their processes learn that they are over."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster import deadline, starts
+from areal_hpc.cluster.scontrol import joined_nodes, read_job
+from areal_hpc.errors import ClusterError
+
+
+def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
+    starts.take_start(tmp_path / "starts", "7.0", "n01", "")
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(starts.await_start, tmp_path / "starts", "7.1", "n02", 10.0)
+        time.sleep(0.1)
+        assert not waiting.done(), "an earlier start is not this one"
+        taken = starts.take_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        assert waiting.result(10.0) == taken
+    assert taken.number == 2
+
+
+def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
+        starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
+
+
+def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
+    first = starts.take_start(tmp_path, "7.0", "n01", "")
+    assert not starts.is_superseded(tmp_path, first)
+    second = starts.take_start(tmp_path, "8.0", "n02", "")
+    assert starts.is_superseded(tmp_path, first)
+    assert not starts.is_superseded(tmp_path, second)
+
+
+def test_processes_read_until_when_they_may_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert starts.own_stop_note() is None, "without a supervisor under Slurm"
+    path = starts.stop_note_path(tmp_path, starts.take_start(tmp_path, "7.0", "n01", ""))
+    monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
+    assert starts.own_stop_note() is None
+    note = starts.StopNote("the time limit is near", 143, 1234.5)
+    starts.write_stop_note(path, note)
+    assert starts.own_stop_note() == note
+
+
+def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert deadline.last_save_s(tmp_path) == 0.0
+    for name, value in deadline.save_time_variable(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    deadline.note_save(21.5)
+    assert deadline.last_save_s(tmp_path) == 21.5
+    assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(tmp_path)) == 43.5
+
+
+def test_slurm_may_tell_a_job_its_end() -> None:
+    assert deadline.end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+
+
+def test_what_slurm_shows_of_a_job_is_read() -> None:
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1795318302))
+    facts = read_job(f"JobId=7 JobState=RUNNING Reason=None EndTime={end} ExcNodeList=n[01-02] A=b")
+    assert (facts.state, facts.ends_at, facts.excluded_nodes) == (
+        "RUNNING",
+        1795318302.0,
+        "n[01-02]",
+    )
+    facts = read_job("JobId=7 JobState=COMPLETING EndTime=Unknown ExcNodeList=(null)")
+    assert (facts.state, facts.ends_at, facts.excluded_nodes) == ("COMPLETING", None, "")
+    assert joined_nodes("n[01-02]", "n07", "n07", "") == "n[01-02],n07"

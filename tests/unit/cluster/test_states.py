@@ -1,0 +1,89 @@
+"""Slurm's states and reasons, as its commands print them."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.cluster.reasons import explain_reason
+from areal_hpc.cluster.states import STATES, Phase, Return, parse_state
+
+DOCUMENTED = (
+    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),
+    *("COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
+    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "RUNNING"),
+    *("RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"),
+    *("RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT"),
+    *("STAGE_OUT", "STOPPED", "SUSPENDED", "TIMEOUT"),
+)
+"""squeue(1) of Slurm 22.05, JOB STATE CODES."""
+
+
+def test_every_documented_state_is_known() -> None:
+    assert sorted(STATES) == sorted(DOCUMENTED)
+
+
+@pytest.mark.parametrize(
+    ("printed", "name"),
+    [
+        ("RUNNING", "RUNNING"),
+        ("CANCELLED by 1000", "CANCELLED"),
+        ("CANCELLED+", "CANCELLED"),
+        ("OUT_OF_ME+", "OUT_OF_MEMORY"),
+        ("PENDING,REQUEUED", "PENDING"),
+        (" node_fail ", "NODE_FAIL"),
+    ],
+)
+def test_what_commands_add_to_a_state_is_understood(printed: str, name: str) -> None:
+    assert parse_state(printed).name == name
+
+
+@pytest.mark.parametrize("printed", ["", "BREWING", "C+", "RE+", "+"])
+def test_a_state_that_nobody_knows_is_of_no_known_phase(printed: str) -> None:
+    state = parse_state(printed)
+    assert state.phase is Phase.UNKNOWN
+    assert not state.is_failure
+    assert "not known" in state.meaning
+
+
+@given(st.text(max_size=40))
+def test_no_text_is_too_strange_to_be_a_state(text: str) -> None:
+    assert parse_state(text).name
+
+
+@pytest.mark.parametrize("name", DOCUMENTED)
+def test_a_job_that_still_has_nodes_or_a_place_in_the_queue_is_no_failure(name: str) -> None:
+    state = STATES[name]
+    assert state.is_failure == (state.phase is Phase.OVER and name != "COMPLETED")
+    if state.phase in (Phase.WAITING, Phase.RUNNING):
+        assert state.comes_back is not Return.NO
+
+
+@pytest.mark.parametrize(
+    ("printed", "begins"),
+    [
+        ("Resources", "its nodes are not free"),
+        ("(Priority)", "other jobs come first"),
+        ("JobHeldUser", "its user holds it"),
+        ("launch failed requeued held", "its last start failed on a node"),
+        ("launch_failed_requeued_held", "its last start failed on a node"),
+        ("ReqNodeNotAvail, UnavailableNodes:n07", "nodes that it needs are down"),
+        ("Nodes required for job are DOWN, DRAINED or reserved", "nodes that it needs are down"),
+        ("QOSMaxJobsPerUserLimit", "it would exceed a limit"),
+        ("MaxMemPerLimit", "it would exceed a limit"),
+        ("QOSGrpGRES", "your group uses all"),
+        ("AssocGrpCpuLimit", "your group uses all"),
+        ("MoonIsFull", "Slurm's reason is MoonIsFull"),
+        ("", "Slurm's reason is not given"),
+    ],
+)
+def test_reasons_are_said_in_words(printed: str, begins: str) -> None:
+    assert explain_reason(printed).meaning.startswith(begins)
+
+
+def test_what_follows_a_reason_is_kept() -> None:
+    assert "UnavailableNodes:n07" in explain_reason("ReqNodeNotAvail, UnavailableNodes:n07").meaning
+
+
+@given(st.text(max_size=60))
+def test_every_reason_gets_a_sentence(text: str) -> None:
+    assert explain_reason(text).meaning

@@ -1,0 +1,41 @@
+"""By which address the other nodes reach this one."""
+
+from __future__ import annotations
+
+import socket
+
+import psutil
+import pytest
+
+from areal_hpc.cluster.topology import interface_of, reachable_host, restart_count
+from areal_hpc.errors import RecipeError
+
+
+def test_an_address_that_was_given_counts_before_all_else() -> None:
+    assert reachable_host("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
+
+
+def test_the_interface_of_the_site_decides() -> None:
+    (loopback,) = (
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.address == "127.0.0.1" for one in addresses)
+    )
+    assert reachable_host(loopback, {}) == "127.0.0.1"
+    assert interface_of("127.0.0.1") == loopback
+
+
+def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> None:
+    with pytest.raises(RecipeError, match=r"no interface ib7 .* it has .*lo") as caught:
+        reachable_host("ib7", {})
+    assert caught.value.problems[0].key == "cluster.interface"
+
+
+def test_without_slurm_the_host_name_or_loopback_is_found() -> None:
+    host = reachable_host("", {})
+    socket.create_server((host, 0)).close()
+
+
+def test_the_first_start_of_a_job_has_no_restart_count() -> None:
+    assert restart_count({}) == 0
+    assert restart_count({"SLURM_RESTART_COUNT": "2"}) == 2

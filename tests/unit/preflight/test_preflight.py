@@ -1,0 +1,66 @@
+"""What doctor finds on this machine, where no Slurm is asked."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.preflight.pythons import check_pythons
+from areal_hpc.preflight.slurm import _minutes
+from areal_hpc.preflight.storage import check_storage
+from areal_hpc.preflight.verdicts import Verdict, describe_checks, fail, ok, warn
+
+
+def test_a_directory_that_keeps_its_promises_is_well_and_is_left_as_it_was(tmp_path: Path) -> None:
+    found = {check.name: check for check in check_storage(tmp_path)}
+    assert found["file root"].verdict is Verdict.OK
+    assert found["rename, fsync"].verdict is Verdict.OK
+    assert found["locks"].verdict is Verdict.OK
+    assert found["clock"].verdict is Verdict.OK
+    assert found["shared"].verdict is Verdict.WARN, "one node alone cannot know"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_place_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (found,) = check_storage(tmp_path / "file" / "below")
+    assert found.verdict is Verdict.FAIL
+    assert "cluster.fileroot" in found.hint
+
+
+def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> None:
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
+    broken.chmod(0o755)
+    pythons = {"train": sys.executable, "serve": sys.executable, "agents": str(broken)}
+    train, serve, agents = check_pythons(pythons)
+    assert train.verdict is Verdict.OK
+    assert "megatron-core 0.16.1" in train.finding
+    assert serve.verdict is Verdict.FAIL
+    assert "lacks sglang" in serve.finding
+    assert agents.finding.endswith("does not start: no such library")
+    (missing,) = check_pythons({"train": "/no/such/python"})
+    assert missing.hint == "make setup, or cluster.train.python=/path/to/python"
+
+
+@pytest.mark.parametrize(
+    ("text", "minutes"),
+    [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)],
+)
+def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
+    assert _minutes(text) == minutes
+
+
+def test_every_finding_that_is_not_well_says_what_to_try() -> None:
+    lines = describe_checks(
+        [ok("a", "good"), warn("longer", "so so\nand more", "this"), fail("c", "bad", "that")]
+    )
+    assert lines == [
+        "ok    a       good",
+        "warn  longer  so so",
+        "              and more",
+        "              try: this",
+        "fail  c       bad",
+        "              try: that",
+        "1 ok, 1 to know of, 1 failed",
+    ]

@@ -1,0 +1,96 @@
+"""Rows as the data sets publish them become tasks that their reward functions can judge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.rows import rows
+from areal_hpc.reward.code import code_reward
+from areal_hpc.reward.countdown import countdown_reward
+from areal_hpc.reward.mathematics import math_reward
+from areal_hpc.reward.reasoning import reasoning_gym_reward
+
+SAMPLES = Path(__file__).parents[2] / "samples"
+DOUBLE = "```python\ndef double(x):\n    return x + x\n```"
+TRIPLE = "```python\ndef triple(x: int) -> int:\n    return x * 3\n```"
+ADD = "```python\nprint(sum(map(int, input().split())))\n```"
+
+
+def tasks(form: str, file: str) -> list[dict[str, Any]]:
+    config = DatasetConfig(path=SAMPLES / file, to_task=f"areal_hpc.dataset.forms:{form}")
+    return list(rows(config, "train_dataset"))
+
+
+@pytest.mark.parametrize(
+    ("form", "file", "right"),
+    [
+        ("gsm8k", "gsm8k.parquet", ["so \\boxed{7}", "\\boxed{2400}"]),
+        ("gsm8k", "gsm8k_saved/train", ["so $7$", "It is 2,400"]),
+        ("competition_math", "math.jsonl", ["\\boxed{0.25}", "\\boxed{\\{2, -2\\}}"]),
+        ("aime", "aime.jsonl", ["\\boxed{24}", "\\boxed{56}"]),
+    ],
+)
+def test_mathematics_is_judged_by_its_value(form: str, file: str, right: list[str]) -> None:
+    for task, answer in zip(tasks(form, file), right, strict=True):
+        assert math_reward("", answer, [], [], **task) == 1.0
+        assert math_reward("", "\\boxed{13}", [], [], **task) == 0.0
+        assert math_reward("", "I do not know", [], [], **task) == 0.0
+
+
+def test_countdown_is_judged_exactly() -> None:
+    first, second = tasks("countdown", "countdown.jsonl")
+    assert "98" in first["messages"][0]["content"]
+    for answer, reward in (
+        ("<answer>44 + 19 + 35</answer>", 1.0),
+        ("<answer>(44+19)+35 = 98</answer>", 1.0),
+        ("\\boxed{44+19+35}", 1.0),
+        ("<answer>98</answer>", 0.0),
+        ("<answer>44+19+35+0</answer>", 0.0),
+        ("<answer>44+19+44-9</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("<answer>9**9**9</answer>", 0.0),
+        ("<answer>44/(19-19)</answer>", 0.0),
+        (f"<answer>{'(' * 250}1</answer>", 0.0),
+        ("44+19+35", 0.0),
+    ):
+        assert countdown_reward("", answer, [], [], **first) == reward, answer
+    assert countdown_reward("", "<answer>5*4/2-3</answer>", [], [], **second) == 1.0
+    assert countdown_reward("", "<answer>5+4-2</answer>", [], [], **second) == 0.0
+
+
+def test_fractions_on_the_way_are_exact() -> None:
+    task = {"target": 24, "numbers": [3, 3, 8, 8]}
+    assert countdown_reward("", "<answer>8/(3-8/3)</answer>", [], [], **task) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        ("mbpp", DOUBLE, DOUBLE.replace("x + x", "x * x")),
+        ("humaneval", TRIPLE, TRIPLE.replace("3", "2")),
+        ("apps", ADD, ADD.replace("sum", "max")),
+    ],
+)
+def test_programs_are_judged_by_their_tests(form: str, right: str, wrong: str) -> None:
+    (task,) = tasks(form, f"{form}.jsonl")
+    assert code_reward("", right, [], [], **task) == 1.0
+    assert code_reward("", wrong, [], [], **task) == 0.0
+    assert code_reward("", right.replace("```", ""), [], [], **task) == 0.0
+
+
+def test_a_program_that_leaves_before_its_tests_has_not_passed_them() -> None:
+    (task,) = tasks("mbpp", "mbpp.jsonl")
+    for leaving in ("import sys; sys.exit(0)", "import os; os._exit(0)"):
+        assert code_reward("", f"```python\n{leaving}\n```", [], [], **task) == 0.0
+
+
+def test_reasoning_gym_judges_its_own_tasks() -> None:
+    config = DatasetConfig(reasoning_gym="chain_sum", kwargs={"size": 2, "seed": 3})
+    for task in rows(config, "train_dataset"):
+        right = f"<answer>{task['answer']}</answer>"
+        assert reasoning_gym_reward("", right, [], [], **task) == 1.0
+        assert reasoning_gym_reward("", "<answer>no</answer>", [], [], **task) < 0.5

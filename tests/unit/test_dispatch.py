@@ -1,0 +1,121 @@
+"""What a run or a sweep would ask of Slurm, decided before anything is written."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.jobspec import Launch
+from areal_hpc.cluster.submit import script_of
+from areal_hpc.dispatch import launch_of, requests_of, sketch
+from areal_hpc.errors import RecipeError
+from areal_hpc.layout import RunLayout
+from areal_hpc.ready import Ready, pythons_of
+from areal_hpc.recipe import Recipe, load
+from areal_hpc.sweep import array_requests, read_sweep
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart_slurm.yaml"
+HERE = Path("/home/ada")
+
+
+def recipe(fileroot: Path, *overrides: str) -> Recipe:
+    return load(QUICKSTART, [f"cluster.fileroot={fileroot}", *overrides])
+
+
+def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
+    return {
+        request.job: request.parameters.get("dependency", "")
+        for request in requests_of(found, HERE, after)
+    }
+
+
+def test_all_jobs_wait_for_the_warm_up_and_that_for_what_was_asked(tmp_path: Path) -> None:
+    assert dependencies(recipe(tmp_path), ["7", "8"]) == {
+        "warmup": "afterok:7:8",
+        "trainer": "afterok:WARMUP_JOBID",
+        "cell-0": "afterok:WARMUP_JOBID",
+        "cell-1": "afterok:WARMUP_JOBID",
+    }
+
+
+def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
+    found = recipe(tmp_path)
+    RunLayout(found.run_dir).export("warmup").mkdir(parents=True)
+    assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": ""}
+
+
+def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
+    found = recipe(tmp_path, "cluster.slurm.exclude=n9")
+    nodes = RunLayout(found.run_dir).excluded_nodes
+    nodes.parent.mkdir(parents=True)
+    nodes.write_text('{"node": "n4"}\n{"node": "n2"}\n{"node": "n4"}\n')
+    assert "#SBATCH --exclude=n9,n2,n4\n" in script_of(requests_of(found, HERE)[0])
+
+
+def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
+    network = "cluster.slurm.network={interface: ib0, hca: mlx5_0}"
+    found = recipe(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
+    launch = _launch_of_trainer(found)
+    assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
+    assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
+    assert launch.variables["train"]["NCCL_IB_HCA"] == "mlx5_3", "a role's own wins"
+    assert launch.launcher_lock is None
+    assert launch.slurm is not None
+    assert launch.slurm.interface == "ib0"
+    assert launch.slurm.script == f"{found.run_dir}/jobs/trainer/job.sbatch"
+    assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
+
+
+def _launch_of_trainer(found: Recipe) -> Launch:
+    layout = RunLayout(found.run_dir)
+    stages = sketch(found, layout).stages
+    ready = Ready(layout, 3, pythons_of(found), stages)
+    return launch_of(stages[-1].leader, stages[-1], found, ready)
+
+
+def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
+    images = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
+    found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
+    assert pythons_of(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
+    assert pythons_of(found)["agents"] == "/mine/python"
+    scripts = {request.job: script_of(request) for request in requests_of(found, HERE)}
+    assert "a.sif /opt/areal_hpc/.venvs/train/bin/python -u" in scripts["trainer"]
+    assert "b.sif /mine/python -u" in scripts["cell-1"]
+    assert f"--bind={found.run_dir}" in scripts["cell-1"]
+    assert "--nv" not in scripts["cell-1"], "it has no GPU"
+
+
+def sweep_of(fileroot: Path, array: str) -> list[str]:
+    def read(further: Sequence[str]) -> Recipe:
+        return recipe(fileroot, *further)
+
+    sweep = read_sweep(read, array)
+    scripts = [script_of(request, len(sweep.runs)) for request in array_requests(sweep, HERE, ())]
+    assert all("#SBATCH --array=0-2%3" in script for script in scripts)
+    assert "--dependency=aftercorr:WARMUP_JOBID" in scripts[-1]
+    return [run.trial_name for run in sweep.runs]
+
+
+def test_a_sweep_names_its_runs_by_their_value(tmp_path: Path) -> None:
+    names = sweep_of(tmp_path, "trainer.optimizer.lr=1e-5,2e-5, 4e-5")
+    assert names == ["slurm-lr-1e-5", "slurm-lr-2e-5", "slurm-lr-4e-5"]
+
+
+@pytest.mark.parametrize("array", ["seed", "seed=", "seed=1,1", "=1,2"])
+def test_what_is_no_sweep_is_refused(tmp_path: Path, array: str) -> None:
+    with pytest.raises(RecipeError, match="expected a key and different values"):
+        sweep_of(tmp_path, array)
+
+
+@pytest.mark.parametrize("array", ["inference.cells=1,2,3", "cluster.slurm.qos=a,b,c"])
+def test_runs_that_need_different_jobs_are_no_array(tmp_path: Path, array: str) -> None:
+    with pytest.raises(RecipeError, match="the members of an array ask for the same"):
+        sweep_of(tmp_path, array)
+
+
+def test_a_sweep_does_not_lie_in_the_directory_of_a_run(tmp_path: Path) -> None:
+    path = RunLayout(recipe(tmp_path).run_dir).recipe
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(RecipeError, match="give the sweep another trial_name"):
+        sweep_of(tmp_path, "seed=1,2,3")

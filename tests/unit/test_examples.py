@@ -1,0 +1,99 @@
+"""What the example agents tell the model, and how they judge it, without a model."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.shards.writer import seal
+from areal_hpc.tiny_model import make_tiny_model
+from examples.coding.agent import tried
+from examples.custom import sorting
+from examples.search.agent import CORPUS, Index, SearchAgent
+from examples.tools.calculator import calculate
+from tests.unit.shards.sample_trajectories import trajectory
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ('{"expression": "12 * (3 + 4)"}', "84"),
+        ('{"expression": "1/3 + 1/6"}', "1/2"),
+        ('{"expression": "1/0"}', "error: division by zero"),
+        ('{"expression": "2**9"}', "error: give an expression"),
+        ('{"expression": 7}', "error: give an expression"),
+        ("7", "error: give an expression"),
+        ("{", "error: give an expression"),
+    ],
+)
+def test_the_calculator_is_exact_and_survives_the_model(arguments: str, told: str) -> None:
+    assert calculate(arguments).startswith(told)
+
+
+def test_the_index_finds_the_passage_that_names_the_words() -> None:
+    index = Index(CORPUS)
+    assert index.search("Which workload manager queues jobs?")[0]["title"] == "Slurm"
+    assert index.search("collectives without a GPU")[0]["title"] == "gloo"
+    assert index.search("xylophone") == []
+
+
+def test_the_search_agent_survives_the_model() -> None:
+    agent = SearchAgent()
+    assert "radix cache" in agent.looked_up('{"query": "radix cache of prefixes"}')
+    for wrong in ("7", "{", "{}"):
+        assert agent.looked_up(wrong) == "error: give a query"
+
+
+def test_the_model_sees_its_program_run() -> None:
+    assert tried("```python\nprint(6 * 7)\n```").startswith("It ended with code 0:\n42\n")
+    assert "ZeroDivisionError" in tried("```python\n1 / 0\n```")
+    assert "no ```python block" in tried("print(1)")
+
+
+def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
+    for task in sorting.tasks(size=3, seed=1):
+        right = " ".join(map(str, sorted(task["numbers"])))
+        assert sorting.sorting_reward("", f"so:\n{right}", [], [], **task) == 1.0
+        assert sorting.sorting_reward("", "no idea", [], [], **task) == 0.0
+    assert list(sorting.tasks(3, 1)) == list(sorting.tasks(3, 1))
+    for rewards, kept in (([0, 0], False), ([1, 1], False), ([0, 1], True)):
+        group = {"rewards": np.asarray(rewards, dtype=np.float32)}
+        assert sorting.neither_too_easy_nor_too_hard(group) is kept
+
+
+def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
+    layout = RunLayout(tmp_path)
+    make_tiny_model(
+        layout.tiny_model_dir,
+        ["one two three"],
+        seed=1,
+        hidden=32,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
+    )
+    rows = [trajectory(number, tokens=6) for number in range(2)]
+    shard = seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "examples/read_shard.py",
+            layout.shards_dir / shard.file,
+            layout.tiny_model_dir,
+        ],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for number, row in enumerate(rows):
+        trained = int(np.count_nonzero(row.loss_mask_T))
+        assert f"row {number}: reward {row.reward:g}, {trained} tokens trained" in done.stdout

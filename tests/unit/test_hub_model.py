@@ -1,0 +1,65 @@
+"""A model of the hub is used from the cache as it lies there, and its absence is told at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+from areal_hpc import doctor, prepare
+from areal_hpc.layout import RunLayout
+from areal_hpc.plan import starting_model
+from areal_hpc.recipe import Recipe, load
+from areal_hpc.tiny_model import make_tiny_model
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+COMMIT = "0123abcd" * 5
+ROW = '{"messages": [{"role": "user", "content": "2 + 2"}]}\n'
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tasks.jsonl").write_text(ROW)
+    return load(
+        QUICKSTART,
+        [
+            "model={hub: someone/tiny, tiny: null}",
+            "warmup=null",
+            f"train_dataset={{path: {tmp_path}/tasks.jsonl, generator: null, kwargs: {{}}}}",
+            "valid_dataset=null",
+            f"cluster.fileroot={tmp_path}/runs",
+        ],
+    )
+
+
+def in_the_cache(tmp_path: Path) -> Path:
+    repo = tmp_path / "cache" / "models--someone--tiny"
+    folder = repo / "snapshots" / COMMIT
+    make_tiny_model(folder, ["one two three"], seed=1, hidden=32, heads=2, kv_heads=2, head_dim=16)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    return folder
+
+
+def model_problems(recipe: Recipe) -> list[str]:
+    return [
+        problem.message
+        for problem in doctor.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
+        if problem.key.startswith("model")
+    ]
+
+
+def test_an_absent_model_is_a_problem_before_anything_starts(recipe: Recipe) -> None:
+    (message,) = model_problems(recipe)
+    assert "someone/tiny at revision main is not in the cache" in message
+
+
+def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: Path) -> None:
+    folder = in_the_cache(tmp_path)
+    assert model_problems(recipe) == []
+    layout = RunLayout(recipe.run_dir)
+    for _ in range(2):  # the second time, as a run that continues
+        prepare.put_in_place(recipe, layout, lambda line: None, "/no", ())
+    assert starting_model(recipe, layout).resolve() == folder

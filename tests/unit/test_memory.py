@@ -1,0 +1,148 @@
+"""Sizes: parameters against the real models' and the name table's, the rest against arithmetic."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from areal_hpc import memory
+from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.trainer.model.architecture import Architecture, parse_architecture
+from areal_hpc.trainer.model.naming import EMBEDDING, FINAL_NORM, OUTPUT, name_table, shard_shape
+
+MODELS = Path(__file__).parents[1] / "samples" / "models"
+COUNTS = {
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen3-0.6B": 596_049_920,
+    "Qwen2.5-Math-7B-Instruct": 7_615_616_512,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+}
+"""As their safetensors files hold them, a tied head not counted."""
+
+
+def architecture(name: str) -> Architecture:
+    return parse_architecture(json.loads((MODELS / name / "config.json").read_bytes()), name)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
+    assert memory.model_parameters(architecture(name)) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_parameters_are_counted_as_in_the_real_network(name: str) -> None:
+    config = AutoConfig.from_pretrained(MODELS / name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert memory.model_parameters(architecture(name)) == model.num_parameters()
+
+
+def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
+    """By the table of names: what one rank of a stage holds, experts apart."""
+    counts = {False: 0, True: 0}
+    layers = arch.layers // split.pp
+    for row in name_table(arch):
+        if row.layer is not None:
+            held = row.layer // layers == stage
+        else:
+            held = {EMBEDDING: stage == 0}.get(row.megatron, stage == split.pp - 1)
+        if held and (row.expert or 0) < (arch.experts.count // split.ep if arch.experts else 1):
+            counts[row.expert is not None] += math.prod(shard_shape(row, arch, split.tp))
+        if row.megatron == EMBEDDING and arch.tied and 0 < stage == split.pp - 1:
+            counts[False] += math.prod(shard_shape(row, arch, split.tp))
+    assert {FINAL_NORM} <= {row.megatron for row in name_table(arch)}
+    assert arch.tied != (OUTPUT in {row.megatron for row in name_table(arch)})
+    return counts[False], counts[True]
+
+
+@pytest.mark.parametrize("split", [{}, {"tp": 2}, {"pp": 4}, {"tp": 2, "pp": 2, "ep": 2}])
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[str, int]) -> None:
+    arch = architecture(name)
+    ep = split.get("ep", 1) if arch.experts else 1
+    parallel = ParallelConfig(**{**split, "ep": ep})
+    for stage in range(parallel.pp):
+        assert memory.stage_parameters(arch, parallel, stage) == held_by(arch, parallel, stage)
+
+
+def trainer(**split: Any) -> TrainerConfig:
+    return TrainerConfig(parallel=ParallelConfig(**split), max_tokens_per_microbatch=8192)
+
+
+def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32() -> None:
+    arch, count = architecture("Qwen3-0.6B"), COUNTS["Qwen3-0.6B"]
+    for dtype, size in (("bfloat16", 18), ("float32", 16)):
+        held = memory.trainer_memory(arch, TrainerConfig.model_validate({"dtype": dtype}))
+        assert held.parameters + held.gradients + held.optimizer == size * count
+
+
+def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
+    arch = architecture("Qwen2.5-Math-7B-Instruct")
+    alone = memory.trainer_memory(arch, trainer())
+    assert memory.trainer_memory(arch, trainer(dp=4, cp=2)).optimizer == alone.optimizer // 8
+    assert memory.trainer_memory(arch, trainer(dp=4)).gradients == alone.gradients
+
+
+def test_activations_of_a_layer_by_hand() -> None:
+    arch = architecture("Qwen3-0.6B")
+    # norms 4 x 1024, projected 4096, rotated 3072, attended 2048, MLP 3 x 3072
+    a_token = 4 * 1024 + 4096 + 3072 + 2048 + 3 * 3072
+    assert memory.layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
+    assert memory.layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
+    # of context-parallel ranks each also keeps the keys and values that it attends to
+    assert memory.layer_activations(arch, ParallelConfig(cp=2), 100) == 50 * a_token + 2048 * 125
+
+
+def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
+    arch = architecture("Qwen3-32B")
+    plain, deep = (memory.trainer_memory(arch, trainer(pp=pp, tp=8)) for pp in (1, 4))
+    assert deep.stage == 0
+    assert deep.activations == plain.activations
+    assert deep.logits == 0
+    assert deep.parameters < plain.parameters / 3
+
+
+def test_serving_by_hand() -> None:
+    arch = architecture("Qwen2.5-Math-7B-Instruct")
+    config = InferenceConfig(max_total_tokens=1000)
+    held = memory.serving_memory(arch, config, None)
+    assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
+    assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
+    assert held.total == held.weights + 1000 * 57_344
+    assert memory.serving_memory(arch, InferenceConfig(tp=8), None).kv_per_token == 57_344 // 4
+
+
+def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
+    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), 80 * memory.GIB
+    held = memory.serving_memory(arch, InferenceConfig(), gpu)
+    assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
+    assert memory.serving_memory(arch, InferenceConfig(), None).kv_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "inference", "keys"),
+    [
+        (80, {}, []),
+        (24, {}, ["trainer.parallel"]),
+        (80, {"max_total_tokens": 2_000_000}, ["inference.tp"]),
+        (12, {}, ["trainer.parallel", "inference.tp"]),
+        (80, {"max_total_tokens": 256, "context_tokens": 512}, ["inference.context_tokens"]),
+    ],
+)
+def test_what_will_not_fit_is_told(
+    gpu_gib: int, inference: dict[str, Any], keys: list[str]
+) -> None:
+    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory.GIB
+    config = InferenceConfig.model_validate(inference)
+    held = memory.trainer_memory(arch, trainer(tp=2, dp=4))
+    serving = memory.serving_memory(arch, config, gpu)
+    problems = memory.misfit_problems(held, serving, config, gpu)
+    assert [problem.key for problem in problems] == keys

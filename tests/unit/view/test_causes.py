@@ -1,0 +1,166 @@
+"""The chain of causes, from evidence as it lies in run directories."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.jobspec import Outcome
+from areal_hpc.cluster.queue import Look, QueuedJob
+from areal_hpc.cluster.states import parse_state
+from areal_hpc.cluster.submissions import Submission
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.causes import Finding, diagnose, last_failure
+from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
+from areal_hpc.view.jobs import JobView, RunJobs
+from areal_hpc.view.logs import LogFile
+
+NOW = 1_000_000.0
+
+
+def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
+    submission = Submission(name, job_id, 1, NOW - 100, "/nowhere/job.sbatch")
+    queued = QueuedJob(job_id, parse_state(state), **facts)
+    return JobView(name, submission, queued, {})
+
+
+def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
+    layout = RunLayout(place)
+    look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
+    ids = tuple(one.submission.job_id for one in jobs if one.submission)
+    run = RunJobs(layout, jobs, look, ids)
+    empty = Evidence(run, (), {}, (), (), (), (), (), frozenset())
+    return dataclasses.replace(empty, **more)
+
+
+def log_file(job: str, process: str) -> LogFile:
+    return LogFile(Path(f"/logs/{job}/{process}.log"), job, process, 0, "n01")
+
+
+def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> None:
+    lines = ("Traceback (most recent call last):", '  File "a.py"', "ValueError: not a number")
+    found = evidence(
+        tmp_path,
+        job("trainer", "FAILED", "1", end=NOW + 9, exit_code=1),
+        job("cell-0", "CANCELLED", "2", end=NOW + 30),
+        stacks=(Stack(NOW, log_file("trainer", "trainer-3"), lines),),
+        events=(
+            {
+                "time": NOW + 1,
+                "role": "trainer",
+                "event": "process_died",
+                "process": "trainer",
+                "exit_code": 1,
+            },
+            {
+                "time": NOW + 5,
+                "role": "trainer",
+                "event": "process_died",
+                "process": "trainer",
+                "exit_code": 134,
+            },
+        ),
+        last_words=(
+            LastWord("trainer", 3, NOW + 6, Outcome(1, "trainer", "ValueError", "/x.log")),
+        ),
+    )
+    diagnosis = diagnose(found)
+    assert "trainer-3@n01 raised ValueError: not a number" in diagnosis.headline
+    times = [finding.at for finding in diagnosis.chain]
+    assert times == sorted(times, key=lambda at: at or 0)
+    assert len(times) == 6
+    assert not diagnosis.is_well
+    assert any("killed by SIGABRT" in finding.text for finding in diagnosis.chain)
+
+
+def test_memory_outweighs_the_traceback_of_another(tmp_path: Path) -> None:
+    starved = job("cell-0", "FAILED", "2", end=NOW, exit_code=1, bad_steps=("OUT_OF_MEMORY",))
+    lines = ("Traceback (most recent call last):", "ConnectionError: gone")
+    found = evidence(
+        tmp_path, starved, stacks=(Stack(NOW + 1, log_file("cell-0", "driver"), lines),)
+    )
+    assert "cell-0 (job 2) used more memory" in diagnose(found).headline
+    assert "more memory" in diagnose(found).hint
+
+
+def test_a_run_that_waits_names_what_needs_somebody_first(tmp_path: Path) -> None:
+    found = evidence(
+        tmp_path,
+        job("trainer", "PENDING", "1", reason="Priority"),
+        job("cell-0", "PENDING", "2", reason="InvalidQOS"),
+    )
+    diagnosis = diagnose(found)
+    assert diagnosis.headline.startswith("cell-0 (job 2) waits: its QOS is not valid")
+    assert not diagnosis.is_well
+    alone = diagnose(evidence(tmp_path, job("trainer", "PENDING", "1", reason="Priority")))
+    assert alone.is_well, "waiting long in the queue is normal"
+
+
+def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
+    diagnosis = diagnose(evidence(tmp_path, job("trainer", "REQUEUE_HOLD", "1")))
+    assert "is held until it is released" in diagnosis.headline
+    assert not diagnosis.is_well
+
+
+def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
+    held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
+    word = LastWord("cell-0", 0, NOW, Outcome(79, "driver", "nothing to do", "/x.log"))
+    diagnosis = diagnose(evidence(tmp_path, held, last_words=(word,), idle=frozenset({"cell-0"})))
+    assert "comes back with the trainer" in diagnosis.headline
+    assert diagnosis.is_well
+    assert diagnosis.chain == ()
+
+
+def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
+    past = QueuedJob("1", parse_state("NODE_FAIL"), nodes="n07", end=NOW)
+    found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,), names={"1": "trainer"})
+    diagnosis = diagnose(found)
+    assert "is running again; its last failure: trainer (job 1) on n07" in diagnosis.headline
+    assert diagnosis.is_well
+    quiet = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1")))
+    assert "nothing has failed" in quiet.headline
+
+
+def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
+    found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
+    silent = dataclasses.replace(
+        found.run,
+        look=Look(silence="squeue had no answer"),
+        jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
+    )
+    assert "Slurm does not answer" in diagnose(dataclasses.replace(found, run=silent)).headline
+
+
+def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None:
+    outcome = Outcome(78, "trainer", "expected tp 2, got 3", "/x.log")
+    found = evidence(
+        tmp_path,
+        job("trainer", "FAILED", "1", end=NOW, exit_code=78),
+        last_words=(LastWord("trainer", 0, NOW - 1, outcome),),
+    )
+    diagnosis = diagnose(found)
+    assert "exit code 78 (the recipe must change)" in diagnosis.headline
+    assert diagnosis.hint.startswith("change the recipe")
+
+
+def test_failures_of_long_ago_are_not_the_last_one() -> None:
+    old, new, newest = (Finding(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
+    assert last_failure([old, new, newest]) == (new, newest)
+
+
+def test_of_chained_tracebacks_the_cause_is_taken() -> None:
+    text = """2026-11-22 10:00:00,000 ERROR it fell
+Traceback (most recent call last):
+  File "a.py", line 1, in f
+KeyError: 'the cause'
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "b.py", line 2, in g
+RuntimeError: the effect
+2026-11-22 10:00:01,000 INFO goodbye
+"""
+    stack = last_stack(log_file("trainer", "trainer"), text)
+    assert stack is not None
+    assert stack.lines[-1] == "KeyError: 'the cause'"
+    assert stack.at is not None

@@ -1,0 +1,57 @@
+"""Runs side by side."""
+
+from pathlib import Path
+
+import yaml
+
+from areal_hpc.cluster.queue import Queue
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import append_json_line
+from areal_hpc.view.columns import span
+from areal_hpc.view.comparison import compare, differing_keys, find_runs
+
+
+def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
+    recipes = [
+        {"trial_name": "a", "trainer": {"lr": 1e-3, "seed": 1}, "proxy": {"seed": 1}},
+        {"trial_name": "b", "trainer": {"lr": 2e-3, "seed": 1}, "proxy": {"seed": 2}},
+    ]
+    assert differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
+    assert differing_keys(recipes[:1]) == []
+
+
+def test_two_keys_of_one_name_are_told_apart() -> None:
+    recipes = [{"a": {"lr": 1}, "b": {"lr": 1}}, {"a": {"lr": 2}, "b": {"lr": 2}}]
+    assert [short for _, short in differing_keys(recipes)] == ["a.lr", "b.lr"]
+
+
+def make_run(root: Path, trial: str, lr: float) -> RunLayout:
+    layout = RunLayout(root / "exp" / trial)
+    layout.root.mkdir(parents=True)
+    layout.recipe.write_text(
+        yaml.safe_dump(
+            {"trial_name": trial, "trainer": {"total_steps": 5, "optimizer": {"lr": lr}}}
+        )
+    )
+    append_json_line(layout.metrics, {"step": 2, "reward/mean": 0.5, "eval/reward": lr})
+    return layout
+
+
+def test_a_sweep_is_a_table(tmp_path: Path) -> None:
+    make_run(tmp_path, "a", 0.25)
+    make_run(tmp_path, "b", 0.75).finished.touch()
+    rows = [line.split() for line in compare(find_runs(tmp_path), Queue())]
+    assert rows == [
+        ["run", "state", "step", "reward", "held-out", "lr"],
+        ["exp/a", "stopped", "2/5", "0.500", "0.250", "0.25"],
+        ["exp/b", "finished", "2/5", "0.500", "0.750", "0.75"],
+    ]
+    assert len(find_runs(tmp_path / "exp")) == 2
+    assert len(find_runs(tmp_path / "exp" / "a")) == 1
+    assert find_runs(tmp_path / "nowhere") == []
+
+
+def test_spans_are_said_in_their_largest_units() -> None:
+    assert [span(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
+        *("0 s", "119 s", "2 min", "2 h 00 min", "25 h 01 min", "2 d 7 h")
+    ]

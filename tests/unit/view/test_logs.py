@@ -1,0 +1,91 @@
+"""Logs of many processes as one stream."""
+
+from pathlib import Path
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.logs import Follower, last_lines, log_files, records_of, tail
+
+
+def make_run(place: Path) -> RunLayout:
+    layout = RunLayout(place / "exp" / "one")
+    logs = layout.log_dir(1)
+    for name, text in {
+        "trainer/restart_00/trainer-0.log": "node n01 job 7 restart 0\n"
+        "2026-11-22 10:00:01,000 INFO a\n",
+        "trainer/restart_01/trainer-0.log": "node n03 job 7 restart 1\n"
+        "2026-11-22 10:00:05,000 INFO e\n",
+        "cell-0/restart_00/proxy.log": "node n02 job 8 restart 0\n"
+        "2026-11-22 10:00:02,000 INFO b\n  more of b\n",
+        "cell-0/restart_00/replica-0.1.log": "[2026-11-22 10:00:03] c\n[2026-11-22 10:00:04] d\n",
+    }.items():
+        path = logs / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return layout
+
+
+def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> None:
+    lines = last_lines(log_files(make_run(tmp_path), 1), 100)
+    told = [line.split()[-1] for file, line in lines if "restart" not in line]
+    assert told == ["a", "b", "b", "c", "d", "e"]
+    assert [line for _, line in last_lines(log_files(make_run(tmp_path), 1), 2)] == [
+        "[2026-11-22 10:00:04] d",
+        "2026-11-22 10:00:05,000 INFO e",
+    ]
+
+
+def test_a_source_names_job_process_and_node(tmp_path: Path) -> None:
+    sources = {file.source for file in log_files(make_run(tmp_path), 1)}
+    assert sources == {
+        "trainer/trainer-0@n01",
+        "trainer/trainer-0@n03",
+        "cell-0/proxy@n02",
+        "cell-0/replica-0.1",
+    }
+
+
+def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
+    layout = make_run(tmp_path)
+
+    def found(*wanted: str) -> list[str]:
+        return [file.process for file in log_files(layout, 1, wanted)]
+
+    assert found("trainer") == ["trainer-0", "trainer-0"]
+    assert found("cell-0/proxy") == ["proxy"]
+    assert found("proxy", "trainer-0") == ["proxy", "trainer-0", "trainer-0"]
+    assert found("nobody") == []
+
+
+def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path) -> None:
+    layout = make_run(tmp_path)
+    follower = Follower(layout, ["trainer"])
+    assert follower.look() == []
+    old = layout.log_dir(1) / "trainer" / "restart_01" / "trainer-0.log"
+    with old.open("a") as stream:
+        stream.write("whole\nhal")
+    assert [line for _, line in follower.look()] == ["whole"]
+    with old.open("a") as stream:
+        stream.write("f\n")
+    assert [line for _, line in follower.look()] == ["half"]
+    new = layout.log_dir(2) / "trainer" / "restart_00" / "trainer-0.log"
+    new.parent.mkdir(parents=True)
+    new.write_text("node n02 job 9 restart 0\n")
+    shown = follower.look()
+    assert [(file.node, line) for file, line in shown] == [("n02", "node n02 job 9 restart 0")]
+
+
+def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "long.log"
+    path.write_text("".join(f"line {number}\n" for number in range(1000)))
+    assert tail(path, 25) == "line 998\nline 999\n"
+    assert tail(path) == path.read_text()
+
+
+@given(st.text(max_size=300))
+def test_no_line_is_lost_and_no_record_goes_back_in_time(text: str) -> None:
+    records = records_of(text)
+    assert [line for record in records for line in record.lines] == text.splitlines()
+    assert [record.time for record in records] == sorted(record.time for record in records)
