@@ -38,7 +38,7 @@ class Point:
 
 POINTS = {
     "episode": Point(
-        "areal_hpc.proxy.upstream:Upstream._post", "during", "while SGLang generates a reply"
+        "areal_hpc.proxy.upstream:Upstream._guarded", "during", "while SGLang generates a reply"
     ),
     "journal": Point(
         "areal_hpc.shards.journal:JournalWriter.append",
