@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 from areal_hpc.areal_config.translation import RULES
-from areal_hpc.recipe import Recipe, section_of
+from areal_hpc.config import section_of
+from areal_hpc.recipe import Recipe
 from tests.contract.migration_table import DOCUMENT, renewed
 
 FOLDER = Path(__file__).parent
