@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.jobspec import JobSpec, Launch, SlurmLaunch
+from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
 from areal_hpc.cluster.submissions import (
     Submission,
@@ -20,8 +22,6 @@ from areal_hpc.cluster.submissions import (
     record_submission,
 )
 from areal_hpc.cluster.submit import (
-    cancel_submitted,
-    live_jobs,
     outcomes_in,
     submit_slurm,
     write_job,
@@ -103,7 +103,7 @@ def _submit_stages(
                 say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
             dependency = after_success([_leader(stage, submitted).job_id])
     except BaseException:  # boundary: half a run would wait for its other half, and cost
-        cancel_submitted([submission.job_id for submission in submitted])
+        take_back([submission.job_id for submission in submitted])
         raise
     return submitted
 

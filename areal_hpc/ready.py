@@ -12,8 +12,9 @@ from pathlib import Path
 
 from areal_hpc import doctor, prepare
 from areal_hpc.cluster.container import image_python
+from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
-from areal_hpc.cluster.submit import interpreter_of, live_jobs
+from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.plan import Stage, plan

@@ -8,9 +8,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
 from areal_hpc.cluster.submissions import Submission
-from areal_hpc.cluster.submit import cancel_submitted, submit_array
+from areal_hpc.cluster.submit import submit_array
 from areal_hpc.dispatch import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.layout import RunLayout
@@ -159,6 +160,6 @@ def _submit_arrays(
                 say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {request.shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
     except BaseException:  # boundary: half a sweep would wait for its other half, and cost
-        cancel_submitted([submission.job_id for submission in submitted])
+        take_back([submission.job_id for submission in submitted])
         raise
     return submitted

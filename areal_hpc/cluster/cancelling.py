@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 
@@ -16,6 +17,13 @@ KILL_PATIENCE_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
 SILENCE_PATIENCE_S = 600.0
 """How long a Slurm that does not answer is waited for."""
+
+
+def take_back(job_ids: Sequence[str]) -> None:
+    """Cancel jobs that have just been submitted, as well as that goes."""
+    if job_ids:
+        with contextlib.suppress(ClusterError):
+            ask_slurm("scancel", *job_ids)
 
 
 def cancel_jobs(

@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import ClusterError
 
 ANSWER_TIMEOUT_S = 15.0
 """Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
+
+
+class SlurmMissingError(ClusterError):
+    """There is no such command here, as within most containers."""
 
 
 class SlurmSilentError(ClusterError):
@@ -32,6 +36,8 @@ _SILENCE = (
     "unable to connect to database",
     "problem talking to the database",
     "slurm backup controller in standby",
+    "unexpected message received",
+    "resource temporarily unavailable",
 )
 """What commands print when it is the daemon and not the question that is at fault."""
 
@@ -41,16 +47,26 @@ def has_slurm() -> bool:
     return shutil.which("squeue") is not None
 
 
-def ask_slurm(*command: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
+def ask_slurm(
+    *command: str,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+    environ: Mapping[str, str] | None = None,
+) -> str:
     """What one of Slurm's commands prints.
+
+    Args:
+        command: Its name and arguments.
+        timeout_s: How long it may take.
+        environ: What it sees; by default what this process sees.
 
     Raises:
         SlurmSilentError: Its daemon did not answer.
         SlurmRefusedError: It answered with an error.
-        ClusterError: There is no such command on this machine.
+        SlurmMissingError: There is no such command on this machine.
     """
+    seen = os.environ if environ is None else environ
     # A user's own time format would make times unreadable here.
-    environ = {**os.environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
+    environ = {**seen, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
     try:
         answer = subprocess.run(
             command,
@@ -63,7 +79,7 @@ def ask_slurm(*command: str, timeout_s: float = ANSWER_TIMEOUT_S) -> str:
             check=False,
         )
     except FileNotFoundError as error:
-        raise ClusterError(
+        raise SlurmMissingError(
             f"there is no {command[0]} on this machine",
             hint="log in to a node of the cluster that has Slurm's commands",
         ) from error

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from areal_hpc.cluster import scontrol
+from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 
 _SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
 
@@ -22,7 +23,7 @@ def end_time(environ: Mapping[str, str]) -> float | None:
         return float(told)
     try:
         return scontrol.show_job(environ["SLURM_JOB_ID"]).ends_at
-    except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
+    except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
         return None
 
 

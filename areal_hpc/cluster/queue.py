@@ -247,6 +247,17 @@ class Queue:
         return jobs
 
 
+def live_jobs(job_ids: Iterable[str]) -> list[str]:
+    """Those of the jobs that wait or run.
+
+    Raises:
+        SlurmSilentError: slurmctld does not answer.
+        SlurmMissingError: Slurm's commands are not installed here.
+    """
+    wanted = sorted(set(job_ids))
+    return [job.job_id for job in _squeue(wanted) if is_alive(job.state)] if wanted else []
+
+
 def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Jobs that slurmctld remembers.
 

@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.cluster import scontrol
+from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 from areal_hpc.cluster.jobspec import (
     IDLE_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -156,12 +157,12 @@ def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Dep
     while not Path(launch.slurm.cancelled).exists():
         try:
             return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
-        except scontrol.SlurmSilent as silence:
+        except SlurmSilentError as silence:
             log.warning("%s", silence)
             if time.monotonic() >= give_up_at:
                 return "without Slurm"
             time.sleep(RETRY_PAUSE_S)
-        except (scontrol.SlurmMissing, scontrol.SlurmRefused) as refusal:
+        except (SlurmMissingError, SlurmRefusedError) as refusal:
             log.error("this job cannot be started again: %s", refusal)
             return "without Slurm"
     return "cancelled"
@@ -179,7 +180,7 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -
             _hold(Path(launch.job_dir), job_id)
             return "held"
         scontrol.requeue(job_id)
-    except scontrol.SlurmRefused as refusal:
+    except SlurmRefusedError as refusal:
         log.warning("%s; its script is submitted again", refusal)
         _submit_again(launch, slurm, job_id, excluded)
         return "resubmitted"
@@ -218,7 +219,7 @@ def release_held(jobs_dir: Path) -> list[str]:
             if _release(note.read_text()):
                 released.append(note.name)
                 note.unlink(missing_ok=True)
-        except scontrol.SlurmRefused as refusal:  # it was cancelled, or is an administrator's
+        except SlurmRefusedError as refusal:  # it was cancelled, or is an administrator's
             log.warning("%s is not ours to release: %s", note.name, refusal)
             note.unlink(missing_ok=True)
         except ClusterError as error:
@@ -230,7 +231,7 @@ def _release(job_id: str) -> bool:
     """Release one job; false if it is not held yet.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
         return False

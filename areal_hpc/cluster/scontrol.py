@@ -4,37 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.cluster.commands import ask_slurm
 
-COMMAND_TIMEOUT_S = 15.0
 RUNNING = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
-_SILENCE = re.compile(
-    "Unable to contact slurm controller|Socket timed out|Connection refused|Zero Bytes|"
-    "Unexpected message received|Resource temporarily unavailable",
-    re.IGNORECASE,
-)
-"""What Slurm's commands say when slurmctld is not there, or busy."""
 _OWN_VARIABLES = ("SLURM_", "SBATCH_", "SUBMITIT_", "AREAL_HPC_", "CUDA_VISIBLE_DEVICES", "ROCR_")
 """Variables of a running job that would be taken for wishes of the job that it submits."""
-
-
-class SlurmMissing(ClusterError):
-    """There are no Slurm commands here, as within most containers."""
-
-
-class SlurmSilent(ClusterError):
-    """slurmctld did not answer. It may answer later."""
-
-
-class SlurmRefused(ClusterError):
-    """slurmctld answered, and the answer was no."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +47,7 @@ def show_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     return read_job(_ask("scontrol", "show", "job", job_id, "--oneliner"))
 
@@ -76,7 +56,7 @@ def requeue(job_id: str) -> None:
     """Have Slurm end the job and start it again, under the same number.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     _ask("scontrol", "requeue", job_id)
 
@@ -85,7 +65,7 @@ def exclude(job_id: str, excluded_nodes: str) -> None:
     """Keep a waiting job from nodes. Slurm refuses this for a job that runs.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded_nodes}")
 
@@ -94,7 +74,7 @@ def hold_requeued(job_id: str) -> None:
     """Have Slurm end the job and keep it, until it is released.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     _ask("scontrol", "requeuehold", job_id)
 
@@ -103,7 +83,7 @@ def release(job_id: str) -> None:
     """Let a held job be started.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     _ask("scontrol", "release", job_id)
 
@@ -112,7 +92,7 @@ def submit_script(script: Path, options: Iterable[str]) -> str:
     """Submit an sbatch script from inside a job; the new job's number.
 
     Raises:
-        SlurmMissing, SlurmSilent, SlurmRefused: As their names say.
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
 
@@ -128,21 +108,4 @@ def _ask(*command: str) -> str:
         for name, value in os.environ.items()
         if name == "SLURM_CONF" or not name.startswith(_OWN_VARIABLES)
     }
-    try:
-        answer = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=COMMAND_TIMEOUT_S,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-        )
-    except FileNotFoundError as error:
-        raise SlurmMissing(f"there is no {command[0]} on this node") from error
-    except subprocess.TimeoutExpired as error:
-        raise SlurmSilent(f"{command[0]} took more than {COMMAND_TIMEOUT_S:.0f} s") from error
-    if answer.returncode == 0:
-        return answer.stdout
-    kind = SlurmSilent if _SILENCE.search(answer.stderr) else SlurmRefused
-    raise kind(f"{' '.join(command[:3])}: {answer.stderr.strip()}")
+    return ask_slurm(*command, environ=environ)

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.cluster import deadline, scontrol, starts
+from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, SlurmLaunch
 from areal_hpc.cluster.outcomes import read_outcome, write_outcome
 from areal_hpc.cluster.probe import Finding, Greeter, probe_node
@@ -209,7 +210,7 @@ class SlurmTask:
         wanted_s = grace_s + deadline.last_save_s(self._job_dir)
         try:
             facts = scontrol.show_job(self._job_id)
-        except (scontrol.SlurmMissing, scontrol.SlurmSilent, scontrol.SlurmRefused):
+        except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
             return max(0.0, grace_s - (time.monotonic() - began))
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
             return grace_s  # until KillWait is over, which is not among what a job is told

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -180,33 +179,6 @@ def _refusals_explained(job: str) -> Iterator[None]:
             key="cluster.slurm",
             hint="areal-hpc submit --dry-run shows its script",
         ) from error
-
-
-def cancel_submitted(job_ids: Sequence[str]) -> None:
-    """Take jobs back that have just been submitted."""
-    if job_ids:
-        subprocess.run(["scancel", *job_ids], check=False, capture_output=True)
-
-
-def live_jobs(job_ids: Sequence[str]) -> list[str]:
-    """Those of the jobs that wait or run, by one query.
-
-    Raises:
-        ClusterError: slurmctld does not answer.
-    """
-    if not job_ids:
-        return []
-    command = ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(job_ids)}"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise ClusterError(
-            "there is no squeue here to ask about the jobs of this run",
-            hint="go to a login node of the cluster that it was submitted to",
-        ) from error
-    if answer.returncode and "Invalid job id" not in answer.stderr:
-        raise ClusterError(f"squeue does not answer: {answer.stderr.strip()}")
-    return sorted(set(answer.stdout.split()) & set(job_ids))
 
 
 @contextmanager
