@@ -157,6 +157,26 @@ class Cell:
         reply: dict[str, Any] = answer.json()
         return reply
 
+    def generate_live(
+        self, input_ids: list[int], began: Callable[[], object], index: int = 0, **sampling: Any
+    ) -> dict[str, Any]:
+        """The same, with a call of `began` as soon as there is a token."""
+        body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
+        reply: dict[str, Any] = {}
+        with httpx.stream(
+            "POST",
+            f"{self.replica(index).url}/generate",
+            json=body | {"stream": True},
+            timeout=60,
+            trust_env=False,
+        ) as answer:
+            answer.raise_for_status()
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):  # each holds all tokens so far
+                    reply = json.loads(line.removeprefix("data: "))
+                    began()
+        return reply
+
     def engine(self, index: int = 0) -> psutil.Process:
         """The first process of one server that is up."""
         port = self.replica(index).url.rpartition(":")[2]

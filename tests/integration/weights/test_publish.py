@@ -1,6 +1,5 @@
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -127,18 +126,10 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights(
 ) -> None:
     old, new = tiny_qwen3(2), tiny_qwen3(3)
     before = publish(publisher, old).version
-    replies: list[dict[str, Any]] = []
-    writer = threading.Thread(
-        target=lambda: replies.append(
-            cell.generate(PROMPT, max_new_tokens=600, temperature=1.0, ignore_eos=True)
-        )
-    )
-    writer.start()
-    time.sleep(0.3)
+    writer = Writer(cell, 600)
     after = publish(publisher, new).version
-    writer.join()
-    meta, output = replies[0]["meta_info"], replies[0]["output_ids"]
-    first, second = meta["weight_versions"]
+    first, second = writer.spans()
+    meta, output = writer.reply["meta_info"], writer.reply["output_ids"]
     switch = first["end"]
     assert first == {"version": str(before), "start": 0, "end": switch}
     assert second == {"version": str(after), "start": switch, "end": 600}
@@ -151,18 +142,19 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights(
 
 
 class Writer(threading.Thread):
-    """A generation in flight."""
+    """A generation that has begun."""
 
     def __init__(self, cell: Cell, tokens: int) -> None:
         super().__init__()
         self._cell, self._tokens = cell, tokens
+        self._began = threading.Event()
         self.reply: dict[str, Any] = {}
         self.start()
-        time.sleep(0.3)
+        assert self._began.wait(30)
 
     def run(self) -> None:
-        self.reply = self._cell.generate(
-            PROMPT, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
+        self.reply = self._cell.generate_live(
+            PROMPT, self._began.set, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
         )
 
     def spans(self) -> list[dict[str, Any]]:
