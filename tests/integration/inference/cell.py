@@ -158,9 +158,9 @@ class Cell:
         return reply
 
     def generate_live(
-        self, input_ids: list[int], began: Callable[[], object], index: int = 0, **sampling: Any
+        self, input_ids: list[int], heard: Callable[[int], object], index: int = 0, **sampling: Any
     ) -> dict[str, Any]:
-        """The same, with a call of `began` as soon as there is a token."""
+        """The same, and `heard` is told how many tokens there are whenever there are more."""
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
         reply: dict[str, Any] = {}
         with httpx.stream(
@@ -174,7 +174,7 @@ class Cell:
             for line in answer.iter_lines():
                 if line.startswith("data: {"):  # each holds all tokens so far
                     reply = json.loads(line.removeprefix("data: "))
-                    began()
+                    heard(len(reply["output_ids"]))
         return reply
 
     def engine(self, index: int = 0) -> psutil.Process:

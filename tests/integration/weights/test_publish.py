@@ -142,7 +142,10 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights(
 
 
 class Writer(threading.Thread):
-    """A generation that has begun."""
+    """A generation that is well under way."""
+
+    WELL_UNDER_WAY = 50
+    """Tokens."""
 
     def __init__(self, cell: Cell, tokens: int) -> None:
         super().__init__()
@@ -154,8 +157,12 @@ class Writer(threading.Thread):
 
     def run(self) -> None:
         self.reply = self._cell.generate_live(
-            PROMPT, self._began.set, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
+            PROMPT, self._hear, max_new_tokens=self._tokens, temperature=1.0, ignore_eos=True
         )
+
+    def _hear(self, tokens: int) -> None:
+        if tokens >= self.WELL_UNDER_WAY:
+            self._began.set()
 
     def spans(self) -> list[dict[str, Any]]:
         """Versions of its tokens, once it has ended."""
