@@ -162,7 +162,7 @@ class Cell:
     ) -> dict[str, Any]:
         """The same, and `heard` is told how many tokens there are whenever there are more."""
         body = {"input_ids": input_ids, "sampling_params": sampling, "return_logprob": True}
-        reply: dict[str, Any] = {}
+        pieces: list[dict[str, Any]] = []
         with httpx.stream(
             "POST",
             f"{self.replica(index).url}/generate",
@@ -172,9 +172,13 @@ class Cell:
         ) as answer:
             answer.raise_for_status()
             for line in answer.iter_lines():
-                if line.startswith("data: {"):  # each holds all tokens so far
-                    reply = json.loads(line.removeprefix("data: "))
-                    heard(len(reply["output_ids"]))
+                if line.startswith("data: {"):  # each holds what is new
+                    pieces.append(json.loads(line.removeprefix("data: ")))
+                    heard(sum(len(piece["output_ids"]) for piece in pieces))
+        reply, metas = pieces[-1], [piece["meta_info"] for piece in pieces]
+        name = "output_token_logprobs"
+        reply["output_ids"] = [token for piece in pieces for token in piece["output_ids"]]
+        reply["meta_info"][name] = [entry for meta in metas for entry in meta[name]]
         return reply
 
     def engine(self, index: int = 0) -> psutil.Process:
