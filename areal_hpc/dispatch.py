@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from areal_hpc.cluster.cancelling import take_back
+from areal_hpc.cluster.commands import SlurmSilentError
 from areal_hpc.cluster.jobspec import JobSpec, Launch, SlurmLaunch
 from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
@@ -259,10 +260,18 @@ def _why_gone(layout: RunLayout, leader: str) -> JobFailedError:
     )
 
 
+def _still_live(job_ids: Sequence[str]) -> list[str]:
+    """All of them while slurmctld does not answer: the run itself is finished by now."""
+    try:
+        return live_jobs(job_ids)
+    except SlurmSilentError:
+        return list(job_ids)
+
+
 def _see_jobs_off(layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
     job_ids = [one.job_id for one in newest_of_each(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
-    while live := live_jobs(job_ids):
+    while live := _still_live(job_ids):
         if time.monotonic() > give_up_at or stop.wait(2.0):
             reporter.say(f"the run is finished, and jobs still end: {', '.join(live)}")
             return

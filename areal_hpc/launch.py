@@ -10,8 +10,6 @@ from typing import Literal, Protocol
 
 from areal_hpc import prepare
 from areal_hpc.cluster.jobspec import (
-    IDLE_EXIT_CODE,
-    STOPPED_EXIT_CODE,
     JobSpec,
     Launch,
     Outcome,
@@ -129,7 +127,7 @@ def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "wit
 def crash_of(job: str, outcomes: Sequence[Outcome]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
-        if outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE):
+        if outcome.is_crash:
             return JobFailedError(
                 f"{outcome.process} of the job {job} failed "
                 f"(exit code {outcome.exit_code}):\n{outcome.reason}",

@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from areal_hpc.plan import Facts
 from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.tiny_model import make_tiny_model
+from areal_hpc.yaml_tree import leaves
 
 TOKENIZER_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""
@@ -127,8 +128,8 @@ def announce_changes(recipe: Recipe, layout: RunLayout, say: Callable[[str], Non
     """
     if not layout.recipe.exists():
         return
-    before = _flat(yaml.safe_load(layout.recipe.read_text()))
-    now = _flat(recipe.model_dump(mode="json"))
+    before = leaves(yaml.safe_load(layout.recipe.read_text()))
+    now = leaves(recipe.model_dump(mode="json"))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     problems = [
         Problem(
@@ -143,17 +144,6 @@ def announce_changes(recipe: Recipe, layout: RunLayout, say: Callable[[str], Non
         raise RecipeError.of(problems)
     for key in changed:
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping."""
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= _flat(value, f"{prefix}{key}.")
-        else:
-            leaves[f"{prefix}{key}"] = value
-    return leaves
 
 
 def record_provenance(

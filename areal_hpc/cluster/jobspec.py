@@ -99,3 +99,8 @@ class Outcome(Struct, frozen=True):
     """Which start of the job says so, `<job id>.<restart>`; empty for jobs of this machine."""
     faulty_node: str = ""
     """The node that is to blame, and is not to be given again."""
+
+    @property
+    def is_crash(self) -> bool:
+        """True unless the work was done, the task was told to stop, or it had nothing to do."""
+        return self.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE)

@@ -30,7 +30,7 @@ class LocalTask:
     def look(self, *, is_leading: bool) -> Outcome | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
-        if lock is None or _is_held(lock):
+        if lock is None or is_held(lock):
             return None
         return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
 
@@ -44,7 +44,8 @@ class LocalTask:
         return outcome
 
 
-def _is_held(lock: str) -> bool:
+def is_held(lock: str | os.PathLike[str]) -> bool:
+    """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
     try:
         descriptor = os.open(lock, os.O_RDONLY)
     except FileNotFoundError:

@@ -164,7 +164,7 @@ class Greeter:
         except OSError as error:
             raise ClusterError(
                 f"cannot listen on {host}: {error}",
-                key="cluster.interface",
+                key="cluster.slurm.network.interface",
                 hint="set AREAL_HPC_HOST to an own address",
             ) from error
         self.address = f"{host}:{self._listener.getsockname()[1]}"

@@ -26,6 +26,11 @@ _PATIENCE = "wait; areal-hpc status shows the start that Slurm expects"
 _ADMINISTRATOR = "ask the administrators of the cluster"
 _HELD = "scontrol release JOBID, or areal-hpc cancel RUN"
 
+GAVE_NODES_BACK = Reason(
+    "it had nothing to do, gave its nodes back, and comes back with the trainer"
+)
+"""Of a job that holds itself until there is work. Slurm only knows that it is held."""
+
 _EXACT = {
     "None": Reason("Slurm has not looked at it yet", "wait a minute"),
     "Priority": Reason("other jobs come first", _PATIENCE),

@@ -20,7 +20,6 @@ from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 from areal_hpc.cluster.jobspec import (
     IDLE_EXIT_CODE,
-    STOPPED_EXIT_CODE,
     Launch,
     Outcome,
     SlurmLaunch,
@@ -69,7 +68,7 @@ def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
         return "done"
     if RecipeError.exit_code in codes:
         return "fail"
-    crashes = codes - {STOPPED_EXIT_CODE, IDLE_EXIT_CODE}
+    crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
     if not crashes and IDLE_EXIT_CODE in codes:
         return "hold"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
@@ -82,10 +81,7 @@ def count_fruitless(before: int, outcomes: Sequence[Outcome], *, was_of_use: boo
     """Starts in a row that were of no use, when this one has ended. A stop counts for nothing."""
     if was_of_use:
         return 0
-    crashed = any(
-        outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE) and not outcome.faulty_node
-        for outcome in outcomes
-    )
+    crashed = any(outcome.is_crash and not outcome.faulty_node for outcome in outcomes)
     return before + crashed
 
 

@@ -99,7 +99,7 @@ def _address_of_interface(name: str) -> str:
     having = ", ".join(sorted(interfaces))
     raise RecipeError(
         f"{socket.gethostname()} has no interface {name} with an IPv4 address, it has {having}",
-        key="cluster.interface",
+        key="cluster.slurm.network.interface",
         hint="name one of those that all nodes have, or leave it out",
     )
 

@@ -6,9 +6,8 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE, STOPPED_EXIT_CODE
 from areal_hpc.cluster.queue import QueuedJob
-from areal_hpc.cluster.reasons import Reason, explain_reason
+from areal_hpc.cluster.reasons import GAVE_NODES_BACK, explain_reason
 from areal_hpc.cluster.states import Phase
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
 from areal_hpc.view.columns import clock
@@ -88,27 +87,22 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint, is_well=False)
 
 
-_IDLE = Reason("it had nothing to do, gave its nodes back, and comes back with the trainer")
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis:
     """For runs no job of which has nodes."""
-    waiting = [
-        (job.name, job.queued)
+    reasons = [
+        (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
         for job in evidence.run.jobs
         if job.queued and job.queued.state.phase is Phase.WAITING
-    ]
-    reasons = [
-        (name, queued, _IDLE if name in evidence.idle else explain_reason(queued.reason))
-        for name, queued in waiting
     ]
     # What needs somebody to act comes first, and of the others what is not merely a dependency.
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
     )
     start = f"; Slurm expects it to start at {clock(queued.start)}" if queued.start else ""
-    held = reason is not _IDLE and queued.state.name in _HELD_STATES
+    held = reason is not GAVE_NODES_BACK and queued.state.name in _HELD_STATES
     what = queued.state.meaning if held else f"waits: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
@@ -149,7 +143,7 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
             yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
     told = {stack.lines[-1] for stack in evidence.stacks[:1]}
     for word in evidence.last_words:
-        if word.outcome.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE):
+        if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
             yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
             told.update(reason[-1:])  # tasks of a job repeat the one that decided

@@ -13,6 +13,7 @@ from areal_hpc.view.advance import Advance, read_advance
 from areal_hpc.view.columns import aligned
 from areal_hpc.view.jobs import ids_of, judge_jobs, state_of_run
 from areal_hpc.view.progress import shown
+from areal_hpc.yaml_tree import leaves
 
 NAMES = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
@@ -76,14 +77,3 @@ def differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]
         (key, last if lasts.count(last) == 1 else key)
         for key, last in zip(keys, lasts, strict=True)
     ]
-
-
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= leaves(value, f"{prefix}{key}.")
-        else:
-            found[f"{prefix}{key}"] = value
-    return found

@@ -12,7 +12,6 @@ from typing import Any
 
 from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Queue, QueuedJob
-from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.submissions import Submission
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
@@ -68,8 +67,6 @@ class Evidence:
     """(job, line): what Slurm itself wrote into the jobs' output."""
     excluded: tuple[dict[str, Any], ...]
     """Nodes on the run's exclude list."""
-    idle: frozenset[str]
-    """Jobs that gave their nodes back until there is a trainer again."""
 
 
 def gather(layout: RunLayout, queue: Queue) -> Evidence:
@@ -92,7 +89,6 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
         stacks=tuple(_stacks(layout, events, last_words)),
         slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_json_lines(layout.excluded_nodes)),
-        idle=held_jobs(layout.jobs_dir),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import time
 from collections.abc import Sequence
@@ -12,9 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
+from areal_hpc.cluster.jobspec import Outcome
+from areal_hpc.cluster.local_task import is_held
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
-from areal_hpc.cluster.reasons import explain_reason
+from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
+from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.states import Phase
 from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
 from areal_hpc.errors import ClusterError
@@ -33,6 +33,8 @@ class JobView:
     """None if Slurm does not know it, or does not answer."""
     outcomes: dict[int, Outcome]
     """The last word of each task that has ended, by rank."""
+    gave_nodes_back: bool = False
+    """It holds itself until there is a trainer again."""
 
     @property
     def is_alive(self) -> bool:
@@ -44,7 +46,16 @@ class JobView:
         """True if it is over and should not be."""
         if self.queued is not None and self.queued.state.phase is not Phase.UNKNOWN:
             return self.queued.state.is_failure
-        return any(o.exit_code not in (0, STOPPED_EXIT_CODE) for o in self.outcomes.values())
+        return any(outcome.is_crash for outcome in self.outcomes.values())
+
+    @property
+    def waits_for(self) -> Reason | None:
+        """Why it waits; None if it does not, or is held by somebody and its state says so."""
+        if self.queued is None or self.queued.state.phase is not Phase.WAITING:
+            return None
+        if self.gave_nodes_back:
+            return GAVE_NODES_BACK
+        return explain_reason(self.queued.reason) if self.queued.state.name == "PENDING" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +99,7 @@ def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
     look = answer.of(ids, label_of(layout))
-    newest = newest_of_each(submissions)
+    newest, held = newest_of_each(submissions), held_jobs(layout.jobs_dir)
     names = set(newest) or {path.parent.name for path in layout.jobs_dir.glob("*/launch.json")}
     return RunJobs(
         layout,
@@ -98,6 +109,7 @@ def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
                 newest.get(name),
                 look.jobs.get(newest[name].job_id) if name in newest else None,
                 _outcomes(layout, name),
+                gave_nodes_back=name in held,
             )
             for name in sorted(names, key=_order)
         ),
@@ -133,7 +145,7 @@ def state_of_run(run: RunJobs) -> str:
     if layout.cancelled.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
-        return "running here" if _is_held(layout) else _ended(run)
+        return "running here" if is_held(layout.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         return "running" if Phase.RUNNING in phases else "waiting"
@@ -144,21 +156,6 @@ def _ended(run: RunJobs) -> str:
     return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
 
 
-def _is_held(layout: RunLayout) -> bool:
-    """True while a launcher works in the run directory. Seen across nodes where locks are."""
-    try:
-        descriptor = os.open(layout.lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
-
-
 def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
@@ -167,8 +164,7 @@ def describe_jobs(run: RunJobs) -> list[str]:
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not Phase.WAITING:
             continue
-        if job.queued.state.name == "PENDING":
-            reason = explain_reason(job.queued.reason)
+        if (reason := job.waits_for) is not None:
             lines.append(f"{job.name} waits: {reason.meaning}")
             if reason.hint:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")

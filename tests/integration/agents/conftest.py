@@ -16,7 +16,8 @@ from tests.integration.sglang_server import serving
 from tests.unit.session.chatml import TRAINING_TEXT
 
 FOLDER = Path(__file__).parent
-CONTEXT_TOKENS = 4096
+CONTEXT_TOKENS = 16_384
+"""Room for ten replies of a random model, which ends most of them within some hundred tokens."""
 VERSION = "1.0"
 _open = ExitStack()
 _theatres: list[Theatre] = []

@@ -28,7 +28,7 @@ def test_the_interface_of_the_site_decides() -> None:
 def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> None:
     with pytest.raises(RecipeError, match=r"no interface ib7 .* it has .*lo") as caught:
         reachable_host("ib7", {})
-    assert caught.value.problems[0].key == "cluster.interface"
+    assert caught.value.problems[0].key == "cluster.slurm.network.interface"
 
 
 def test_without_slurm_the_host_name_or_loopback_is_found() -> None:

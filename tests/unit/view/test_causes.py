@@ -11,7 +11,7 @@ from areal_hpc.cluster.submissions import Submission
 from areal_hpc.layout import RunLayout
 from areal_hpc.view.causes import Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
-from areal_hpc.view.jobs import JobView, RunJobs
+from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
 
 NOW = 1_000_000.0
@@ -28,7 +28,7 @@ def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
     look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)
-    empty = Evidence(run, (), {}, (), (), (), (), (), frozenset())
+    empty = Evidence(run, (), {}, (), (), (), (), ())
     return dataclasses.replace(empty, **more)
 
 
@@ -104,10 +104,12 @@ def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
 def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
     word = LastWord("cell-0", 0, NOW, Outcome(79, "driver", "nothing to do", "/x.log"))
-    diagnosis = diagnose(evidence(tmp_path, held, last_words=(word,), idle=frozenset({"cell-0"})))
+    found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), last_words=(word,))
+    diagnosis = diagnose(found)
     assert "comes back with the trainer" in diagnosis.headline
     assert diagnosis.is_well
     assert diagnosis.chain == ()
+    assert "scontrol release" not in "\n".join(describe_jobs(found.run))
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
