@@ -7,17 +7,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
 
 from areal_hpc.cluster.submit import interpreter_of
-from areal_hpc.tiny_model import make_tiny_model
+from areal_hpc.tiny_model import TURN_END, make_tiny_model
 from tests.contract.proxy.proxy_stage import Stage
 from tests.integration.agents.theatre import Theatre
 from tests.integration.sglang_server import serving
 from tests.unit.session.chatml import TRAINING_TEXT
 
 FOLDER = Path(__file__).parent
-CONTEXT_TOKENS = 16_384
-"""Room for ten replies of a random model, which ends most of them within some hundred tokens."""
+CONTEXT_TOKENS = 4096
 VERSION = "1.0"
 _open = ExitStack()
 _theatres: list[Theatre] = []
@@ -49,6 +50,7 @@ def theatre(tmp_path_factory: pytest.TempPathFactory) -> Theatre:
 def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     model_dir = mktemp("tiny") / "model"
     make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=CONTEXT_TOKENS)
+    let_replies_end(model_dir)
     log_path = mktemp("sglang") / "log"
     url = _open.enter_context(
         serving(model_dir, log_path, "--weight-version", VERSION, context_tokens=CONTEXT_TOKENS)
@@ -61,3 +63,29 @@ def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     stage.start_proxy()
     stage.route_to(url)
     return Theatre(stage, url)
+
+
+def let_replies_end(model_dir: Path) -> None:
+    """Have the random model write text, and end it at every tenth token but never before the first.
+
+    Left alone it ends a reply at every four hundredth token, and most of its tokens are no text:
+    now and then a reply reached its limit, which the Agents SDK takes for an error, or was empty,
+    which CAMEL takes for none. So two numbers of the residual stream are left alone by the layers
+    and are the same after every token but one; the output layer, which is the embedding, reads
+    the first for the turn's end and the second for what is no text.
+    """
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    turn_end, before_replies = tokenizer.token_to_id(TURN_END), tokenizer.encode("\n").ids[0]
+    words = [tokenizer.decode([token]).strip() for token in range(tokenizer.get_vocab_size())]
+    no_text = [not (word.isascii() and word.isprintable() and word) for word in words]
+    weights = load_file(model_dir / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight[:2] = 0.0
+    embedding = weights["model.embed_tokens.weight"]
+    embedding[:, :2] = 1.0
+    embedding[before_replies, 0] = -0.5
+    embedding[no_text, 1] = -2.0
+    embedding[before_replies, 1] = 1.0
+    embedding[turn_end, :2] = 2.2, 1.0
+    save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})

@@ -29,8 +29,8 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
 
 TIMEOUT_S = 100.0
-FAR_TOKENS = 3000
-"""The Agents SDK takes a reply that reached its limit for an error; most end before."""
+FAR_TOKENS = 1000
+"""The Agents SDK takes a reply that reached its limit for an error; all end long before."""
 
 
 class Part(msgspec.Struct):
