@@ -39,9 +39,9 @@ FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "CONTINUE": 200}
 Make = Callable[..., Replica]
 
 
-def server(**facts: float) -> Launch:
-    """One that answers like SGLang where the keeper looks."""
-    text = SERVER
+def server(before: str = "", **facts: float) -> Launch:
+    """One that answers like SGLang where the keeper looks, and does something `before`."""
+    text = before + SERVER
     for name, value in (FACTS | facts).items():
         text = text.replace(name, str(value))
     return program(text)
@@ -119,6 +119,22 @@ def test_a_lost_child_process_replaces_the_server(make: Make) -> None:
     child.kill()
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
     assert view.version == ""
+
+
+def test_what_a_server_leaves_in_temporary_folders_goes_with_it(make: Make, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    litter = f"""
+import pathlib, tempfile
+with open({str(notes)!r}, "a") as notes:
+    print(tempfile.NamedTemporaryFile(delete=False).name, file=notes)
+"""
+    replica = make(server(litter))
+    tick_until(replica, is_ready)
+    left = Path(notes.read_text().strip())
+    assert left.exists()
+    replica.request_stop()
+    replica.kill()
+    assert not left.parent.exists()
 
 
 def test_a_taken_port_is_no_crash(make: Make) -> None:
