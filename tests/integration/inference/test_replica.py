@@ -14,6 +14,7 @@ from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
+from areal_hpc.inference.span import Span
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
 from tests.integration.commands import is_scheduler
@@ -59,6 +60,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         replica = Replica(
             0,
             tp=1,
+            span=Span(1),
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
@@ -154,8 +156,8 @@ def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:
 
 def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(make: Make) -> None:
     silent = "import time; print('loading', flush=True); time.sleep(60)"
-    replica = make(program(silent), startup_timeout_s=0.5, max_restarts=1)
-    with pytest.raises(ClusterError, match=r"not ready within 0 s, after 1 restarts[^$]*loading"):
+    replica = make(program(silent), startup_timeout_s=2.0, max_restarts=1)
+    with pytest.raises(ClusterError, match=r"not ready within 2 s, after 1 restarts[^$]*loading"):
         tick_until(replica, is_ready)
     assert replica.view().state == "failed"
 
