@@ -104,16 +104,24 @@ class Follower:
         launch: Makes the command of a part.
         chief: Who says what to run.
         log_dir: Where the parts log.
+        patience_s: A first node that is silent for longer is gone.
     """
 
     def __init__(
-        self, node: int, nodes: int, launch: LaunchPart, chief: Chief, log_dir: Path
+        self,
+        node: int,
+        nodes: int,
+        launch: LaunchPart,
+        chief: Chief,
+        log_dir: Path,
+        patience_s: float = SILENCE_S,
     ) -> None:
         self._node = node
         self._nodes = nodes
         self._launch = launch
         self._chief = chief
         self._log_dir = log_dir
+        self._patience_s = patience_s
         self._server: ServerProcess | None = None
         self._incarnation = 0
         self._answered_at_s = time.monotonic()
@@ -126,7 +134,8 @@ class Follower:
         try:
             reply = self._chief.ask(FollowRequest(self._node, self._incarnation))
         except ClusterError as error:
-            if self._server is not None and time.monotonic() - self._answered_at_s > SILENCE_S:
+            silent_s = time.monotonic() - self._answered_at_s
+            if self._server is not None and silent_s > self._patience_s:
                 log.error("ended: the first node is gone: %s", error)
                 self._end_part()
             return
