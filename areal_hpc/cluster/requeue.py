@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ FRUITLESS_LETDOWNS = 2
 MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
+_AFTER_SUCCESS = re.compile(r"after(?:ok|corr):([0-9]+)")
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
 Verdict = Literal["done", "again", "hold", "fail"]
@@ -264,15 +266,28 @@ def _submit_again(launch: Launch, slurm: SlurmLaunch, job_id: str, excluded: str
     if excluded:
         options.append(f"--exclude={excluded}")
     new_id = scontrol.submit_script(Path(slurm.script), options)
+    if member is not None:
+        new_id = f"{new_id}_{member}"
     path = Path(slurm.submissions)
     before = newest_of_each(read_submissions(path)).get(launch.job.name)
     record_submission(
         path,
         Submission(
             job=launch.job.name,
-            job_id=new_id if member is None else f"{new_id}_{member}",
+            job_id=new_id,
             attempt=before.attempt if before else 1,
             submitted_at=time.time(),
             script=slurm.script,
         ),
     )
+    _repeat(lambda: _have_wait(job_id, new_id))
+
+
+def _have_wait(job_id: str, new_id: str) -> None:
+    """Jobs that wait for this one's success would be cancelled at its end: it has a new number."""
+    member = new_id.partition("_")[2]
+    known_as = {job_id, os.environ.get("SLURM_ARRAY_JOB_ID", job_id)}
+    for waiting_id, dependency in scontrol.waiting_jobs().items():
+        is_ours = waiting_id.partition("_")[2] == member
+        if is_ours and known_as & set(_AFTER_SUCCESS.findall(dependency)):
+            scontrol.wait_for(waiting_id, new_id)

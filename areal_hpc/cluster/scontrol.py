@@ -70,6 +70,27 @@ def exclude(job_id: str, excluded_nodes: str) -> None:
     _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded_nodes}")
 
 
+def waiting_jobs() -> dict[str, str]:
+    """This user's jobs in the queue, and what each waits for, in Slurm's words.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
+    return {
+        job_id: rest for job_id, _, rest in (line.partition(" ") for line in shown.splitlines())
+    }
+
+
+def wait_for(job_id: str, other_id: str) -> None:
+    """Start a waiting job only when another has succeeded, whatever it waited for before.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    _ask("scontrol", "update", f"JobId={job_id}", f"Dependency=afterok:{other_id}")
+
+
 def hold_requeued(job_id: str) -> None:
     """Have Slurm end the job and keep it, until it is released.
 

@@ -27,7 +27,7 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     root = tmp_path_factory.mktemp("runs")
     names = (
         *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
-        *("preempted", "requeued", "cancelled", "unwanted", "idle"),
+        *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle"),
     )
     jobs = {name: SupervisedJob(cluster, root / name, name) for name in names}
     jobs["lost"].submit("steady", *SAFE)
@@ -54,6 +54,8 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
+    after_it = f"--dependency=afterok:{jobs['unwanted'].job_id}"
+    jobs["dependent"].submit("finish", *SAFE, after_it, "--kill-on-invalid-dep=yes")
     return jobs
 
 
@@ -119,6 +121,12 @@ def test_a_job_that_slurm_may_not_requeue_submits_itself_again(
     assert job.words[2].startswith("began 2 at ")
     assert job.newest_id() != job.job_id
     assert job.cluster.job_state(job.newest_id()) == "RUNNING"
+    waiting = jobs["dependent"]
+    awaited(waiting, lambda: job.state() == "FAILED")
+    assert waiting.state() == "PENDING", "it waits for the new number"
+    awaited_id = job.cluster.slurm("squeue", "-h", "-j", waiting.job_id, "-o", "%E")
+    assert awaited_id.startswith(f"afterok:{job.newest_id()}")
+    waiting.cluster.slurm("scancel", waiting.job_id)
     job.cluster.slurm("scancel", job.newest_id())
 
 
