@@ -35,6 +35,8 @@ class Part:
     nodes: int
     meeting_point: str
     """`host:port`, on the first of the nodes."""
+    host: str
+    """This node's address, as the others reach it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,9 @@ def replica_command(
     if config.reasoning_parser is not None:
         argv += ["--reasoning-parser", config.reasoning_parser]
     environment = {"HF_HUB_OFFLINE": "1"}  # compute nodes reach no hub; do not wait for one
+    if part is not None:
+        # Requests go from node to node as well; SGLang would ask for the way to the internet.
+        environment["SGLANG_HOST_IP"] = part.host
     if device == "cpu":
         environment |= _cpu_environment(config.tp)
     return Command((*argv, *config.extra_args), environment)

@@ -14,7 +14,7 @@ from typing import Any
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import current_task
+from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
@@ -147,7 +147,7 @@ class Follower:
 
     def _begin_part(self, reply: FollowReply) -> None:
         ports = free_ports()
-        part = Part(self._node, self._nodes, reply.meeting_point)
+        part = Part(self._node, self._nodes, reply.meeting_point, advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
         self._server = ServerProcess(self._launch(reply.incarnation, part, ports), ports, log_path)
         self._incarnation = reply.incarnation

@@ -93,7 +93,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
 
     def launch_of(index: int) -> Launch:
         def launch(incarnation: int, ports: Ports) -> Command:
-            part = Part(0, nodes, meeting_point(ports)) if nodes > 1 else None
+            part = Part(0, nodes, meeting_point(ports), advertised_host()) if nodes > 1 else None
             return replica_command_of(job, index, incarnation, ports, part)
 
         return launch

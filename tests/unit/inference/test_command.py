@@ -72,15 +72,17 @@ def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
 
 
 def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
-    def argv(part: Part | None) -> tuple[str, ...]:
+    def command_of(part: Part | None) -> Command:
         return replica_command(
             InferenceConfig(tp=4, nodes_per_replica=2), python="py", model_path="/models/m",
             device="cuda", index=0, ports=Ports(31001, 31002), random_seed=7, part=part,
-        ).argv  # fmt: skip
+        )  # fmt: skip
 
-    whole, second = argv(None), argv(Part(1, 2, "10.0.0.1:31002"))
+    whole = command_of(None)
+    second = command_of(Part(1, 2, "10.0.0.1:31002", "10.0.0.2"))
     extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
-    assert second == (*whole, *extra)
+    assert second.argv == (*whole.argv, *extra)
+    assert second.environment == {**whole.environment, "SGLANG_HOST_IP": "10.0.0.2"}
 
 
 @pytest.mark.parametrize("wrong", [{"tp": 3}, {"tp": 2, "replicas_per_cell": 2}])
