@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from areal_hpc.cluster.queue import QueuedJob
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, explain_reason
@@ -75,7 +77,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if state.startswith("running"):
         headline = "the run is running, and nothing has failed"
         if cause:
-            headline = f"the run is running again; its last failure: {cause.text}"
+            headline = f"the run is running, after this: {cause.text}"
         return Diagnosis(headline, chain, "", is_well=True)
     if cause is None:
         return Diagnosis(
@@ -168,16 +170,19 @@ def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
         queued = job.queued
         if queued and queued.state.is_failure and (job_id, queued.end) not in told:
             yield _of_state(job.name, queued)
-    ends = {job.name: job.queued.end for job in current.values() if job.queued}
+    # Of a job that is alive, the end is that of its time limit.
+    ends = {job.name: job.queued.end for job in current.values() if job.queued and not job.is_alive}
     for name, line in evidence.slurm_lines:
+        written = _WRITTEN.search(line)
+        at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if speaks_of_memory(line):
-            yield Finding(
-                ends.get(name), f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY
-            )
+            yield Finding(at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY)
         else:
-            yield Finding(ends.get(name), f"Slurm wrote into the output of {name}: {line}", rank=6)
+            rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
+            yield Finding(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
 
 
+_WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _AGAIN = {
     "job_requeued": "asked Slurm for another start",
     "job_resubmitted": "submitted itself again",

@@ -49,7 +49,7 @@ CUT_DOWN = (
     "trainer.commit_every_steps=5",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
-_STARTED = re.compile(r"^(\S+ \S+),\d+ INFO \S+: started \w+ \(start 1\)", re.MULTILINE)
+_STARTED = re.compile(r"^(\S+ \S+) INFO \S+: started \w+ \(start 1\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -287,4 +287,4 @@ class SlurmRun:
     def _processes_started_at(self, job: str) -> float:
         texts = (path.read_text() for path in (self.layout.jobs_dir / job).rglob("*_log.out"))
         times = [time for text in texts for time in _STARTED.findall(text)]
-        return max(datetime.fromisoformat(one).timestamp() for one in times)
+        return max(datetime.fromisoformat(one.replace(",", ".")).timestamp() for one in times)

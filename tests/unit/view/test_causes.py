@@ -116,10 +116,24 @@ def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
     past = QueuedJob("1", parse_state("NODE_FAIL"), nodes="n07", end=NOW)
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,), names={"1": "trainer"})
     diagnosis = diagnose(found)
-    assert "is running again; its last failure: trainer (job 1) on n07" in diagnosis.headline
+    assert "is running, after this: trainer (job 1) on n07" in diagnosis.headline
     assert diagnosis.is_well
     quiet = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1")))
     assert "nothing has failed" in quiet.headline
+
+
+def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last(tmp_path: Path) -> None:
+    line = "slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT 1970-01-12T00:00:00 ***"
+    requeued = {"time": NOW, "role": "trainer", "event": "job_requeued", "reason": "stopped"}
+    found = evidence(
+        tmp_path,
+        job("trainer", "RUNNING", "1", end=NOW + 3600),
+        slurm_lines=(("trainer", line),),
+        events=(requeued,),
+    )
+    headline = diagnose(found).headline
+    assert headline.endswith("after this: trainer asked Slurm for another start: stopped")
+    assert len(diagnose(found).chain) == 1, "hours lie between them"
 
 
 def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
