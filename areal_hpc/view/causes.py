@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 
 from areal_hpc.cluster.queue import QueuedJob
@@ -72,9 +72,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if state == "unknown":
         silence = evidence.run.look.silence
         return Diagnosis(f"Slurm does not answer: {silence}", chain, "scontrol ping", is_well=False)
-    if state == "waiting":
-        return _waiting(evidence, chain)
+    if state == "waiting" and (waiting := _waiting(evidence, chain)) is not None:
+        return waiting
     if state.startswith("running"):
+        stuck = _waiting(evidence, chain)
+        if stuck is not None and not stuck.is_well:
+            return replace(stuck, headline=f"the run is running, but {stuck.headline}")
         headline = "the run is running, and nothing has failed"
         if cause:
             headline = f"the run is running, after this: {cause.text}"
@@ -92,13 +95,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis:
-    """For runs no job of which has nodes."""
+def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None:
+    """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
         for job in evidence.run.jobs
         if job.queued and job.queued.state.phase is Phase.WAITING
     ]
+    if not reasons:
+        return None
     # What needs somebody to act comes first, and of the others what is not merely a dependency.
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")

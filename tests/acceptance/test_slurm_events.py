@@ -155,7 +155,10 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     assert meanwhile, "the other cell goes on"
     # A task that ran on below a slurmd that was killed has given way.
     run.await_true(lambda: len(run.proxies_of(cell)) == 1, TASKS_LEAVE_S)
-    if run.cluster.node_state(node) == "down":
+    state = run.cluster.node_state(node)
+    if state == "drained":
+        run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    elif state == "down":
         run.cluster.done("restore-node", node, "--within-s=100")
 
 
@@ -164,7 +167,9 @@ def kill_slurmd(run: SlurmRun, node: str) -> None:
 
 
 def set_down(run: SlurmRun, node: str) -> None:
-    run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    """As administrators do: a node that is not drained as well comes back by itself here."""
+    for state in ("DRAIN", "DOWN"):
+        run.cluster.slurm("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
 
 
 def lose(run: SlurmRun, node: str) -> None:

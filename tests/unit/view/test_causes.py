@@ -136,6 +136,21 @@ def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last(tmp_path
     assert len(diagnose(found).chain) == 1, "hours lie between them"
 
 
+def test_a_run_at_work_tells_of_a_job_that_somebody_must_release(tmp_path: Path) -> None:
+    held = job("cell-0", "PENDING", "3", reason="launch failed requeued held")
+    diagnosis = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), held))
+    assert diagnosis.headline.startswith("the run is running, but cell-0 (job 3) waits: its last")
+    assert "scontrol release 3" in diagnosis.hint
+    assert not diagnosis.is_well
+    patient = job("cell-0", "PENDING", "3", reason="BeginTime")
+    assert diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), patient)).is_well
+
+
+def test_a_run_whose_jobs_are_being_cleaned_up_is_ending(tmp_path: Path) -> None:
+    found = evidence(tmp_path, job("trainer", "COMPLETING", "1"))
+    assert diagnose(found).headline.startswith("the run is ending")
+
+
 def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
     silent = dataclasses.replace(
