@@ -170,7 +170,9 @@ def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
     for start in evidence.past:
         told.add((start.job_id, start.end))
         if start.state.is_failure:
-            yield _of_state(evidence.names.get(start.job_id, start.job_id), start)
+            # Accounting keeps what a job waited for, also when it has run since.
+            known = replace(start, reason="") if start.nodes else start
+            yield _of_state(evidence.names.get(start.job_id, start.job_id), known)
     for job_id, job in current.items():
         queued = job.queued
         if queued and queued.state.is_failure and (job_id, queued.end) not in told:

@@ -83,7 +83,12 @@ class SlurmRun:
 
     # Commands --------------------------------------------------------------------------------
 
-    def areal_hpc(self, *arguments: str, codes: Container[int] = (0,)) -> str:
+    def areal_hpc(
+        self,
+        *arguments: str,
+        codes: Container[int] = (0,),
+        timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
         path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
         variables = {"AREAL_HPC_FAULTS": str(self._plan), "PYTHONPATH": path}
@@ -94,7 +99,7 @@ class SlurmRun:
             capture_output=True,
             text=True,
             check=False,
-            timeout=COMMAND_TIMEOUT_S,
+            timeout=timeout_s,
         )
         assert asked.returncode in codes, asked.stdout + asked.stderr
         return asked.stdout
@@ -109,6 +114,14 @@ class SlurmRun:
             f"cluster.slurm.jobs.cell.setup=[{setup}]",
             f"rollout.workflow_kwargs.food={self._food}",
         )
+
+    def learn(self, timeout_s: float) -> list[float]:
+        """Run the recipe as it is shipped, to its end; the held-out rewards, evaluation by one."""
+        fileroot = f"cluster.fileroot={self.layout.root.parents[1]}"
+        recipe = "recipes/quickstart_slurm.yaml"
+        self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
+        rows = read_json_lines(self.layout.metrics)
+        return [row["eval/reward"] for row in rows if "eval/reward" in row]
 
     def sighting(self, job: str) -> Sighting:
         """What `status`, `why` and `logs` say now; all of them must work."""

@@ -1,6 +1,7 @@
 """What Slurm does to runs on purpose or by accident, done to runs with the real trainer and SGLang.
 
-Two runs on five nodes, of which a run needs four: one has all that befalls its trainer, one after
+First the recipe runs to its end, undisturbed. Then two runs, on five nodes of which a run needs
+four: one has all that befalls its trainer, one event after
 another, the other all that befalls its cells. Each is then cancelled, resumed and finished. After
 every event the audit must find no ticket lost and none trained twice. Writes
 `benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
@@ -30,6 +31,7 @@ STEPS_LEFT = 3
 AFTER_SIGNAL_S = 2.0
 """For which a rank that is held stays so when all have been told to stop."""
 TASKS_LEAVE_S = 60.0
+LEARNING_TIMEOUT_S = 3600.0
 KILLED = 128 + 9
 STOPPING = ("RUNNING", "COMPLETING")
 """States of a job that was struck, before it is in the queue again."""
@@ -46,6 +48,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
 def run(cluster: Devcluster, tmp_path: Path) -> Iterator[SlurmRun]:
     yield SlurmRun(cluster, tmp_path)
     cluster.cancel_all()
+
+
+def test_the_quick_start_learns_over_four_nodes(run: SlurmRun) -> None:
+    began = time.time()
+    rewards = run.learn(LEARNING_TIMEOUT_S)
+    took = {"start": rewards[0], "end": rewards[-1], "wall_s": round(time.time() - began)}
+    record("learning", took | {"audit": run.audited()})
+    assert rewards[0] <= 0.45
+    assert rewards[-1] >= 0.80
 
 
 def preempt(run: SlurmRun, job: str) -> float:

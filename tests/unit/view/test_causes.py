@@ -113,10 +113,10 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
-    past = QueuedJob("1", parse_state("NODE_FAIL"), nodes="n07", end=NOW)
+    past = QueuedJob("1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", end=NOW)
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,), names={"1": "trainer"})
     diagnosis = diagnose(found)
-    assert "is running, after this: trainer (job 1) on n07" in diagnosis.headline
+    assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well
     quiet = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1")))
     assert "nothing has failed" in quiet.headline
