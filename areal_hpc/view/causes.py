@@ -19,6 +19,8 @@ from areal_hpc.view.jobs import state_of_run, state_text
 CASCADE_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
+OUTLIVED_S = 30.0
+"""The same where a run goes on: what came later did not come of it."""
 MOST_FRAMES = 12
 """Lines of a traceback that are shown."""
 
@@ -58,7 +60,9 @@ class Diagnosis:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """The cause of the state that a run is in."""
     state = state_of_run(evidence.run)
-    chain = last_failure(sorted(_findings(evidence), key=lambda finding: finding.at or 0.0))
+    within_s = OUTLIVED_S if state.startswith("running") else CASCADE_S
+    findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
+    chain = last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.rank) if chain else None
     if state == "finished":
         return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
@@ -119,15 +123,15 @@ def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None
     )
 
 
-def last_failure(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The last findings that follow one another within CASCADE_S, oldest first."""
+def last_failure(findings: Sequence[Finding], within_s: float) -> tuple[Finding, ...]:
+    """The last findings that follow one another within so many seconds, oldest first."""
     chain: list[Finding] = []
     for finding in reversed(findings):
         if (
             chain
             and finding.at is not None
             and chain[-1].at is not None
-            and chain[-1].at - finding.at > CASCADE_S
+            and chain[-1].at - finding.at > within_s
         ):
             break
         chain.append(finding)

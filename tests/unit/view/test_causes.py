@@ -9,7 +9,7 @@ from areal_hpc.cluster.queue import Look, QueuedJob
 from areal_hpc.cluster.states import parse_state
 from areal_hpc.cluster.submissions import Submission
 from areal_hpc.layout import RunLayout
-from areal_hpc.view.causes import Finding, diagnose, last_failure
+from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
@@ -175,7 +175,8 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None
 
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
     old, new, newest = (Finding(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert last_failure([old, new, newest]) == (new, newest)
+    assert last_failure([old, new, newest], CASCADE_S) == (new, newest)
+    assert last_failure([old, new, newest], OUTLIVED_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:
