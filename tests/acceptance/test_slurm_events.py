@@ -113,7 +113,7 @@ def limit_time(run: SlurmRun) -> None:
     job_id, before = run.job_id("trainer"), run.version
     run.cluster.slurm("scontrol", "requeuehold", job_id)
     run.await_true(lambda: run.state("trainer") in ("REQUEUE_HOLD", "PENDING"))
-    assert "held" in run.sighting("trainer").state
+    assert "held" in run.sighting("trainer").why
     run.cluster.slurm("scontrol", "update", f"JobId={job_id}", f"TimeLimit={TIME_LIMIT_MIN}")
     run.cluster.slurm("scontrol", "release", job_id)
     run.await_epoch_after(before)
