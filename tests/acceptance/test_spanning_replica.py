@@ -1,0 +1,76 @@
+"""A replica whose tensor-parallel ranks are on two nodes of a real Slurm, in a real run."""
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.commands import command_of, is_scheduler
+from tests.slurm.devclusters import Devcluster, devcluster, wait_for
+from tests.slurm.test_submit import Submitting
+
+START_S = 300.0
+"""A server's start, beside other work."""
+SPANNING = (
+    "inference.cells=1",
+    "inference.tp=2",
+    "inference.nodes_per_replica=2",
+    "trainer.parallel.dp=1",
+    "trainer.total_steps=8",
+)
+
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Devcluster]:
+    with devcluster(tmp_path / "cluster", "--nodes=3") as found:
+        yield found
+        found.cancel_all()
+
+
+def events_of(run: Submitting, name: str) -> list[dict[str, Any]]:
+    return [row for row in read_json_lines(run.layout.events) if row["event"] == name]
+
+
+def second_scheduler(run: Submitting) -> psutil.Process:
+    """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
+    config = str(run.layout.jobs_dir / "cell-0" / "follower-1.json")
+    (follower,) = [one for one in psutil.process_iter() if config in command_of(one)]
+    (found,) = filter(is_scheduler, follower.children(recursive=True))
+    return found
+
+
+def finish(waiting: subprocess.Popen[str]) -> str:
+    said, _ = waiting.communicate(timeout=600)
+    assert waiting.returncode == 0, said
+    return said
+
+
+def test_a_run_goes_on_when_one_node_loses_its_part(cluster: Devcluster, tmp_path: Path) -> None:
+    run = Submitting(cluster, tmp_path / "runs")
+    waiting = run.start("--wait", *SPANNING)
+    wait_for(lambda: len(events_of(run, "published")) >= 3, START_S)
+    struck_at = time.time()
+    second_scheduler(run).kill()
+    wait_for(lambda: len(events_of(run, "replica_ready")) == 2, START_S)
+    (died,) = events_of(run, "replica_died")
+    assert died["time"] - struck_at < 30, died
+    assert "step      8/8" in finish(waiting)
+
+    updates = events_of(run, "published")
+    assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
+    logs = run.layout.logs_dir / "latest" / "cell-0" / "restart_00"
+    parts = {path.name for path in logs.glob("replica-*.log")}
+    assert parts == {
+        f"replica-0.{incarnation}{part}.log" for incarnation in (1, 2) for part in ("", "-node-1")
+    }
+    heads = [(logs / f"{name}.log").read_text().split()[1] for name in ("driver-0", "follower-1")]
+    assert heads[0] != heads[1], "on one node"
+    audit = run.call("audit", str(run.layout.root))
+    assert "trained_once=32 duplicates=0 lost=0" in audit.stdout, audit.stdout + audit.stderr
