@@ -26,6 +26,8 @@ class JobFacts:
     """Unix time at which Slurm ends it: its time limit, or the end of a preemption's grace."""
     excluded_nodes: str
     """Slurm's notation of the nodes that it must not get; empty if there are none."""
+    is_preempted: bool = False
+    """A job of higher priority gets its nodes when its grace is over."""
 
 
 def read_job(shown: str) -> JobFacts:
@@ -40,6 +42,7 @@ def read_job(shown: str) -> JobFacts:
         state=facts.get("JobState", ""),
         ends_at=ends_at,
         excluded_nodes="" if excluded == "(null)" else excluded,
+        is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
     )
 
 

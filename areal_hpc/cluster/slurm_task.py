@@ -41,6 +41,7 @@ DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 LEAVE_TIMEOUT_S = 60.0
 """Longest that the tasks of a job wait for one another at its end."""
+PREEMPTED = "preempted by a job of higher priority"
 OUTLAST_S = 300.0
 """Longest that a task stays to be killed, where only that makes Slurm start the job again."""
 
@@ -66,7 +67,7 @@ class SlurmTask:
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
-        self._is_superseded = False
+        self._is_superseded = self._is_preempted = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
     # Beginning -----------------------------------------------------------------------------
@@ -212,6 +213,7 @@ class SlurmTask:
             facts = scontrol.show_job(self._job_id)
         except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
             return max(0.0, grace_s - (time.monotonic() - began))
+        self._is_preempted = facts.is_preempted
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
             return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
@@ -245,6 +247,8 @@ class SlurmTask:
         verdict = judge(outcomes, fruitless)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
+        if self._is_preempted and not crashes:
+            decisive = msgspec.structs.replace(decisive, reason=PREEMPTED)
         if verdict == "done":
             return own
         if verdict == "fail":

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime
 
 from areal_hpc.cluster.queue import QueuedJob
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, explain_reason
@@ -17,6 +19,8 @@ from areal_hpc.view.jobs import state_of_run, state_text
 CASCADE_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
+OUTLIVED_S = 30.0
+"""The same where a run goes on: what came later did not come of it."""
 MOST_FRAMES = 12
 """Lines of a traceback that are shown."""
 
@@ -56,7 +60,9 @@ class Diagnosis:
 def diagnose(evidence: Evidence) -> Diagnosis:
     """The cause of the state that a run is in."""
     state = state_of_run(evidence.run)
-    chain = last_failure(sorted(_findings(evidence), key=lambda finding: finding.at or 0.0))
+    within_s = OUTLIVED_S if state.startswith("running") else CASCADE_S
+    findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
+    chain = last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.rank) if chain else None
     if state == "finished":
         return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
@@ -70,12 +76,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if state == "unknown":
         silence = evidence.run.look.silence
         return Diagnosis(f"Slurm does not answer: {silence}", chain, "scontrol ping", is_well=False)
-    if state == "waiting":
-        return _waiting(evidence, chain)
+    if state == "waiting" and (waiting := _waiting(evidence, chain)) is not None:
+        return waiting
     if state.startswith("running"):
+        stuck = _waiting(evidence, chain)
+        if stuck is not None and not stuck.is_well:
+            return replace(stuck, headline=f"the run is running, but {stuck.headline}")
         headline = "the run is running, and nothing has failed"
         if cause:
-            headline = f"the run is running again; its last failure: {cause.text}"
+            headline = f"the run is running, after this: {cause.text}"
         return Diagnosis(headline, chain, "", is_well=True)
     if cause is None:
         return Diagnosis(
@@ -90,13 +99,15 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis:
-    """For runs no job of which has nodes."""
+def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None:
+    """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
         for job in evidence.run.jobs
         if job.queued and job.queued.state.phase is Phase.WAITING
     ]
+    if not reasons:
+        return None
     # What needs somebody to act comes first, and of the others what is not merely a dependency.
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
@@ -112,15 +123,15 @@ def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis:
     )
 
 
-def last_failure(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """The last findings that follow one another within CASCADE_S, oldest first."""
+def last_failure(findings: Sequence[Finding], within_s: float) -> tuple[Finding, ...]:
+    """The last findings that follow one another within so many seconds, oldest first."""
     chain: list[Finding] = []
     for finding in reversed(findings):
         if (
             chain
             and finding.at is not None
             and chain[-1].at is not None
-            and chain[-1].at - finding.at > CASCADE_S
+            and chain[-1].at - finding.at > within_s
         ):
             break
         chain.append(finding)
@@ -163,21 +174,26 @@ def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
     for start in evidence.past:
         told.add((start.job_id, start.end))
         if start.state.is_failure:
-            yield _of_state(evidence.names.get(start.job_id, start.job_id), start)
+            # Accounting keeps what a job waited for, also when it has run since.
+            known = replace(start, reason="") if start.nodes else start
+            yield _of_state(evidence.names.get(start.job_id, start.job_id), known)
     for job_id, job in current.items():
         queued = job.queued
         if queued and queued.state.is_failure and (job_id, queued.end) not in told:
             yield _of_state(job.name, queued)
-    ends = {job.name: job.queued.end for job in current.values() if job.queued}
+    # Of a job that is alive, the end is that of its time limit.
+    ends = {job.name: job.queued.end for job in current.values() if job.queued and not job.is_alive}
     for name, line in evidence.slurm_lines:
+        written = _WRITTEN.search(line)
+        at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if speaks_of_memory(line):
-            yield Finding(
-                ends.get(name), f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY
-            )
+            yield Finding(at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY)
         else:
-            yield Finding(ends.get(name), f"Slurm wrote into the output of {name}: {line}", rank=6)
+            rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
+            yield Finding(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
 
 
+_WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _AGAIN = {
     "job_requeued": "asked Slurm for another start",
     "job_resubmitted": "submitted itself again",

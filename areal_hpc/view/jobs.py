@@ -137,7 +137,7 @@ def _outcomes(layout: RunLayout, job: str) -> dict[int, Outcome]:
 
 
 def state_of_run(run: RunJobs) -> str:
-    """One word, or a few: finished, running, waiting, failed, cancelled, stopped."""
+    """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
     layout = run.layout
     alive = [job for job in run.jobs if job.is_alive]
     if layout.finished.exists():
@@ -148,7 +148,8 @@ def state_of_run(run: RunJobs) -> str:
         return "running here" if is_held(layout.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
-        return "running" if Phase.RUNNING in phases else "waiting"
+        named = (("running", Phase.RUNNING), ("waiting", Phase.WAITING))
+        return next((word for word, phase in named if phase in phases), "ending")
     return "unknown" if run.look.silence else _ended(run)
 
 

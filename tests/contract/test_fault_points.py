@@ -8,10 +8,12 @@ from importlib import import_module
 import pytest
 
 from areal_hpc.trainer import cpu  # noqa: F401 (before anything of Megatron)
-from tests.faults.kills import POINTS, UPDATE, Point
+from tests.faults.kills import HELD, POINTS, UPDATE, Point
 
 
-@pytest.mark.parametrize("point", [*POINTS.values(), UPDATE], ids=lambda point: point.function)
+@pytest.mark.parametrize(
+    "point", [*POINTS.values(), UPDATE, *HELD.values()], ids=lambda point: point.function
+)
 def test_a_point_names_a_function(point: Point) -> None:
     module, _, path = point.function.partition(":")
     assert callable(operator.attrgetter(path)(import_module(module)))

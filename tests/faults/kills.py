@@ -61,6 +61,19 @@ POINTS = {
 UPDATE = Point(
     "areal_hpc.weights.swap:GroupSwap.end", "before", "replicas hold new weights half loaded"
 )
+HELD = {
+    "collective": Point(
+        "areal_hpc.trainer.step:optimizer_step",
+        "held",
+        "one rank is kept from the optimizer's collectives, the others wait in them",
+    ),
+    "save": Point(
+        "areal_hpc.trainer.commits.store:CommitStore._put_in_place",
+        "held",
+        "a commit is written but not visible",
+    ),
+}
+"""Where a trainer is kept, to be preempted just there."""
 
 
 @dataclass(frozen=True)

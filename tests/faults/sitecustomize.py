@@ -1,11 +1,13 @@
-"""Kills named processes of a run at named points. Python imports this where PYTHONPATH names it.
+"""Kills or holds processes of a run at named points. Python imports this where PYTHONPATH names it.
 
 `AREAL_HPC_FAULTS` names a JSON file: `{"run_dir": ..., "rest_s": ..., "faults": [{"name": ...,
 "point": "package.module:function", "moment": ..., "victim": ...}, ...]}`. Faults strike in order,
 each once in the life of the run: a file beside the JSON file with the fault's name says when, and
 which process was killed. Moments: `before` the call; `torn`, when half of the record that the call
 appends is written; `during`, a moment into it. A fault waits for its victim to live, and for
-`rest_s` after the one before it.
+`rest_s` after the one before it. With the moment `held` nobody dies, and there is no order: while
+a file `NAME.gate` lies beside the JSON file, the first process that comes to the point waits there,
+for as long as that file does.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from types import ModuleType
 from typing import Any
 
 DURING_S = 0.03
+LONGEST_HOLD_S = 300.0
+"""A test that died leaves its gate behind."""
 
 
 def victims(party: str, run_dir: str) -> list[int]:
@@ -60,31 +64,43 @@ class Fault:
         fault = settings["faults"][place]
         self.point: str = fault["point"]
         self.moment: str = fault["moment"]
-        self._victim: str = fault["victim"]
+        self._victim: str = fault.get("victim", "")
         self._run_dir: str = settings["run_dir"]
         self._rest_s: float = settings["rest_s"]
         self._mark = plan.with_name(fault["name"])
+        self._gate = plan.with_name(f"{fault['name']}.gate")
         before = settings["faults"][place - 1]["name"] if place else None
         self._before = plan.with_name(before) if before else None
 
     def is_due(self) -> bool:
         if self._mark.exists():
             return False
+        if self.moment == "held":
+            return self._gate.exists()
         if self._before is None:
             return True
         return self._before.exists() and time.time() - self._before.stat().st_mtime >= self._rest_s
 
     def strike(self) -> None:
         found = victims(self._victim, self._run_dir)
-        if not found:
-            return
+        if found and self._is_first({"killed": found}):
+            for pid in found:
+                os.kill(pid, signal.SIGKILL)
+
+    def hold(self) -> None:
+        if self._is_first({"held": os.getpid()}):
+            give_up_at = time.monotonic() + LONGEST_HOLD_S
+            while self._gate.exists() and time.monotonic() < give_up_at:
+                time.sleep(0.05)
+
+    def _is_first(self, facts: dict[str, Any]) -> bool:
+        """Leave the mark, unless another rank or thread that is as far has done so."""
         try:
-            with self._mark.open("x") as stream:  # another rank or thread may be as far
-                json.dump({"time": time.time(), "at": self.point, "killed": found}, stream)
+            with self._mark.open("x") as stream:
+                json.dump({"time": time.time(), "at": self.point, **facts}, stream)
         except FileExistsError:
-            return
-        for pid in found:
-            os.kill(pid, signal.SIGKILL)
+            return False
+        return True
 
 
 def tear(fault: Fault, journal: Any, kind: int, payload: bytes) -> None:
@@ -106,6 +122,8 @@ def wrapped(function: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
                 threading.Timer(DURING_S, fault.strike).start()
             elif fault.moment == "torn":
                 tear(fault, *args, **kwargs)
+            elif fault.moment == "held":
+                fault.hold()
             else:
                 fault.strike()
         return function(*args, **kwargs)

@@ -72,4 +72,7 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
     )
     facts = read_job("JobId=7 JobState=COMPLETING EndTime=Unknown ExcNodeList=(null)")
     assert (facts.state, facts.ends_at, facts.excluded_nodes) == ("COMPLETING", None, "")
+    assert not facts.is_preempted
+    assert not read_job("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
+    assert read_job("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
     assert joined_nodes("n[01-02]", "n07", "n07", "") == "n[01-02],n07"

@@ -9,7 +9,7 @@ from areal_hpc.cluster.queue import Look, QueuedJob
 from areal_hpc.cluster.states import parse_state
 from areal_hpc.cluster.submissions import Submission
 from areal_hpc.layout import RunLayout
-from areal_hpc.view.causes import Finding, diagnose, last_failure
+from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
@@ -113,13 +113,42 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived(tmp_path: Path) -> None:
-    past = QueuedJob("1", parse_state("NODE_FAIL"), nodes="n07", end=NOW)
+    past = QueuedJob("1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", end=NOW)
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"), past=(past,), names={"1": "trainer"})
     diagnosis = diagnose(found)
-    assert "is running again; its last failure: trainer (job 1) on n07" in diagnosis.headline
+    assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well
     quiet = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1")))
     assert "nothing has failed" in quiet.headline
+
+
+def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last(tmp_path: Path) -> None:
+    line = "slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT 1970-01-12T00:00:00 ***"
+    requeued = {"time": NOW, "role": "trainer", "event": "job_requeued", "reason": "stopped"}
+    found = evidence(
+        tmp_path,
+        job("trainer", "RUNNING", "1", end=NOW + 3600),
+        slurm_lines=(("trainer", line),),
+        events=(requeued,),
+    )
+    headline = diagnose(found).headline
+    assert headline.endswith("after this: trainer asked Slurm for another start: stopped")
+    assert len(diagnose(found).chain) == 1, "hours lie between them"
+
+
+def test_a_run_at_work_tells_of_a_job_that_somebody_must_release(tmp_path: Path) -> None:
+    held = job("cell-0", "PENDING", "3", reason="launch failed requeued held")
+    diagnosis = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), held))
+    assert diagnosis.headline.startswith("the run is running, but cell-0 (job 3) waits: its last")
+    assert "scontrol release 3" in diagnosis.hint
+    assert not diagnosis.is_well
+    patient = job("cell-0", "PENDING", "3", reason="BeginTime")
+    assert diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), patient)).is_well
+
+
+def test_a_run_whose_jobs_are_being_cleaned_up_is_ending(tmp_path: Path) -> None:
+    found = evidence(tmp_path, job("trainer", "COMPLETING", "1"))
+    assert diagnose(found).headline.startswith("the run is ending")
 
 
 def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
@@ -146,7 +175,8 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None
 
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
     old, new, newest = (Finding(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert last_failure([old, new, newest]) == (new, newest)
+    assert last_failure([old, new, newest], CASCADE_S) == (new, newest)
+    assert last_failure([old, new, newest], OUTLIVED_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:

@@ -1,0 +1,303 @@
+"""The quick start, cut down, as jobs of a devcluster: watched through its files and commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cluster.epochs import newest_epoch
+from areal_hpc.cluster.submissions import newest_of_each, read_submissions
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.weights.version import WeightVersion
+from tests.faults.kills import FAULTS, HELD
+from tests.integration.launch.small_run import processes_of
+from tests.slurm.devclusters import CHECKOUT, Devcluster
+
+PATIENCE_S = 600.0
+"""For anything to happen: other work may take most of the machine."""
+COMMAND_TIMEOUT_S = 300.0
+CELLS = 2
+STEPS_AT_FIRST = 5000
+"""More than anybody waits for: a run ends when it is resumed with few steps to go."""
+STOP_GRACE_S = 20.0
+CUT_DOWN = (
+    "train_dataset.kwargs.size=64",
+    "valid_dataset.kwargs.size=8",
+    "warmup.dataset.kwargs.size=640",
+    "warmup.total_steps=20",
+    "warmup.batch_size=16",
+    "warmup.commit_every_steps=20",
+    "evaluation.every_steps=0",
+    "evaluation.tasks=8",
+    "rollout.n_samples=4",
+    "rollout.max_concurrent_rollouts=16",
+    "rollout.max_head_offpolicyness=1",
+    "rollout.workflow=tests.faults.hungry_agent.HungryAgent",
+    "rollout.workflow_kwargs.mean_pause_s=2",
+    f"trainer.total_steps={STEPS_AT_FIRST}",
+    "trainer.batch_size=4",
+    "trainer.commit_every_steps=5",
+    f"cluster.stop_grace_s={STOP_GRACE_S}",
+)
+_STARTED = re.compile(r"^(\S+ \S+) INFO \S+: started \w+ \(start 1\)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """What the operators' commands said of a job at one moment."""
+
+    state: str
+    """Slurm's word for it, as `status` shows it."""
+    why: str
+    """The first line of `why`."""
+
+
+class SlurmRun:
+    """One run directory and the commands that work in it."""
+
+    def __init__(self, cluster: Devcluster, root: Path) -> None:
+        self.cluster = cluster
+        self.layout = RunLayout(root / "runs" / "quickstart" / "slurm")
+        self.scratch = root / "scratch"
+        """A folder for each node, for what it alone has: nodes here share all others."""
+        self._food = root / "food"
+        self._faults = root / "faults"
+        self._faults.mkdir(parents=True)
+        points = [
+            {"name": name, "point": point.function, "moment": point.moment}
+            for name, point in HELD.items()
+        ]
+        plan = {"run_dir": str(self.layout.root), "rest_s": 0.0, "faults": points}
+        self._plan = self._faults / "plan.json"
+        self._plan.write_text(json.dumps(plan))
+
+    # Commands --------------------------------------------------------------------------------
+
+    def areal_hpc(
+        self,
+        *arguments: str,
+        codes: Container[int] = (0,),
+        timeout_s: float = COMMAND_TIMEOUT_S,
+    ) -> str:
+        """What `areal-hpc` prints; it must exit with one of the codes."""
+        path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
+        variables = {"AREAL_HPC_FAULTS": str(self._plan), "PYTHONPATH": path}
+        asked = subprocess.run(
+            (sys.executable, "-m", "areal_hpc", *arguments),
+            cwd=CHECKOUT,
+            env={**self.cluster.environ, **variables},
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+        assert asked.returncode in codes, asked.stdout + asked.stderr
+        return asked.stdout
+
+    def submit(self) -> None:
+        """Hand all jobs to Slurm. What a node keeps for itself is in a folder of its name."""
+        place = f"{self.scratch}/$SLURMD_NODENAME"
+        setup = f"export OMP_NUM_THREADS=1,export SLURM_TMPDIR={place},mkdir -p {place}"
+        self.areal_hpc(
+            *("submit", "recipes/quickstart_slurm.yaml", *CUT_DOWN),
+            f"cluster.fileroot={self.layout.root.parents[1]}",
+            f"cluster.slurm.jobs.cell.setup=[{setup}]",
+            f"rollout.workflow_kwargs.food={self._food}",
+        )
+
+    def learn(self, timeout_s: float) -> list[float]:
+        """Run the recipe as it is shipped, to its end; the held-out rewards, evaluation by one."""
+        fileroot = f"cluster.fileroot={self.layout.root.parents[1]}"
+        recipe = "recipes/quickstart_slurm.yaml"
+        self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
+        rows = read_json_lines(self.layout.metrics)
+        return [row["eval/reward"] for row in rows if "eval/reward" in row]
+
+    def sighting(self, job: str) -> Sighting:
+        """What `status`, `why` and `logs` say now; all of them must work."""
+        status = self.areal_hpc("status", str(self.layout.root))
+        row = next(line for line in status.splitlines() if line.startswith(f"{job} "))
+        assert self.areal_hpc("logs", str(self.layout.root), "-n", "5", job)
+        why = self.areal_hpc("why", str(self.layout.root), codes=(0, 1))
+        return Sighting(re.split(r"\s{2,}", row)[2], why.splitlines()[0])
+
+    def audited(self) -> str:
+        """The last line of `areal-hpc audit`, which must find nothing lost and nothing twice."""
+        verdict = self.areal_hpc("audit", str(self.layout.root)).splitlines()[-1]
+        assert "duplicates=0 lost=0" in verdict
+        return verdict
+
+    def feed(self) -> None:
+        """Let one episode take all memory that it gets."""
+        self._food.touch()
+
+    # Slurm -----------------------------------------------------------------------------------
+
+    def job_id(self, job: str) -> str:
+        """Of the newest submission."""
+        return newest_of_each(read_submissions(self.layout.submissions))[job].job_id
+
+    def state(self, job: str) -> str:
+        """Slurm's word."""
+        return self.cluster.job_state(self.job_id(job))
+
+    def nodes(self, job: str) -> list[str]:
+        """Where it runs."""
+        listed = self.cluster.slurm("squeue", "-h", f"--jobs={self.job_id(job)}", "-o", "%N")
+        return self.cluster.slurm("scontrol", "show", "hostnames", listed).split()
+
+    def restarts(self, job: str) -> int:
+        """How often Slurm has requeued it."""
+        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id(job), "--oneliner")
+        return int(shown.split(" Restarts=")[1].split()[0])
+
+    # Files -----------------------------------------------------------------------------------
+
+    def starts(self, job: str) -> int:
+        """How often the supervisors of a job have started."""
+        return newest_epoch(self._starts_dir(job))
+
+    def started_at(self, job: str) -> float:
+        """Unix time of the newest start's first process."""
+        return (self._starts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
+
+    def is_told_to_stop(self, job: str) -> bool:
+        """True once the newest start's tasks have to stop."""
+        return (self._starts_dir(job) / f"{self.starts(job):04d}.stop").exists()
+
+    def _starts_dir(self, job: str) -> Path:
+        return self.layout.jobs_dir / job / "starts"
+
+    def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
+        """What happened."""
+        rows = read_json_lines(self.layout.events)
+        return [row for row in rows if row["event"] == name and row["time"] > since]
+
+    def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
+        """When which weights went to how many replicas."""
+        return [
+            (row["time"], WeightVersion.parse(row["version"]), row["replicas"])
+            for row in self.events("published", since)
+            if row["replicas"]
+        ]
+
+    @property
+    def version(self) -> WeightVersion:
+        """The newest that a replica was given."""
+        return max((version for _, version, _ in self.published()), default=WeightVersion(0, -1))
+
+    def shards_of(self, cell: str) -> int:
+        """How many it has sealed."""
+        return len(read_json_lines(self.layout.index_dir / f"{cell}.jsonl"))
+
+    def proxies_of(self, cell: str) -> list[str]:
+        """The live proxies of a cell, wherever they run."""
+        config = str(self.layout.jobs_dir / cell / "proxy.json")
+        return [one for one in processes_of(self.layout.root) if config in one]
+
+    # Waiting ---------------------------------------------------------------------------------
+
+    def await_true(self, condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+        """Wait for the run to reach a state."""
+        give_up_at = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < give_up_at, self.explained()
+            time.sleep(0.2)
+
+    def await_steps(self, count: int) -> None:
+        """Wait until so many more steps have been taken."""
+        goal = self.version.step + count
+        self.await_true(lambda: self.version.step >= goal)
+
+    def await_whole(self, since: float = 0.0) -> float:
+        """When all cells were first given weights of a new step, after the time `since`."""
+        found: list[float] = []
+
+        def is_whole() -> bool:
+            found[:] = [at for at, _, replicas in self.published(since) if replicas == CELLS]
+            return bool(found)
+
+        self.await_true(is_whole)
+        return found[0]
+
+    def await_ready(self, cell: str, since: float) -> float:
+        """When a server of the cell first answered, after the time `since`."""
+
+        def found() -> list[float]:
+            ready = self.events("replica_ready", since)
+            return [one["time"] for one in ready if one["role"] == cell]
+
+        self.await_true(lambda: bool(found()))
+        return found()[0]
+
+    def await_epoch_after(self, before: WeightVersion) -> tuple[int, float]:
+        """The step that the trainer's next start resumed from, and when it took its first step."""
+        later: list[tuple[float, WeightVersion]] = []
+
+        def has_stepped() -> bool:
+            later[:] = [(at, one) for at, one, _ in self.published() if one.epoch > before.epoch]
+            return bool(later) and later[-1][1].step > later[0][1].step
+
+        self.await_true(has_stepped)
+        resumed = later[0][1].step
+        return resumed, next(at for at, one in later if one.step > resumed)
+
+    def await_none_left(self) -> None:
+        """Wait until no job and no process of the run is there."""
+        assert self.cluster.slurm("squeue", "-h") == ""
+        self.await_true(lambda: processes_of(self.layout.root) == [], 30.0)
+
+    def explained(self) -> str:
+        """All that helps to understand what did not happen."""
+        asked = [("status",), ("why",), ("logs", "-n", "60")]
+        root = str(self.layout.root)
+        said = [self.areal_hpc(name, root, *more, codes=range(256)) for name, *more in asked]
+        return "\n".join(said)
+
+    # Holding ---------------------------------------------------------------------------------
+
+    def hold(self, point: str) -> None:
+        """Return when a rank has come to a point and waits there."""
+        (self._faults / f"{point}.gate").touch()
+        self.await_true((self._faults / point).exists)
+
+    def release(self, point: str) -> None:
+        """Let it go on."""
+        (self._faults / f"{point}.gate").unlink()
+
+    # The beginning ---------------------------------------------------------------------------
+
+    def breakdown(self, called_at: float) -> dict[str, float]:
+        """Seconds of each part of the time from the command to the first trained step."""
+        jobs = ("trainer", *(f"cell-{index}" for index in range(CELLS)))
+        taken = [self._starts_dir(job) / "0001" for job in jobs]
+        moments = {
+            "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
+            "warm-up": self.layout.export("warmup").stat().st_mtime,
+            "queue": max(path.stat().st_mtime for path in taken),
+            "probe": max(self._processes_started_at(job) for job in jobs),
+            "servers": self.events("replica_ready")[0]["time"],
+            "first weights": self.published()[0][0],
+            "first episodes": self.layout.manifest(1).stat().st_mtime,
+            "first step": next(at for at, one, _ in self.published() if one.step == 1),
+        }
+        parts, before = {}, called_at
+        for name, at in moments.items():
+            parts[name] = round(at - before, 1)
+            before = at
+        return parts | {"total": round(before - called_at, 1)}
+
+    def _processes_started_at(self, job: str) -> float:
+        texts = (path.read_text() for path in (self.layout.jobs_dir / job).rglob("*_log.out"))
+        times = [time for text in texts for time in _STARTED.findall(text)]
+        return max(datetime.fromisoformat(one.replace(",", ".")).timestamp() for one in times)

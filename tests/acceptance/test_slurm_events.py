@@ -1,0 +1,272 @@
+"""What Slurm does to runs on purpose or by accident, done to runs with the real trainer and SGLang.
+
+First the recipe runs to its end, undisturbed. Then two runs, on five nodes of which a run needs
+four: one has all that befalls its trainer, one event after
+another, the other all that befalls its cells. Each is then cancelled, resumed and finished. After
+every event the audit must find no ticket lost and none trained twice. Writes
+`benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.slurm_run import SlurmRun
+from tests.contract.slurm_events_table import Row, record
+from tests.slurm.devclusters import Devcluster, devcluster
+
+pytestmark = pytest.mark.timeout(5400)
+
+COMMIT_EVERY_STEPS = 5
+GRACE_S = 45
+"""Of a preemption: the run's own grace, and its margin, fit into it."""
+TIME_LIMIT_MIN = 4
+STEPS_LEFT = 3
+"""That a resumed run is to take before it has finished."""
+AFTER_SIGNAL_S = 2.0
+"""For which a rank that is held stays so when all have been told to stop."""
+TASKS_LEAVE_S = 60.0
+LEARNING_TIMEOUT_S = 3600.0
+KILLED = 128 + 9
+STOPPING = ("RUNNING", "COMPLETING")
+"""States of a job that was struck, before it is in the queue again."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    place = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--within-s=100") as found:
+        yield found
+
+
+@pytest.fixture
+def run(cluster: Devcluster, tmp_path: Path) -> Iterator[SlurmRun]:
+    yield SlurmRun(cluster, tmp_path)
+    cluster.cancel_all()
+
+
+def test_the_quick_start_learns_over_four_nodes(run: SlurmRun) -> None:
+    began = time.time()
+    rewards = run.learn(LEARNING_TIMEOUT_S)
+    took = {"start": rewards[0], "end": rewards[-1], "wall_s": round(time.time() - began)}
+    record("learning", took | {"audit": run.audited()})
+    assert rewards[0] <= 0.45
+    assert rewards[-1] >= 0.80
+
+
+def preempt(run: SlurmRun, job: str) -> float:
+    """Want one of the job's nodes for a moment, with higher priority; when that was."""
+    whole = ("--partition=priority", "--exclusive", f"--nodelist={run.nodes(job)[-1]}")
+    run.cluster.submit("sleep 1", *whole, "--mem=100")
+    return time.time()
+
+
+def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> None:
+    """Strike the trainer, and see it go on under its number."""
+    run.await_steps(COMMIT_EVERY_STEPS + 1)
+    run.await_whole(since=time.time())
+    job_id, starts, restarts = run.job_id("trainer"), run.starts("trainer"), run.restarts("trainer")
+    before = run.version
+    struck_at = strike()
+    run.await_true(lambda: run.starts("trainer") > starts or run.state("trainer") not in STOPPING)
+    sighting = run.sighting("trainer")
+    resumed, stepped_at = run.await_epoch_after(before)
+    lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "restarts": run.restarts("trainer"),
+        "steps_lost": max(0, lost),
+        "recovery_s": round(stepped_at - struck_at, 1),
+        "first_step_s": round(stepped_at - run.started_at("trainer"), 1),
+        "audit": run.audited(),
+    }
+    record("events", {name: row})
+    assert run.job_id("trainer") == job_id
+    assert row["restarts"] == restarts + 1
+    assert row["steps_lost"] <= COMMIT_EVERY_STEPS
+    assert f"restart {restarts + 1}" in run.areal_hpc("status", str(run.layout.root))
+
+
+def preempt_at(run: SlurmRun, point: str) -> float:
+    """Preempt the trainer while one of its ranks is held at a point."""
+    run.hold(point)
+    struck_at = preempt(run, "trainer")
+    run.await_true(lambda: run.is_told_to_stop("trainer"))
+    time.sleep(AFTER_SIGNAL_S)
+    run.release(point)
+    return struck_at
+
+
+def requeue(run: SlurmRun) -> float:
+    run.cluster.slurm("scontrol", "requeue", run.job_id("trainer"))
+    return time.time()
+
+
+def limit_time(run: SlurmRun) -> None:
+    """Start the trainer with a short limit: an administrator holds the job, changes it, lets go."""
+    job_id, before = run.job_id("trainer"), run.version
+    run.cluster.slurm("scontrol", "requeuehold", job_id)
+    run.await_true(lambda: run.state("trainer") in ("REQUEUE_HOLD", "PENDING"))
+    assert "held" in run.sighting("trainer").why
+    run.cluster.slurm("scontrol", "update", f"JobId={job_id}", f"TimeLimit={TIME_LIMIT_MIN}")
+    run.cluster.slurm("scontrol", "release", job_id)
+    run.await_epoch_after(before)
+
+
+def meet_limit(run: SlurmRun) -> float:
+    """Wait for the limit, and lift it while the job waits to be started again."""
+    run.await_true(lambda: run.is_told_to_stop("trainer"))
+    struck_at = time.time()
+    run.await_true(lambda: run.state("trainer") == "PENDING")
+    run.cluster.slurm("scontrol", "update", f"JobId={run.job_id('trainer')}", "TimeLimit=60")
+    return struck_at
+
+
+def test_a_run_outlives_what_befalls_its_trainer(run: SlurmRun) -> None:
+    called_at = time.time()
+    run.submit()
+    run.await_true(lambda: run.version.step >= 1)
+    record("start", run.breakdown(called_at))
+    befalls_trainer(run, "preempted in a collective", lambda: preempt_at(run, "collective"))
+    befalls_trainer(run, "preempted in a save", lambda: preempt_at(run, "save"))
+    befalls_trainer(run, "requeued", lambda: requeue(run))
+    limit_time(run)
+    befalls_trainer(run, "time limit", lambda: meet_limit(run))
+    cancel_and_finish(run)
+
+
+def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str], object]) -> None:
+    """Strike a cell or its node, and see the run go on without it and then with it again."""
+    run.await_whole(since=time.time())
+    node, starts, restarts = run.nodes(cell)[0], run.starts(cell), run.restarts(cell)
+    struck_at = time.time()
+    strike(cell, node)
+    run.await_true(lambda: run.starts(cell) > starts or run.state(cell) not in STOPPING)
+    sighting = run.sighting(cell)
+    run.await_true(lambda: run.starts(cell) > starts)
+    again_at = run.started_at(cell)
+    whole_at = run.await_whole(since=run.await_ready(cell, again_at))
+    meanwhile = {one.step for at, one, _ in run.published(struck_at) if at < whole_at}
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "restarts": run.restarts(cell),
+        "steps_meanwhile": len(meanwhile),
+        "recovery_s": round(whole_at - struck_at, 1),
+        "audit": run.audited(),
+    }
+    record("events", {name: row})
+    assert row["restarts"] == restarts + 1
+    assert meanwhile, "the other cell goes on"
+    # A task that ran on below a slurmd that was killed has given way.
+    run.await_true(lambda: len(run.proxies_of(cell)) == 1, TASKS_LEAVE_S)
+    state = run.cluster.node_state(node)
+    if state == "drained":
+        run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
+    elif state == "down":
+        run.cluster.done("restore-node", node, "--within-s=100")
+
+
+def kill_slurmd(run: SlurmRun, node: str) -> None:
+    run.cluster.done("kill-node", node, "--only-slurmd")
+
+
+def set_down(run: SlurmRun, node: str) -> None:
+    """As administrators do: a node that is not drained as well comes back by itself here."""
+    for state in ("DRAIN", "DOWN"):
+        run.cluster.slurm("scontrol", "update", f"NodeName={node}", f"State={state}", "Reason=test")
+
+
+def lose(run: SlurmRun, node: str) -> None:
+    """Cut a node's power, and take what only that node had."""
+    run.cluster.done("kill-node", node)
+    assert list((run.scratch / node).glob("*/journal*"))
+    shutil.rmtree(run.scratch / node)
+
+
+def memory_runs_out(run: SlurmRun) -> None:
+    """Let an agent eat; the kernel kills within the cell's job, whose supervisor starts anew."""
+    run.await_whole(since=time.time())
+    struck_at = time.time()
+    run.feed()
+    run.await_true(lambda: bool(run.events("process_died", struck_at)))
+    died = run.events("process_died", struck_at)[0]
+    assert died["role"].startswith("cell-"), died
+    assert died["exit_code"] == KILLED
+    sighting = run.sighting(died["role"])
+    sealed = run.shards_of(died["role"])
+    run.await_true(lambda: run.shards_of(died["role"]) > sealed)
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "recovery_s": round(time.time() - struck_at, 1),
+        "audit": run.audited(),
+    }
+    record("events", {"out of memory": row})
+    assert "memory" in sighting.why
+
+
+def cell_is_cancelled(run: SlurmRun, cell: str) -> None:
+    """A person takes one job away: nobody brings it back, and the run does without."""
+    run.await_whole(since=time.time())
+    struck_at = time.time()
+    run.cluster.slurm("scancel", run.job_id(cell))
+    run.await_true(lambda: run.state(cell) == "CANCELLED")
+    sighting = run.sighting(cell)
+    run.await_steps(COMMIT_EVERY_STEPS)
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
+        "recovery_s": None,
+        "audit": run.audited(),
+    }
+    record("events", {"cell cancelled": row})
+
+
+def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
+    run.submit()
+    befalls_cell(run, "cell preempted", "cell-0", lambda cell, node: preempt(run, cell))
+    befalls_cell(run, "slurmd killed", "cell-1", lambda cell, node: kill_slurmd(run, node))
+    befalls_cell(run, "node down", "cell-0", lambda cell, node: set_down(run, node))
+    memory_runs_out(run)
+    befalls_cell(run, "node lost", "cell-1", lambda cell, node: lose(run, node))
+    cell_is_cancelled(run, "cell-0")
+    cancel_and_finish(run)
+
+
+def cancel_and_finish(run: SlurmRun) -> None:
+    """Cancel the run: nothing of it is left. Resume it: it is whole again, and finishes."""
+    root, began = str(run.layout.root), time.time()
+    before = run.version
+    run.areal_hpc("cancel", root)
+    cancelled_s = round(time.time() - began, 1)
+    run.await_none_left()
+    assert "quickstart/slurm: cancelled" in run.areal_hpc("status", root)
+    why = run.areal_hpc("why", root).splitlines()[0]
+    record("events", {"cancelled": {"why": why, "recovery_s": cancelled_s, "audit": run.audited()}})
+    called_at = time.time()
+    run.areal_hpc("resume", root, f"trainer.total_steps={before.step + STEPS_LEFT}")
+    sighting = run.sighting("trainer")
+    resumed, stepped_at = run.await_epoch_after(before)
+    run.await_true(run.layout.finished.exists)
+    jobs = ("trainer", "cell-0", "cell-1")
+    run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "steps_lost": max(0, before.step - resumed),
+        "recovery_s": round(stepped_at - called_at, 1),
+        "first_step_s": round(stepped_at - run.started_at("trainer"), 1),
+        "audit": run.audited(),
+    }
+    record("events", {"resumed": row})
+    assert row["steps_lost"] == 0, "a graceful end commits"
+    assert "quickstart/slurm: finished" in run.areal_hpc("status", root)
+    assert row["audit"].endswith("open=0")

@@ -1,0 +1,110 @@
+"""The tables of docs/operating.md: `python -m tests.contract.slurm_events_table` renews them.
+
+The figures come from `tests/acceptance/test_slurm_events.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHECKOUT = Path(__file__).parents[2]
+DOCUMENT = CHECKOUT / "docs" / "operating.md"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "slurm_events.json"
+BEGIN, END = "<!-- table: events -->", "<!-- end of table -->"
+
+EVENTS = {
+    "preempted in a collective": "the trainer is preempted while a rank is inside a collective",
+    "preempted in a save": "the trainer is preempted while it saves a commit",
+    "requeued": "`scontrol requeue` of the trainer",
+    "time limit": "the trainer meets its time limit",
+    "cell preempted": "a cell is preempted",
+    "slurmd killed": "`kill -9` of the slurmd below a cell",
+    "node down": "a cell's node is set down",
+    "out of memory": "an agent takes all memory of its cell",
+    "node lost": "a cell's node is lost, with the journal on it",
+    "cell cancelled": "`scancel` of a cell's job",
+    "cancelled": "`areal-hpc cancel`",
+    "resumed": "`areal-hpc resume`, after that",
+}
+"""What is done to runs, in the order of the table."""
+
+Row = dict[str, Any]
+
+
+def read_results() -> dict[str, Any]:
+    """All that was measured so far."""
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return {"learning": {}, "start": {}, "events": {}} | found
+
+
+def record(part: str, figures: dict[str, Any]) -> None:
+    """Put figures in the place of what was measured before, and renew the document."""
+    results = read_results()
+    results[part] |= figures
+    results["events"] = {
+        name: results["events"][name] for name in EVENTS if name in results["events"]
+    }
+    RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+
+
+def tables() -> str:
+    """What happened at each event, and what the first step waits for."""
+    results = read_results()
+    lines = ["| event | what happened | recovery |", "|---|---|---|"]
+    for name, title in EVENTS.items():
+        row = results["events"].get(name)
+        lines.append(f"| {title} | {happened(row)} | {recovery(row)} |")
+    start = results["start"]
+    if start:
+        parts = [name for name in start if name != "total"]
+        lines += ["", f"From `areal-hpc submit` to the first trained step: {start['total']:.0f} s."]
+        lines += ["", f"| {' | '.join(parts)} |", f"|{'---|' * len(parts)}"]
+        lines.append(f"| {' | '.join(f'{start[name]:g} s' for name in parts)} |")
+    if learning := results["learning"]:
+        lines += [
+            "",
+            "`recipes/quickstart_slurm.yaml` as it is shipped, undisturbed: held-out reward "
+            f"{learning['start']:.3f} before, {learning['end']:.3f} after",
+            f"25 steps, {learning['wall_s'] / 60:.0f} minutes; audit {learning['audit']}.",
+        ]
+    return "\n".join(lines)
+
+
+def happened(row: Row | None) -> str:
+    """What was seen of an event."""
+    if row is None:
+        return "not measured"
+    said = [f"`status`: {row['status']}"] if "status" in row else []
+    said += [f"`why`: {row['why']}"] if "why" in row else []
+    if "restarts" in row:
+        said.append(f"same job number, restart {row['restarts']}")
+    for key, unit in (("steps_lost", "lost"), ("steps_meanwhile", "trained meanwhile")):
+        if key in row:
+            said.append(f"{row[key]} step{'s' * (row[key] != 1)} {unit}")
+    return "; ".join([*said, f"audit {row['audit']}"]).replace("|", "\\|")
+
+
+def recovery(row: Row | None) -> str:
+    """How long it took until all was as before."""
+    if row is None:
+        return ""
+    if row["recovery_s"] is None:
+        return "goes on without it"
+    parts = [f"{row['recovery_s']:.0f} s"]
+    if "first_step_s" in row:
+        parts.append(f"first new step {row['first_step_s']:.0f} s after the start of the process")
+    return "; ".join(parts)
+
+
+def renewed(document: str) -> str:
+    """The document with the tables of today."""
+    before, _, rest = document.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
