@@ -3,7 +3,7 @@
 python3 -m areal_hpc.launcher.local examples/camel/train.py \
     --config examples/camel/config.yaml experiment_name=camel trial_name=trial0
 
-`actor.path` must be a directory: CAMEL counts tokens with the tokenizer in it.
+CAMEL counts tokens with the tokenizer of `actor.path`.
 """
 
 import sys

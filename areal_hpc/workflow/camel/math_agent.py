@@ -16,8 +16,8 @@ class MathAgent:
     """Asks once.
 
     Args:
-        tokenizer: Directory of the model: CAMEL counts tokens, and would download OpenAI's
-            tokenizer for a model that it does not know.
+        tokenizer: Directory of the model, or its `owner/name` in the hub's cache: CAMEL counts
+            tokens, and would download OpenAI's tokenizer for a model that it does not know.
         system_message: Of the agent.
         reward_fn_path: Dotted path of the reward function.
         request: What goes into the model call, such as `temperature`.
