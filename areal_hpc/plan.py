@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.layout import RunLayout
@@ -149,7 +149,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "trainer",
         "train",
         [
-            _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, first_task_only=True),
+            _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
             ProcessSpec("trainer", "train", "areal_hpc.trainer.job:run", trainer, ends_job=True),
         ],
         tasks=recipe.trainer.parallel.world_size,
@@ -190,18 +190,24 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "sys_path": list(facts.sys_path),
         "idle_timeout_s": recipe.cluster.idle_timeout_s,
     }
-    driver = "areal_hpc.rollout.job:run"
+    keeper, driver = "areal_hpc.inference.job:run", "areal_hpc.rollout.job:run"
+    nodes = recipe.inference.nodes_per_replica
+    follower = _service(
+        "follower", "agents", "areal_hpc.inference.follower:run", inference, tasks="others"
+    )
+    gpus = recipe.inference.replicas_per_cell * recipe.inference.tp // nodes
     return JobSpec(
         cell_name(index),
         "agents",
         [
-            _service("inference", "agents", "areal_hpc.inference.job:run", inference),
-            _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy),
-            _service("driver", "agents", driver, rollout, ends_job=True),
+            _service("inference", "agents", keeper, inference, tasks="first"),
+            *([follower] if nodes > 1 else []),
+            _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy, tasks="first"),
+            _service("driver", "agents", driver, rollout, tasks="first", ends_job=True),
         ],
-        gpus_per_task=0
-        if recipe.inference.device == "cpu"
-        else recipe.inference.replicas_per_cell * recipe.inference.tp,
+        tasks=nodes,
+        is_task_a_node=True,
+        gpus_per_task=0 if recipe.inference.device == "cpu" else gpus,
     )
 
 
@@ -211,7 +217,7 @@ def _service(
     entry: str,
     config: dict[str, Any],
     *,
-    first_task_only: bool = False,
+    tasks: Literal["all", "first", "others"] = "all",
     ends_job: bool = False,
 ) -> ProcessSpec:
     """A process that its supervisor restarts when it crashes."""
@@ -220,7 +226,7 @@ def _service(
         role,
         entry,
         config,
-        first_task_only=first_task_only,
+        tasks=tasks,
         restarts=CRASHES_FORGIVEN,
         ends_job=ends_job,
     )

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import uvloop
 
 from areal_hpc.cluster import rendezvous
@@ -84,9 +85,9 @@ def running_ledger(layout: RunLayout, settings: Settings) -> Iterator[int]:
 
 
 def cpu_s(pid: int) -> float:
-    """Time on a core so far, all threads; the kernel's other clocks tick in hundredths."""
-    threads = Path(f"/proc/{pid}/task").iterdir()
-    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
+    """Time on a core so far, of all threads, also those that ended."""
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 async def measure(layout: RunLayout, settings: Settings) -> dict[str, Any]:

@@ -37,6 +37,7 @@ CHANGED_EVERY = 50
 """Between two versions one value of so many changes."""
 TRANSPORTS: Mapping[str, Mapping[str, Any]] = {
     "broadcast": {},
+    "unchecked": {"verify_checksum": False},
     "disk": {"transport": "disk"},
     "delta": {"transport": "disk", "delta": True},
 }

@@ -1,11 +1,12 @@
 """New weights from the trainer's end to a replica, against a bare broadcast of the same bytes.
 
-- codec: parameters into buckets of 64 MiB, each packed while the one before it travels, and
-  unpacked by a second process. Its peer is `torch.distributed.broadcast` of buffers that are there
-  already, to a receiver that does nothing with them.
+- codec: parameters into buckets, each packed while the one before it travels, and unpacked by a
+  second process. Its peer is `torch.distributed.broadcast` of buffers that are there already, to a
+  receiver that does nothing with them.
 - into SGLang: the same model, sent into a real replica that generates meanwhile: buckets, loading,
   checksums. `into_sglang_over_bare` counts what is on the way or being loaded; the table has all
-  that the stall consists of, as the sender sees it, and what the clients saw.
+  that the stall consists of, as the sender sees it, and what the clients saw. `unchecked` is the
+  same without checksums: on CPUs they are SHA-256, which takes longer than the way itself.
 - disk, delta: `weights.transport=disk`, into the same replica, from the first byte until it serves;
   of the second, only the 2 % of the values that differ from the version before.
 
@@ -32,6 +33,7 @@ from safetensors.torch import load_file
 from areal_hpc.layout import RunLayout
 from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.weights.bucket import PackedBucket
+from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.pipeline import Pipeline, Wait
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
@@ -77,14 +79,14 @@ class Sender:
     Args:
         weights: What is sent.
         bucket_bytes: Size of a bucket.
+        backend: `gloo` or `nccl`.
         folder: For the receiver's orders.
     """
 
     def __init__(
-        self, weights: Mapping[str, torch.Tensor], bucket_bytes: int, folder: Path
+        self, weights: Mapping[str, torch.Tensor], bucket_bytes: int, backend: str, folder: Path
     ) -> None:
-        is_nccl = torch.cuda.device_count() > 1
-        self.backend = "nccl" if is_nccl else "gloo"
+        is_nccl = backend == "nccl"
         self.device = torch.device("cuda:0" if is_nccl else "cpu")
         self._weights = {name: tensor.to(self.device) for name, tensor in weights.items()}
         specs = [
@@ -99,7 +101,7 @@ class Sender:
         ]
         self._pipeline = Pipeline(self.device)
         self._pool = ThreadPoolExecutor(1)
-        self._group = UpdateGroup("bench", "127.0.0.1", 2, self.backend, TIMEOUT_S)
+        self._group = UpdateGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
         self._done = torch.zeros(1, device=self.device)
         (folder / "specs.json").write_text(
             json.dumps([(spec.name, spec.shape, spec.dtype) for spec in specs])
@@ -108,7 +110,7 @@ class Sender:
             "specs": str(folder / "specs.json"),
             "bucket_bytes": bucket_bytes,
             "device": "cuda:1" if is_nccl else "cpu",
-            "backend": self.backend,
+            "backend": backend,
             "name": self._group.name,
             "port": self._group.port,
         }
@@ -158,19 +160,24 @@ class Sender:
 
 
 def measure_codec(
-    weights: Mapping[str, torch.Tensor], bucket_bytes: int, folder: Path, pairs: int
-) -> tuple[Samples, str]:
-    sender = Sender(weights, bucket_bytes, folder)
+    weights: Mapping[str, torch.Tensor], bucket_bytes: int, backend: str, folder: Path, pairs: int
+) -> Samples:
+    sender = Sender(weights, bucket_bytes, backend, folder)
     sides = (Side("codec to codec", sender.codec), Side("bare broadcast", sender.bare))
     samples = measure_pairs(sides, pairs)
     megabytes = sender.size_bytes / 1e6
-    print_samples(f"{megabytes:.0f} MB over {sender.backend}", samples, megabytes)
+    print_samples(f"{megabytes:.0f} MB over {backend}", samples, megabytes)
     sender.close()
-    return samples, sender.backend
+    return samples
 
 
 def phase_ms(updates: Sequence[Update], name: str) -> float:
     return 1e3 * statistics.median(update.seconds.get(name, 0.0) for update in updates)
+
+
+def moved_s(updates: Sequence[Update]) -> float:
+    """On the way or being loaded."""
+    return (phase_ms(updates, "transfer") + phase_ms(updates, "load")) / 1e3
 
 
 def publish_s(updates: Sequence[Update]) -> float:
@@ -199,13 +206,14 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
 
 def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[str, float]:
     """The figures of updates into SGLang."""
-    sent, loaded, changed = (updates[name] for name in ("broadcast", "disk", "delta"))
-    moved_ms = phase_ms(sent, "transfer") + phase_ms(sent, "load")
+    sent, unchecked, loaded, changed = updates.values()
     return {
-        "into_sglang_over_bare": 1e3 * bare_s / moved_ms,
+        "into_sglang_over_bare": bare_s / moved_s(sent),
+        "into_sglang_unchecked_over_bare": bare_s / moved_s(unchecked),
         "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
         "delta_over_broadcast": publish_s(changed) / publish_s(sent),
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
+        "unchecked_stall_ms": 1e3 * statistics.median(one.silence_s for one in unchecked),
         "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
         "delta_stall_ms": 1e3 * statistics.median(one.silence_s for one in changed),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
@@ -218,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="areal-hpc bench weights", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, default=64.0)
+    parser.add_argument("--bucket-mib", type=float, help="default: that of weights.bucket_bytes")
     parser.add_argument("--pairs", type=int, default=9, help="codec and bare transfers that count")
     parser.add_argument("--updates", type=int, default=5, help="by each transport; 0: no SGLang")
     parser.add_argument("--dir", type=Path, help="folder in the place of shared storage")
@@ -226,11 +234,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     torch.set_num_threads(1)
-    bucket_bytes = int(arguments.bucket_mib * 2**20)
+    given_bytes = int(arguments.bucket_mib * 2**20) if arguments.bucket_mib else None
+    backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
+    bucket_bytes = WeightsConfig(bucket_bytes=given_bytes).bucket_bytes_over(backend)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         run_dir = Path(folder)
         weights = make_weights(run_dir, arguments.gib)
-        samples, backend = measure_codec(weights, bucket_bytes, run_dir, arguments.pairs)
+        samples = measure_codec(weights, bucket_bytes, backend, run_dir, arguments.pairs)
         figures = {"broadcast_over_bare": wall_ratio(samples, "bare broadcast", "codec to codec")}
         if arguments.updates:
             with running_replica(run_dir, weights, bucket_bytes) as replica:

@@ -132,7 +132,7 @@ def _plan(arguments: argparse.Namespace) -> int:
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
             for process in job.processes:
-                where = "first task" if process.first_task_only else "every task"
+                where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
     print("\n".join(["", *memory_table(recipe)]))
     return 0

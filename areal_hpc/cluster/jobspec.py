@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import Struct, field
 
@@ -23,8 +23,8 @@ class ProcessSpec(Struct, frozen=True):
     """`package.module:function`; the function takes the configuration as its only argument."""
     config: dict[str, Any]
     """JSON; no secrets, which live in the rendezvous directory."""
-    first_task_only: bool = False
-    """Run it on the job's first task alone."""
+    tasks: Literal["all", "first", "others"] = "all"
+    """Which of the job's tasks run it."""
     restarts: int = 0
     """Crashes after which the job gives up; ten minutes without one cancel them."""
     ends_job: bool = False
@@ -39,6 +39,8 @@ class JobSpec(Struct, frozen=True):
     """Which environment's Python runs the supervisor."""
     processes: list[ProcessSpec]
     tasks: int = 1
+    is_task_a_node: bool = False
+    """No two tasks on one node."""
     gpus_per_task: int = 0
     """GPUs that each task needs."""
 

@@ -110,7 +110,9 @@ def shape_of(job: JobSpec, options: JobOptions) -> Shape:
     kind = "cell" if job.name.startswith("cell-") else job.name
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
-    if options.tasks_per_node is not None:
+    if job.is_task_a_node:
+        tasks_per_node = 1
+    elif options.tasks_per_node is not None:
         tasks_per_node = min(options.tasks_per_node, job.tasks)
     elif not each or job.tasks == 1:
         tasks_per_node = job.tasks

@@ -171,7 +171,7 @@ class _Supervisor:
         self._children = [
             self._child(spec)
             for spec in launch.job.processes
-            if position.is_first or not spec.first_task_only
+            if spec.tasks in ("all", "first" if position.is_first else "others")
         ]
 
     def _child(self, spec: ProcessSpec) -> _Child:

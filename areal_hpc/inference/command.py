@@ -20,11 +20,21 @@ CPU_MAX_TOTAL_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """The TCP ports of one SGLang server, all on loopback."""
+    """The TCP ports of one SGLang server, on loopback if it is all on one node."""
 
     http: int
     rendezvous: int
     """Where its own tensor-parallel ranks meet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One node's part of a server that spans several."""
+
+    node: int
+    nodes: int
+    meeting_point: str
+    """`host:port`, on the first of the nodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +55,9 @@ def replica_command(
     index: int,
     ports: Ports,
     random_seed: int,
+    part: Part | None = None,
 ) -> Command:
-    """The command that serves `model_path` as replica `index` of its cell."""
+    """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
     launcher = "areal_hpc.inference.cpu_engine" if device == "cpu" else "sglang.launch_server"
     argv = [
         *(python, "-m", launcher),
@@ -64,6 +75,9 @@ def replica_command(
         "--incremental-streaming-output",  # otherwise each piece of a stream repeats all before
         *(_cpu_arguments(config) if device == "cpu" else _cuda_arguments(config, index)),
     ]
+    if part is not None:
+        argv += ["--nnodes", str(part.nodes), "--node-rank", str(part.node)]
+        argv += ["--dist-init-addr", part.meeting_point]
     if config.context_tokens is not None:
         argv += ["--context-length", str(config.context_tokens)]
     if config.tool_call_parser is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_hpc.config import StageConfig
 
@@ -18,6 +18,8 @@ class InferenceConfig(StageConfig):
     """SGLang servers in one cell."""
     tp: Annotated[int, Field(ge=1)] = 1
     """Tensor-parallel ranks of one replica."""
+    nodes_per_replica: Annotated[int, Field(ge=1)] = 1
+    """Nodes that share the ranks of one replica; with more than one, a cell has one replica."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -42,3 +44,18 @@ class InferenceConfig(StageConfig):
     """A replica that gives no sign of life for so long, but for updates, is restarted."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
     """Crashes of one replica after which its cell gives up; ten minutes without one cancel them."""
+
+    @model_validator(mode="after")
+    def _ranks_fill_nodes(self) -> Self:
+        nodes = self.nodes_per_replica
+        if self.tp % nodes:
+            raise ValueError(
+                f"inference.tp={self.tp} ranks cannot be shared evenly by "
+                f"inference.nodes_per_replica={nodes} nodes"
+            )
+        if nodes > 1 and self.replicas_per_cell > 1:
+            raise ValueError(
+                f"a replica that spans inference.nodes_per_replica={nodes} nodes has its cell to "
+                f"itself, got inference.replicas_per_cell={self.replicas_per_cell}; use more cells"
+            )
+        return self

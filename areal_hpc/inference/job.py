@@ -15,11 +15,12 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.config import StageConfig
-from areal_hpc.inference.command import Command, Device, Ports, replica_command, replica_seed
+from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
-from areal_hpc.inference.replica import Replica
+from areal_hpc.inference.replica import Launch, Replica, meeting_point
+from areal_hpc.inference.span import Span
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
 
@@ -87,22 +88,13 @@ def local_weights_dir(run_dir: Path, cell: str, run_secret: str) -> Path:
 def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
     """The cell's replicas, none of them started."""
     inference = job.inference
-    device = resolve_device(inference)
     events = EventLog(layout.events, job.cell)
-    log_dir = task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
+    nodes = inference.nodes_per_replica
 
-    def launch_of(index: int) -> Any:
+    def launch_of(index: int) -> Launch:
         def launch(incarnation: int, ports: Ports) -> Command:
-            command = replica_command(
-                inference,
-                python=job.serve_python,
-                model_path=str(job.model_path),
-                device=device,
-                index=index,
-                ports=ports,
-                random_seed=replica_seed(job.seed, job.cell, index, incarnation),
-            )
-            return replace(command, environment=command.environment | job.serve_variables)
+            part = Part(0, nodes, meeting_point(ports)) if nodes > 1 else None
+            return replica_command_of(job, index, incarnation, ports, part)
 
         return launch
 
@@ -110,8 +102,9 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
         Replica(
             index,
             tp=inference.tp,
+            span=Span(nodes),
             launch=launch_of(index),
-            log_dir=log_dir,
+            log_dir=log_dir_of(job, layout),
             events=events,
             startup_timeout_s=inference.startup_timeout_s,
             health_timeout_s=inference.health_timeout_s,
@@ -119,6 +112,28 @@ def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
         )
         for index in range(inference.replicas_per_cell)
     ]
+
+
+def replica_command_of(
+    job: InferenceJobConfig, index: int, incarnation: int, ports: Ports, part: Part | None
+) -> Command:
+    """The command of one start of a replica, or of one node's part of it."""
+    command = replica_command(
+        job.inference,
+        python=job.serve_python,
+        model_path=str(job.model_path),
+        device=resolve_device(job.inference),
+        index=index,
+        ports=ports,
+        random_seed=replica_seed(job.seed, job.cell, index, incarnation),
+        part=part,
+    )
+    return replace(command, environment=command.environment | job.serve_variables)
+
+
+def log_dir_of(job: InferenceJobConfig, layout: RunLayout) -> Path:
+    """Where this cell's replicas log."""
+    return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 
 
 def resolve_device(config: InferenceConfig) -> Device:

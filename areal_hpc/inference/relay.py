@@ -32,6 +32,7 @@ from areal_hpc.wire.replicas import (
     RELAYED_ROUTES,
     FenceRequest,
     FetchRequest,
+    FollowRequest,
     LoadRequest,
     ReplicaList,
     ServeRequest,
@@ -113,6 +114,8 @@ class RelayApp:
             case "GET", ["replicas"]:
                 views = [replica.view() for replica in self._replicas]
                 return 200, msgspec.json.encode(ReplicaList(self._cell, views))
+            case "POST", ["follow"]:
+                return 200, self._follow(_decode(await _body(receive), FollowRequest))
             case "POST", ["replicas", index, "fence"]:
                 fence = _decode(await _body(receive), FenceRequest)
                 fenced = self._replica(index).fence(_caller(headers), fence)
@@ -134,6 +137,12 @@ class RelayApp:
                 replica, body = self._replica(index), await _body(receive)
                 return await self._relay(replica, route, headers, body, receive)
         raise _Refusal(404, "no such route")
+
+    def _follow(self, request: FollowRequest) -> bytes:
+        try:
+            return msgspec.json.encode(self._replicas[0].follow(request))
+        except ValueError as error:
+            raise _Refusal(400, str(error)) from error
 
     def _replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):

@@ -17,14 +17,18 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.custody import Custody
 from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
+from areal_hpc.inference.span import Span
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.replicas import (
     FenceRequest,
+    FollowReply,
+    FollowRequest,
     ReplicaState,
     ReplicaView,
     ServeRequest,
@@ -69,6 +73,7 @@ class Replica:
         index: int,
         *,
         tp: int,
+        span: Span,
         launch: Launch,
         log_dir: Path,
         events: EventLog,
@@ -79,6 +84,7 @@ class Replica:
     ) -> None:
         self.index = index
         self._tp = tp
+        self._span = span
         self._launch = launch
         self._log_dir = log_dir
         self._events = events
@@ -135,7 +141,7 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start()
-        elif death := self._server.death():
+        elif death := self._server.death() or self._span.loss(now):
             self._bury(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
@@ -158,6 +164,7 @@ class Replica:
         with self._lock:
             self._server, self._incarnation = server, incarnation
             self._state, self._custody, self._stall = "starting", Custody(), None
+        self._span.begin(incarnation, meeting_point(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
     def _await_ready(self, server: ServerProcess, now: float) -> None:
@@ -194,6 +201,7 @@ class Replica:
         An end that was not the server's own fault does not count towards `max_restarts`.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
+        self._span.end()
         server.kill()
         log.error("replica %d %s; its log ends:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
@@ -229,6 +237,7 @@ class Replica:
 
     def kill(self) -> None:
         """End the server, by force if it is still there after a moment."""
+        self._span.end()
         if self._server is not None:
             self._server.kill(_STOP_GRACE_S)
 
@@ -252,6 +261,14 @@ class Replica:
             self._check(caller)
             self._custody.serve(request.version)
             return self._view()
+
+    def follow(self, request: FollowRequest) -> FollowReply:
+        """Another node of the cell asks what to run.
+
+        Raises:
+            ValueError: The cell has no such node.
+        """
+        return self._span.follow(request, time.monotonic())
 
     def admit(self, caller: Caller) -> None:
         """A call came in that concerns what the replicas of the cell share."""
@@ -300,3 +317,8 @@ class Replica:
                 f"{found}: epoch {self._epoch} of the trainer has taken over from {caller.epoch}"
             )
         self._epoch = caller.epoch
+
+
+def meeting_point(ports: Ports) -> str:
+    """`host:port` where the parts of a server that spans nodes meet."""
+    return f"{advertised_host()}:{ports.rendezvous}"

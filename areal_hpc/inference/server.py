@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -45,6 +47,7 @@ class ServerProcess:
         self.started_at = time.monotonic()
         self.http_port = ports.http
         self._members: list[psutil.Process] = []
+        self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
         leash = "areal_hpc.inference.leash"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
@@ -53,7 +56,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **command.environment},
+                env=environment_with(self._scratch_dir) | command.environment,
                 start_new_session=True,
             )
 
@@ -128,6 +131,17 @@ class ServerProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
+        shutil.rmtree(self._scratch_dir, ignore_errors=True)
+
+
+def environment_with(scratch_dir: str) -> dict[str, str]:
+    """This process's environment, but for where temporary files go.
+
+    SGLang leaves its sockets behind, and names them after nothing. What torch compiled stays where
+    the next server finds it.
+    """
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    return {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": scratch_dir}
 
 
 def _engine_children(pid: int) -> list[psutil.Process]:

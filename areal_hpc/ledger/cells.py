@@ -5,6 +5,10 @@ from __future__ import annotations
 from areal_hpc.ledger.refusal import refuse_superseded_cell
 from areal_hpc.wire.ledger import LeaseRequest
 
+SOONEST_S = 0.25
+HEARTBEATS_PER_S = 1000
+"""A quarter of what one core answers: most of it stays for tickets."""
+
 
 class Cells:
     """When each cell was last heard of, and in which start of its job."""
@@ -15,6 +19,11 @@ class Cells:
 
     def __len__(self) -> int:
         return len(self._heard_at_s)
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
+        return max(SOONEST_S, len(self) / HEARTBEATS_PER_S)
 
     def hear(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life.

@@ -104,8 +104,7 @@ class LedgerService:
         )
         manifests.write_state(layout, self._state)
         self._evaluations: dict[int, Evaluation] = {}
-        self._evaluated_step = -1
-        self._batch_wanted_until_s = float("-inf")
+        self._evaluated_step, self._batch_wanted_until_s = -1, float("-inf")
         self._stopped = layout.finished.exists()
         self._work, self._progress = News(), News()
         self._cells, self._ages = Cells(), forming.AgeCheck()
@@ -125,7 +124,8 @@ class LedgerService:
             grants = self._grant(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished(request.cell)
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
-                return LeaseReply(grants, seal_now, over=self._tickets.over(request.finished))
+                over = self._tickets.over(request.finished)
+                return LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
         return LeaseReply(stop=True)
 
     async def settle(self, request: SettleRequest, patience: Patience) -> Acknowledged:

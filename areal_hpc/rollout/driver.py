@@ -48,8 +48,6 @@ FAILED_SEAL_PAUSE_S = 2.0
 FIRST_RETRY_PAUSE_S = 0.25
 LONGEST_RETRY_PAUSE_S = 10.0
 """An agent that fails because of an outage must not use up its tries in a moment."""
-BUSY_PAUSE_S = 0.25
-"""Between two requests of a busy driver, unless something happens here first."""
 LEAST_PAUSE_S = 0.05
 LEASE_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
@@ -136,7 +134,7 @@ class Driver:
                         self._start(group, self._run_ticket(grant))
                 if reply.seal_now and not self._sealing:
                     self._seal = self._start(group, self._seal_now())
-                await self._pause()
+                await self._pause(reply.pause_s if self._busy else LEAST_PAUSE_S)
             for task in self._under_way:
                 task.cancel()
 
@@ -175,9 +173,8 @@ class Driver:
             "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
         )
 
-    async def _pause(self) -> None:
+    async def _pause(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""
-        pause_s = BUSY_PAUSE_S if self._busy else LEAST_PAUSE_S
         clock = asyncio.get_running_loop().time
         began = clock()
         try:

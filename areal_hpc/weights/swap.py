@@ -82,7 +82,13 @@ class Swap:
             if found != str(version):
                 raise WeightSyncError(f"{member.key}: expected version {version}, got {found!r}")
             if expected is not None:
-                for rank, checksums in member.checksums():
+                reported = dict(member.checksums())
+                if len(reported) != member.key.tp:
+                    raise WeightSyncError(
+                        f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
+                        f"{sorted(reported)}"
+                    )
+                for rank, checksums in reported.items():
                     who = f"{member.key}, rank {rank}"
                     compare(expected[member.key.tp, rank], checksums, who)
 

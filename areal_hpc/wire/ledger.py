@@ -79,6 +79,8 @@ class LeaseReply(Struct, frozen=True):
     """The run is over."""
     over: list[TicketRef] = field(default_factory=list)
     """Finished tickets that the cell need not report again."""
+    pause_s: float = 0.25
+    """How soon a busy driver asks again, unless something happens there first."""
 
 
 class SettledTicket(Struct, frozen=True):

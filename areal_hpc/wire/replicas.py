@@ -11,6 +11,7 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | route                           | reply       | meaning                                        |
 |---------------------------------|-------------|------------------------------------------------|
 | GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
+| POST /follow                    | FollowReply | FollowRequest: from other nodes of the cell    |
 | POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
 | POST /replicas/<i>/fetch        | empty       | FetchRequest: copy a version to the node       |
@@ -90,6 +91,27 @@ class ReplicaList(Struct, frozen=True):
 
     cell: str
     replicas: list[ReplicaView]
+
+
+class FollowRequest(Struct, frozen=True):
+    """A further node of a cell whose replica spans nodes asks what to run, several times a second.
+
+    Not heard of for `inference.span.SILENCE_S`, it is lost, and with it the replica's incarnation.
+    """
+
+    node: int
+    """1, 2, ...: its place among the cell's nodes."""
+    incarnation: int
+    """Whose part runs there; 0: none."""
+
+
+class FollowReply(Struct, frozen=True):
+    """What a further node is to run."""
+
+    incarnation: int
+    """0: nothing."""
+    meeting_point: str
+    """`host:port` where the server's parts meet."""
 
 
 class FenceRequest(Struct, frozen=True):

@@ -15,7 +15,7 @@ import httpx
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.inference.command import replica_command
 from areal_hpc.inference.config import InferenceConfig
-from areal_hpc.inference.server import free_ports
+from areal_hpc.inference.server import environment_with, free_ports
 
 START_TIMEOUT_S = 110.0
 
@@ -39,7 +39,7 @@ def serving(
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
             command.argv,
-            env={**os.environ, **command.environment},
+            env=environment_with(str(log_path.parent)) | command.environment,
             stdout=log_file,
             stderr=log_file,
             start_new_session=True,

@@ -36,6 +36,20 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
     assert driver.config["episode_slots"] == 20
 
 
+def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
+    overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
+    train = planned(*overrides, "trainer.device=cuda").stages[1]
+    (job,) = train.others
+    assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
+    run_by = {process.name: process.tasks for process in job.processes}
+    assert run_by == {
+        "inference": "first",
+        "follower": "others",
+        "proxy": "first",
+        "driver": "first",
+    }
+
+
 def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
     parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
     recipe = load(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
@@ -50,7 +64,7 @@ def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
     leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2").stages[1].leader
     assert leader.tasks == 4
-    assert [process.name for process in leader.processes if process.first_task_only] == ["ledger"]
+    assert [process.name for process in leader.processes if process.tasks == "first"] == ["ledger"]
 
 
 def test_evaluation_never_asks_for_more_tasks_than_there_are() -> None:

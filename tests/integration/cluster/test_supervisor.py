@@ -150,7 +150,7 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
     folder: Path, submit: Callable[..., JobHandle]
 ) -> None:
     job = submit(
-        actor(folder, "only", "finish", first_task_only=True),
+        actor(folder, "only", "finish", tasks="first"),
         actor(folder, "all", "finish", ends_job=True),
         tasks=2,
     )

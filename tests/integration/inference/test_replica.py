@@ -14,6 +14,7 @@ from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
+from areal_hpc.inference.span import Span
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
 from tests.integration.commands import is_scheduler
@@ -39,9 +40,9 @@ FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "CONTINUE": 200}
 Make = Callable[..., Replica]
 
 
-def server(**facts: float) -> Launch:
-    """One that answers like SGLang where the keeper looks."""
-    text = SERVER
+def server(before: str = "", **facts: float) -> Launch:
+    """One that answers like SGLang where the keeper looks, and does something `before`."""
+    text = before + SERVER
     for name, value in (FACTS | facts).items():
         text = text.replace(name, str(value))
     return program(text)
@@ -59,6 +60,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         replica = Replica(
             0,
             tp=1,
+            span=Span(1),
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
@@ -121,6 +123,22 @@ def test_a_lost_child_process_replaces_the_server(make: Make) -> None:
     assert view.version == ""
 
 
+def test_what_a_server_leaves_in_temporary_folders_goes_with_it(make: Make, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    litter = f"""
+import pathlib, tempfile
+with open({str(notes)!r}, "a") as notes:
+    print(tempfile.NamedTemporaryFile(delete=False).name, file=notes)
+"""
+    replica = make(server(litter))
+    tick_until(replica, is_ready)
+    left = Path(notes.read_text().strip())
+    assert left.exists()
+    replica.request_stop()
+    replica.kill()
+    assert not left.parent.exists()
+
+
 def test_a_taken_port_is_no_crash(make: Make) -> None:
     def launch(incarnation: int, ports: Ports) -> Command:
         taken = "raise SystemExit('[Errno 98] ... address already in use')"
@@ -138,8 +156,8 @@ def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:
 
 def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(make: Make) -> None:
     silent = "import time; print('loading', flush=True); time.sleep(60)"
-    replica = make(program(silent), startup_timeout_s=0.5, max_restarts=1)
-    with pytest.raises(ClusterError, match=r"not ready within 0 s, after 1 restarts[^$]*loading"):
+    replica = make(program(silent), startup_timeout_s=2.0, max_restarts=1)
+    with pytest.raises(ClusterError, match=r"not ready within 2 s, after 1 restarts[^$]*loading"):
         tick_until(replica, is_ready)
     assert replica.view().state == "failed"
 

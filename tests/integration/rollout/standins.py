@@ -85,6 +85,7 @@ class LedgerScript:
     evaluated: dict[TicketRef, list[float]] = field(default_factory=dict)
     requests: list[LeaseRequest] = field(default_factory=list)
     seal_now: bool = False
+    pause_s: float = 0.25
     stop_when_done: bool = True
     signalled_at: float = 0.0
 
@@ -124,7 +125,7 @@ class StandInLedger(Service):
             room -= grant.n_samples
             grants.append(grant)
         stop = script.stop_when_done and not script.open
-        return answer(LeaseReply(grants, script.seal_now, stop))
+        return answer(LeaseReply(grants, script.seal_now, stop, pause_s=script.pause_s))
 
     async def drop(self, request: web.Request) -> web.Response:
         told = msgspec.json.decode(await request.read(), type=DropRequest)

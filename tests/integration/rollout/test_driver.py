@@ -340,6 +340,19 @@ def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> Non
     assert cell.script.requests[-1].finished == [TicketRef(0, 0)]
 
 
+def test_a_busy_driver_asks_as_often_as_it_was_told_to(tmp_path: Path) -> None:
+    often = Cell(tmp_path / "often", Steady(1.0), tickets(1))
+    rarely = Cell(tmp_path / "rarely", Steady(1.0), tickets(1))
+    often.script.pause_s, rarely.script.pause_s = 0.05, 0.6
+    often.run()
+    rarely.run()
+    asked_while_busy = [
+        sum(bool(request.held) for request in cell.script.requests) for cell in (often, rarely)
+    ]
+    assert asked_while_busy[0] >= 8
+    assert asked_while_busy[1] <= 2
+
+
 def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
     class Blocks:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

@@ -1,6 +1,16 @@
 import itertools
 
-from areal_hpc.inference.command import Command, Device, Ports, replica_command, replica_seed
+import pytest
+from pydantic import ValidationError
+
+from areal_hpc.inference.command import (
+    Command,
+    Device,
+    Part,
+    Ports,
+    replica_command,
+    replica_seed,
+)
 from areal_hpc.inference.config import InferenceConfig
 
 
@@ -59,6 +69,24 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
 def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
     environment = command(InferenceConfig(tp=2), "cpu").environment
     assert environment["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+
+
+def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
+    def argv(part: Part | None) -> tuple[str, ...]:
+        return replica_command(
+            InferenceConfig(tp=4, nodes_per_replica=2), python="py", model_path="/models/m",
+            device="cuda", index=0, ports=Ports(31001, 31002), random_seed=7, part=part,
+        ).argv  # fmt: skip
+
+    whole, second = argv(None), argv(Part(1, 2, "10.0.0.1:31002"))
+    extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
+    assert second == (*whole, *extra)
+
+
+@pytest.mark.parametrize("wrong", [{"tp": 3}, {"tp": 2, "replicas_per_cell": 2}])
+def test_ranks_that_do_not_fill_their_nodes_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ValidationError, match=r"inference\.nodes_per_replica=2"):
+        InferenceConfig.model_validate({"nodes_per_replica": 2, **wrong})
 
 
 def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> None:

@@ -1,0 +1,22 @@
+"""How often cells are to be heard of."""
+
+from areal_hpc.ledger.cells import HEARTBEATS_PER_S, Cells
+from areal_hpc.wire.ledger import LeaseRequest
+
+
+def cells_heard(count: int) -> Cells:
+    cells = Cells()
+    for number in range(count):
+        cells.hear(LeaseRequest(f"cell-{number}", 8), now_s=float(number))
+    return cells
+
+
+def test_few_cells_ask_four_times_a_second() -> None:
+    assert cells_heard(1).pause_s == cells_heard(HEARTBEATS_PER_S // 4).pause_s == 0.25
+
+
+def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
+    cells = cells_heard(2 * HEARTBEATS_PER_S)
+    assert len(cells) / cells.pause_s == HEARTBEATS_PER_S
+    cells.forget_silent(HEARTBEATS_PER_S)
+    assert cells.pause_s == 1.0
