@@ -54,7 +54,7 @@ def test_agents_of_frameworks_are_judged(theatre: Theatre) -> None:
         "frameworks",
         episode("langchain.math_agent.MathAgent", **THREE),
         episode("anthropic.math_agent.MathAgent", max_tokens=60),  # no grammar in this dialect
-        episode(team, tool_choice="required", parallel_tool_calls=False, max_turns=10),
+        episode(team, agent_builder_path="forced_team.build"),
         episode(team, extra_body=THREE["extra_body"], tool_choice="none"),
         {**episode("langchain.math_agent.MathToolAgent"), "workflow": "forced_calculator.Forced"},
     )
@@ -64,9 +64,11 @@ def test_agents_of_frameworks_are_judged(theatre: Theatre) -> None:
     (turn,) = messages.turns
     assert messages.heard == [messages.said(turn, skip_special_tokens=True)]
     assert rewards(messages) == [gsm8k_reward_fn(None, messages.heard[0], None, None, "3")]
-    calls = [call for turn in handed_over.turns for call in turn.reply.get("tool_calls", [])]
-    assert calls
-    assert all(call["function"]["name"].startswith("transfer_to_") for call in calls)
+    first, second = handed_over.turns[:2]
+    (call,) = first.reply["tool_calls"]
+    assert call["function"]["name"].startswith("transfer_to_")
+    assert "You get a problem solved." in handed_over.prompt(first)
+    assert "You get a problem solved." not in handed_over.prompt(second)
     assert_the_calculator_was_used(tool)
 
 
