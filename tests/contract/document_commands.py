@@ -42,8 +42,8 @@ class Command:
     after: str = ""
 
     def text_of(self, block: Block) -> str:
-        """The block as it is run."""
-        text = block.text
+        """The block as it is run, with what stands around it."""
+        text = "\n".join(part for part in (self.before, block.text, self.after) if part)
         for patch in self.patches:
             assert patch.old in text, f"{block.key} holds no {patch.old!r}"
             text = text.replace(patch.old, patch.new)
@@ -81,6 +81,11 @@ COMMANDS = {
                 "load_hf_tokenizer(config.tokenizer_path)",
                 "Folder(config.tokenizer_path)",
                 "transformers is not needed beside the Agents SDK",
+            ),
+            Patch(
+                "max_tokens=gconfig.max_tokens,",
+                "max_tokens=gconfig.max_new_tokens,",
+                "a reply as long as the whole context leaves no room for the prompt",
             ),
         ),
         "openai-agents/trial0",

@@ -46,7 +46,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
     text = command.text_of(block).rstrip("\n")
     if block.language == "python":
         script = fileroot / "script.py"
-        script.write_text("\n".join([command.before, text, command.after]))
+        script.write_text(text)
         (fileroot / "my_module.py").write_text(OWN_MODULE)
         name = command.run.partition("/")[0].replace("-", "_")
         text = f"python3 -m areal_hpc.compat {script} --config examples/{name}/config.yaml"
