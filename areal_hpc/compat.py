@@ -55,7 +55,7 @@ NAMES = {
         "RolloutWorkflow": "areal_hpc.api.workflow_api",
         "AsyncRewardWrapper": "areal_hpc.api.reward_api",
     },
-    f"{ROOT}.dataset": {"get_custom_dataset": "areal_hpc.areal_config.datasets"},
+    f"{ROOT}.dataset": {"get_custom_dataset": "areal_hpc.dataset.custom"},
 }
 """Packages that hold names beside modules: name -> where it lives here."""
 

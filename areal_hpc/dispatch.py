@@ -51,6 +51,7 @@ def submit(
     say: Callable[[str], None],
     after: Sequence[str] = (),
     fresh: bool = False,
+    sys_path: Sequence[str] = (),
 ) -> list[Submission]:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
@@ -60,13 +61,16 @@ def submit(
         say: Where lines for a person go.
         after: Slurm's numbers of jobs that must have succeeded before this run starts.
         fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
     """
     requests_of(recipe, Path.cwd())  # what does not fit is refused before anything is written
-    with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
+    with prepared(
+        recipe, command_line=command_line, say=say, fresh=fresh, sys_path=sys_path
+    ) as ready:
         return _submit_stages(recipe, ready, after, say)
 
 

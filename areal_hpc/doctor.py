@@ -49,6 +49,8 @@ try:
     extra_kwargs = EXTRA_KWARGS if request["mode"] == "inline" else ()
     if request["workflow"]:
         load_agent(request["workflow"], request["kwargs"], extra_kwargs)
+    if request["evaluation_workflow"]:
+        load_agent(request["evaluation_workflow"], request["evaluation_kwargs"], extra_kwargs)
     if request["should_accept"]:
         load_function(request["should_accept"], "rollout.should_accept")
 except ArealError as error:
@@ -185,6 +187,8 @@ def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[P
         "workflow": recipe.rollout.workflow,
         "should_accept": recipe.rollout.should_accept,
         "kwargs": recipe.rollout.workflow_kwargs,
+        "evaluation_workflow": recipe.evaluation.workflow,
+        "evaluation_kwargs": recipe.evaluation.workflow_kwargs,
         "sys_path": sys_path,
         "mode": recipe.rollout.agent.mode,
     }

@@ -184,6 +184,8 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         **cell,
         "rollout": recipe.rollout.model_dump(mode="json"),
         "evaluation_sampling": recipe.evaluation.sampling.model_dump(mode="json"),
+        "evaluation_workflow": recipe.evaluation.workflow,
+        "evaluation_workflow_kwargs": recipe.evaluation.workflow_kwargs,
         "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
         "sys_path": list(facts.sys_path),
         "idle_timeout_s": recipe.cluster.idle_timeout_s,

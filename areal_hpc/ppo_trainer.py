@@ -1,4 +1,4 @@
-"""`PPOTrainer`: what AReaL's training scripts end with, on the very jobs of `areal-hpc run`."""
+"""`PPOTrainer`: what AReaL's scripts end with, on the jobs of `areal-hpc run` and `submit`."""
 
 from __future__ import annotations
 
@@ -10,25 +10,31 @@ from types import TracebackType
 from typing import Any, Self
 
 import orjson
+from omegaconf import OmegaConf
 
 from areal_hpc.areal_config.experiments import BaseExperimentConfig
 from areal_hpc.areal_config.run_rules import as_here
 from areal_hpc.areal_config.translation import Translation, rule_of, to_recipe
 from areal_hpc.cli.run import train
+from areal_hpc.cli.submit import submit_run
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
-from areal_hpc.recipe import Recipe, from_values
+from areal_hpc.recipe import Recipe, from_values, read_site
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
-from areal_hpc.rollout.travelling import DOTTED_PATH, by_name, is_json, packed, pickled
+from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
 
 ALIAS = "areal_hpc.compat"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
+EVALUATION_MODULE = f"{MODULE}_for_evaluation"
+"""Holds an agent that plays held-out tasks alone."""
+
 
 class PPOTrainer:
-    """Trains an agent from a script.
+    """Trains an agent from a script: here, or with `scheduler.type=slurm` on a cluster.
 
-    Rows and agent travel in the run directory. The run is one like any other: it goes on when the
+    Rows and agent travel in the run directory, and the agent runs with the Python of the script.
+    The run is one like any other: it goes on when the
     script is started again, and every command of `areal-hpc` understands it.
 
     Args:
@@ -75,70 +81,92 @@ class PPOTrainer:
         Args:
             workflow: The agent: its dotted path, its class, or itself; by default what the
                 configuration names. None in mode `online`.
-            eval_workflow: The same again; one agent plays both.
+            eval_workflow: Plays held-out tasks; by default the same agent.
             workflow_kwargs: Arguments of its constructor.
-            eval_workflow_kwargs: The same again.
+            eval_workflow_kwargs: The other's arguments; by default the same.
             dynamic_filter_fn: Says of a finished group whether to train it; a function that can be
                 imported, or `package.module:function`. It gets `{"rewards": array, "task": row}`.
 
         Raises:
             RecipeError: Something must change before this can run; all problems at once.
             JobFailedError: A job failed for good.
+            ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        _refuse_slurm(self._config)
+        recipe = self.recipe(
+            workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
+        )
+        sys_path, notes = (_script_folder(),), _notes(self._translation())
+        if self._config.scheduler.type == "slurm":
+            code = submit_run(recipe, wait=True, sys_path=sys_path, notes=notes)
+        else:
+            again = " ".join([sys.executable, *sys.argv])
+            code = train(recipe, again, sys_path=sys_path, notes=notes)
+        if code:
+            raise SystemExit(code)
+
+    def recipe(
+        self,
+        workflow: Any = None,
+        eval_workflow: Any = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Any = None,
+    ) -> Recipe:
+        """What `train` runs, its arguments being the same; rows and agents are in place then.
+
+        Raises:
+            RecipeError: Something must change before this can run.
+        """
         kwargs = dict(workflow_kwargs or {})
-        rows = self._rows.get("train")
-        translation = to_recipe(self._config, None if rows is None else len(rows))
-        tree = translation.recipe
+        tree = self._translation().recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
-        _refuse_another_agent(workflow, kwargs, eval_workflow, eval_workflow_kwargs)
         layout = RunLayout(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _travel(workflow, kwargs, layout)
+            rollout |= _travel(workflow, kwargs, layout, MODULE)
+        evaluation = tree.setdefault("evaluation", {})
+        other = eval_workflow or evaluation.pop("workflow", None) or workflow
+        others = kwargs if eval_workflow_kwargs is None else dict(eval_workflow_kwargs)
+        if other and not _is_same(workflow, kwargs, other, others):
+            evaluation |= _travel(other, others, layout, EVALUATION_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _filter_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(layout.dataset(split))}
+        tree["cluster"] = _cluster(self._config, tree.get("cluster", {}))
         recipe = from_values(tree)
         for split, lines in self._rows.items():
             _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
-        again = " ".join([sys.executable, *sys.argv])
-        code = train(recipe, again, sys_path=(_script_folder(),), notes=_notes(translation))
-        if code:
-            raise SystemExit(code)
+        return recipe
+
+    def _translation(self) -> Translation:
+        rows = self._rows.get("train")
+        return to_recipe(self._config, None if rows is None else len(rows))
 
 
-def _refuse_slurm(config: BaseExperimentConfig) -> None:
-    if config.scheduler.type == "slurm":
-        raise RecipeError(
-            "a script runs its jobs on this machine",
-            key="scheduler.type",
-            hint="run once with scheduler.type=local to put the run in place, then give its "
-            "recipe.yaml to areal-hpc submit",
-        )
+def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The section `cluster`: over the site's keys those given; the agent runs with this Python.
+
+    In containers the images have interpreters of their own.
+    """
+    site = read_site(Path(config.scheduler.site)) if config.scheduler.site else {}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
+    if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":
+        merged["agents"] = {"python": sys.executable, **merged.get("agents", {})}
+    return dict(merged)
 
 
-def _refuse_another_agent(
-    workflow: Any, kwargs: Mapping[str, Any], other: Any, other_kwargs: Mapping[str, Any] | None
-) -> None:
-    """One agent plays tasks and held-out tasks; sampling may differ (`evaluation.sampling`)."""
-    other = workflow if other is None else other
-    others = kwargs if other_kwargs is None else dict(other_kwargs)
-    if other is workflow and others == kwargs:
-        return
+def _is_same(
+    workflow: Any, kwargs: Mapping[str, Any], other: Any, others: Mapping[str, Any]
+) -> bool:
+    """Whether one agent plays tasks and held-out tasks."""
     if isinstance(workflow, str) and isinstance(other, str):
-        same = as_here(workflow) == as_here(other) and others == kwargs
-    else:
-        same = pickled((workflow, kwargs)) == pickled((other, others))
-    if not same:
-        raise RecipeError(
-            "eval_workflow is another agent, or has other arguments, than workflow",
-            key="eval_workflow",
-            hint="leave it out; eval_gconfig says how held-out tasks are sampled",
-        )
+        return as_here(workflow) == as_here(other) and others == kwargs
+    if other is workflow and others == kwargs:
+        return True
+    return pickled((workflow, kwargs)) == pickled((other, others))
 
 
 def _run_dir(config: BaseExperimentConfig) -> Path:
@@ -149,15 +177,17 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _travel(workflow: Any, kwargs: Mapping[str, Any], layout: RunLayout) -> dict[str, Any]:
-    """The keys of `rollout` that name the agent: by its path if there is one, else as a pickle."""
+def _travel(
+    workflow: Any, kwargs: Mapping[str, Any], layout: RunLayout, module: str
+) -> dict[str, Any]:
+    """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = ALIAS in sys.modules
     path = as_here(workflow) if isinstance(workflow, str) else by_name(workflow)
     if path is not None and is_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    packed(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias)
-    return {"workflow": DOTTED_PATH, "workflow_kwargs": {}}
+    path = packed(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias, module)
+    return {"workflow": path, "workflow_kwargs": {}}
 
 
 def _filter_path(function: Any) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -81,6 +81,10 @@ class EvaluationConfig(StageConfig):
     """Held-out tasks of one evaluation."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     """Generation parameters; greedy unless changed."""
+    workflow: str = ""
+    """Dotted path of another agent that plays held-out tasks; empty: `rollout.workflow`."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
 
 
 class Recipe(StageConfig):
@@ -225,6 +229,12 @@ def _programs_come_or_an_agent_is_named(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
     if online and recipe.rollout.workflow:
         yield Problem("in mode online no agent of the run's own is run", key, "leave it out")
+    if online and recipe.evaluation.workflow:
+        message = "in mode online nobody plays held-out tasks"
+        yield Problem(message, "evaluation.workflow", "leave it out")
+    if recipe.evaluation.workflow_kwargs and not recipe.evaluation.workflow:
+        message = "arguments of an agent that is not named"
+        yield Problem(message, "evaluation.workflow_kwargs", "add evaluation.workflow=...")
     if online and recipe.valid_dataset is not None:
         message = "in mode online nobody plays held-out tasks"
         yield Problem(message, "valid_dataset", "leave it out, and evaluate the export")

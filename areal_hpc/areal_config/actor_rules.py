@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.areal_config.placement import of_trainer
@@ -109,8 +111,19 @@ def _group_size(value: Any, source: Source) -> dict[str, Any] | Lost:
     return Lost("a group is the rollout.n_samples episodes of a task")
 
 
+def _model(value: Any, source: Source) -> dict[str, Any]:
+    """AReaL loads what is a folder from there, and all else from the hub."""
+    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
+    return {"model.hub" if is_repository else "model.path": value}
+
+
 ACTOR_RULES = (
-    renamed("actor.path", "model.path", only_if_given=True),
+    computed(
+        "actor.path",
+        "`model.path`, or `model.hub` for `owner/name` that is no folder",
+        _model,
+        only_if_given=True,
+    ),
     computed("actor.backend", "`trainer.parallel.*`", of_trainer),
     same_as("actor.experiment_name", "experiment_name", "a run has one name"),
     same_as("actor.trial_name", "trial_name", "a run has one name"),

@@ -217,9 +217,11 @@ class ClusterSpecConfig:
 
 @dataclass
 class SchedulerConfig:
-    """`scheduler`: `local`, `slurm` or `ray`."""
+    """`scheduler`: `local` or `slurm`."""
 
     type: str | None = None
+    site: str = ""
+    """A site file, as `areal-hpc submit --site` takes it. The one key that is not AReaL's."""
 
 
 @dataclass

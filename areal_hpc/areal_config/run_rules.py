@@ -127,7 +127,15 @@ RUN_RULES = (
     same_as("tokenizer_path", "actor.path", "the tokenizer is the model's"),
     computed("allocation_mode", "`inference.*` and `trainer.parallel.*`", of_allocation_mode),
     computed("workflow", "`rollout.workflow`", _workflow),
-    same_as("eval_workflow", "workflow", "one agent plays both"),
+    computed(
+        "eval_workflow",
+        "`evaluation.workflow`",
+        lambda value, source: (
+            {"evaluation.workflow": as_here(str(value))}
+            if value and value != source("workflow")
+            else {}
+        ),
+    ),
     _script_key("agent_type"),
     _script_key("n_trajs"),
     _script_key("agent_builder_path"),
@@ -145,6 +153,7 @@ RUN_RULES = (
         "how a run is started: `areal-hpc run` here, or submitted to Slurm",
         _launched,
     ),
+    anyway("scheduler.site", "`areal-hpc submit --site`"),
     lost("launcher.*", "what a job asks Slurm for is in the section `cluster`"),
     renamed("train_dataset.batch_size", "trainer.batch_size"),
     computed("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),

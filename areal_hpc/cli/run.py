@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
 import threading
 from collections.abc import Sequence
@@ -106,12 +107,14 @@ def train(
 
 def summary(layout: RunLayout) -> str:
     """What a run amounts to; its learning curve is drawn on the way."""
-    from areal_hpc.view.curve import draw_curve
     from areal_hpc.view.snapshot import read_snapshot
     from areal_hpc.view.summary import summarise
 
     snapshot = read_snapshot(layout)
-    if snapshot.steps:
+    # A script may run in an agents' environment that cannot draw; `areal-hpc status` draws later.
+    if snapshot.steps and importlib.util.find_spec("matplotlib"):
+        from areal_hpc.view.curve import draw_curve
+
         draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
     return summarise(layout, snapshot, program())
 

@@ -77,25 +77,52 @@ def _submit(arguments: argparse.Namespace) -> int:
         requests = dispatch.requests_of(recipe, Path.cwd(), arguments.after)
         print(describe_requests(layout, requests), end="")
         return 0
-    if is_finished(recipe, layout) and not arguments.fresh:
-        print(summary(layout))
-        print("\nthis run is finished; --fresh starts it anew")
-        return 0
-    print(f"run      {layout.root}", flush=True)
-    if arguments.write_only:
+    if arguments.write_only and not (is_finished(recipe, layout) and not arguments.fresh):
+        _say(f"run      {layout.root}")
         scripts = dispatch.write_down(
             recipe, command_line=sys.argv, say=_say, fresh=arguments.fresh
         )
         print("\n".join(f"sbatch   {script}" for script in scripts))
         return 0
+    return submit_run(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)
+
+
+def submit_run(
+    recipe: Recipe,
+    *,
+    wait: bool,
+    after: Sequence[str] = (),
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> int:
+    """Submit what is left of a run, and show how it goes if asked to wait.
+
+    Args:
+        recipe: What to run.
+        wait: Until the run ends; Ctrl-C detaches.
+        after: Slurm's numbers of jobs that must have succeeded before this run starts.
+        fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
+        notes: What to tell first.
+
+    Returns:
+        The exit code.
+    """
+    from areal_hpc import dispatch
+    from areal_hpc.ready import is_finished
+
+    layout = RunLayout(recipe.run_dir.resolve())
+    if is_finished(recipe, layout) and not fresh:
+        print(summary(layout))
+        print("\nthis run is finished; --fresh starts it anew")
+        return 0
+    for note in (*notes, f"run      {layout.root}"):
+        _say(note)
     dispatch.submit(
-        recipe,
-        command_line=sys.argv,
-        say=_say,
-        after=arguments.after,
-        fresh=arguments.fresh,
+        recipe, command_line=sys.argv, say=_say, after=after, fresh=fresh, sys_path=sys_path
     )
-    if arguments.wait:
+    if wait:
         return _wait(recipe, layout)
     print(f"next     {program()} status {layout.root}\n         squeue --me")
     return 0

@@ -47,7 +47,8 @@ class ArealOpenAI(AsyncOpenAI):
     Args:
         engine: Where to generate: a server that answers SGLang's `/generate`, or its address.
         tokenizer: A fast tokenizer of `transformers`, or the directory of the model.
-        tool_call_parser: SGLang's name of the format of the model's tool calls.
+        tool_call_parser: SGLang's name of the format of the model's tool calls, as in AReaL that
+            of Qwen; None leaves calls in the text.
         reasoning_parser: SGLang's name of the format of its reasoning.
         engine_max_tokens: Longest prompt plus reply; as the tokenizer says when None.
         chat_template_type: `concat` permits the export of that name. Tokens of earlier turns
@@ -61,7 +62,7 @@ class ArealOpenAI(AsyncOpenAI):
         self,
         engine: Engine | EngineAddress | str,
         tokenizer: Any,
-        tool_call_parser: str | None = None,
+        tool_call_parser: str | None = "qwen",
         reasoning_parser: str | None = None,
         engine_max_tokens: int | None = None,
         chat_template_type: Literal["hf", "concat"] = "hf",

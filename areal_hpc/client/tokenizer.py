@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -9,6 +10,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.hub import REPO_PATTERN, snapshot
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 
 _known: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = WeakKeyDictionary()
@@ -19,13 +21,16 @@ def session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     """The chat template and the encoder of a tokenizer.
 
     Args:
-        tokenizer: A fast tokenizer of `transformers`, or the directory of a model.
+        tokenizer: A fast tokenizer of `transformers`, the directory of a model, or `owner/name` of
+            one in the hub's cache.
 
     Raises:
-        RecipeError: It has no chat template, or is no fast tokenizer.
+        RecipeError: It has no chat template, is no fast tokenizer, or is not in the cache.
     """
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
+        if not folder.exists() and re.fullmatch(REPO_PATTERN, str(tokenizer)):
+            folder = snapshot(str(tokenizer), "model", None, "tokenizer")
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
     found = _known.get(tokenizer)
     if found is None:

@@ -152,6 +152,8 @@ def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Age
         ) from error
     try:
         agent: Agent = agent_class(**kwargs)
+    except RecipeError:
+        raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
         raise _refused(
             f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_last_line(error)}",

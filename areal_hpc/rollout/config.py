@@ -8,6 +8,7 @@ from pydantic import Field
 
 from areal_hpc.config import StageConfig
 from areal_hpc.wire.ledger import StaleGroups
+from areal_hpc.wire.proxy import ExportSettings
 
 
 class SamplingConfig(StageConfig):
@@ -38,6 +39,11 @@ class AgentConfig(StageConfig):
     """Who shares a reward: `tree`: the turns that led to it; `arrival`: every earlier call."""
     drop_retry_orphans: bool = True
     """Leave out unused replies to a request that was sent again; false if the agent resamples."""
+
+    def export_settings(self, is_discounted: bool) -> ExportSettings:
+        """How rows are made; `is_discounted` if the agent has passed rewards back itself."""
+        discount = 0.0 if is_discounted else self.turn_discount
+        return ExportSettings(self.export_style, discount, self.credit, self.drop_retry_orphans)
 
 
 class LimitsConfig(StageConfig):

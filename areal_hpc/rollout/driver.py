@@ -33,7 +33,6 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from areal_hpc.wire.proxy import (
-    ExportSettings,
     FinishTicketReply,
     FinishTicketRequest,
     SamplingDefaults,
@@ -82,6 +81,7 @@ class Driver:
         episode_slots: int,
         *,
         agent: Agent | None,
+        evaluation_agent: Agent | None = None,
         tasks: Mapping[Split, TaskSet],
         peers: Peers,
         http_client: Any,
@@ -99,14 +99,16 @@ class Driver:
             "train": SamplingDefaults(**rollout.sampling.model_dump()),
             "valid": SamplingDefaults(**evaluation_sampling.model_dump()),
         }
-        how = rollout.agent
+        self._agents: dict[Split, Agent | None] = {
+            "train": agent,
+            "valid": evaluation_agent or agent,
+        }
         # The clients of a workflow have passed rewards back already.
-        discount = 0.0 if isinstance(agent, RolloutWorkflow) else how.turn_discount
-        self._export = ExportSettings(
-            how.export_style, discount, how.credit, how.drop_retry_orphans
-        )
+        self._export = {
+            split: rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
+            for split, one in self._agents.items()
+        }
         self._acceptance = Acceptance(rollout)
-        self._agent = agent
         self._tasks = tasks
         self._ledger = peers.ledger
         self._proxy = peers.proxy
@@ -276,10 +278,10 @@ class Driver:
         failures = outages = 0
         while True:
             spec = self._spec(grant, split, episode, failures)
-            if self._agent is None:
+            if (agent := self._agents[split]) is None:
                 outcome = await await_visit(spec, self._proxy)
             else:
-                outcome = await run_episode(spec, self._agent, self._proxy, self._http_client)
+                outcome = await run_episode(spec, agent, self._proxy, self._http_client)
             if outcome.status == "ok":
                 self._free_slot(grant)
                 return outcome
@@ -312,7 +314,7 @@ class Driver:
             sampling=self._sampling[split],
             seed=episode_seed(grant.seed, episode, failures),
             timeout_s=limits.timeout_s,
-            export=self._export,
+            export=self._export[split],
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
         )
 

@@ -18,7 +18,7 @@ from areal_hpc.cluster.topology import job_start
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import Driver, Peers, Split
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
@@ -42,6 +42,10 @@ class RolloutJobConfig(StageConfig):
     """The agent and its limits."""
     evaluation_sampling: SamplingConfig
     """Generation parameters of evaluation episodes."""
+    evaluation_workflow: str = ""
+    """Dotted path of the agent that plays them, if it is another one."""
+    evaluation_workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
     episode_slots: int
     """Episodes this cell runs at once."""
     sys_path: tuple[str, ...] = ()
@@ -60,24 +64,35 @@ def run(config: dict[str, Any]) -> None:
     job = RolloutJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
-    how, kwargs = job.rollout.agent, job.rollout.workflow_kwargs
-    agent: Agent | None = None
-    if how.mode == "subproc":
-        agent = SubprocessAgent(job.rollout.workflow, kwargs, how.subproc_max_workers)
-    elif how.mode == "inline":
-        agent = load_agent(job.rollout.workflow, kwargs)
+    how = job.rollout.agent
+    agents: dict[Split, Agent | None] = {
+        "train": _agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
+        "valid": _agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
+    }
     splits: tuple[Split, ...] = ("train", "valid")
     tasks = {split: TaskSet.read(layout.dataset(split)) for split in splits}
-    uvloop.run(_drive(job, layout, agent, tasks))
+    uvloop.run(_drive(job, layout, agents, tasks))
+
+
+def _agent(how: AgentConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+    if not workflow:
+        return None
+    if how.mode == "subproc":
+        return SubprocessAgent(workflow, kwargs, how.subproc_max_workers)
+    return load_agent(workflow, kwargs)
 
 
 async def _drive(
-    job: RolloutJobConfig, layout: RunLayout, agent: Agent | None, tasks: dict[Split, TaskSet]
+    job: RolloutJobConfig,
+    layout: RunLayout,
+    agents: dict[Split, Agent | None],
+    tasks: dict[Split, TaskSet],
 ) -> None:
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
-    if isinstance(agent, SubprocessAgent):
-        await agent.check()
+    for agent in agents.values():
+        if isinstance(agent, SubprocessAgent):
+            await agent.check()
     key = ensure_admin_key(layout.admin_key)
     peers = Peers(
         ledger=Peer(layout.rendezvous_dir, "ledger", key),
@@ -89,7 +104,8 @@ async def _drive(
         job.rollout,
         job.evaluation_sampling,
         job.episode_slots,
-        agent=agent,
+        agent=agents["train"],
+        evaluation_agent=agents["valid"],
         tasks=tasks,
         peers=peers,
         http_client=http_client,

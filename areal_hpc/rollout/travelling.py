@@ -20,8 +20,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
 
 MODULE = "handed_over"
-DOTTED_PATH = f"{MODULE}.agent"
-"""What `rollout.workflow` says of an agent that was handed over."""
+"""Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
 
 _SOURCE = '''"""The agent as a script handed it over."""
 
@@ -48,7 +47,12 @@ def by_name(thing: object) -> str | None:
 
 
 def packed(
-    workflow: Any, kwargs: Mapping[str, Any], folder: Path, sys_path: Sequence[str], alias: bool
+    workflow: Any,
+    kwargs: Mapping[str, Any],
+    folder: Path,
+    sys_path: Sequence[str],
+    alias: bool,
+    module: str = MODULE,
 ) -> str:
     """Put an agent into the run directory.
 
@@ -58,6 +62,7 @@ def packed(
         folder: Where to.
         sys_path: Folders that modules it refers to are imported from.
         alias: Its modules import AReaL's names.
+        module: Its name there.
 
     Returns:
         The dotted path for `rollout.workflow`.
@@ -70,9 +75,9 @@ def packed(
         folders=list(sys_path), alias="import areal_hpc.compat  # noqa: F401" if alias else ""
     )
     folder.mkdir(parents=True, exist_ok=True)
-    for name, content in ((f"{MODULE}.pkl", data), (f"{MODULE}.py", source.encode())):
+    for name, content in ((f"{module}.pkl", data), (f"{module}.py", source.encode())):
         write_private(folder / name, content)  # arguments may hold keys of other services
-    return DOTTED_PATH
+    return f"{module}.agent"
 
 
 def pickled(thing: Any) -> bytes:

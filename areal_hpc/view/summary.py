@@ -47,7 +47,7 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
         f"{max(row['staleness/max'] for row in trained)} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",
-        f"  learning curve    {root / layout.curve.name}",
+        *([f"  learning curve    {root / layout.curve.name}"] if layout.curve.exists() else []),
         f"  trained model     {root / 'export' / step_name(last['step'])}",
         "try next:",
         f"  {program} shards show {root} 0    # one recorded reply, token by token",

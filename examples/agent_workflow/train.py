@@ -1,13 +1,14 @@
-"""Train an agent from a script, as AReaL's users write it.
+"""Train any agent by its dotted path, from a script as AReaL's users write it.
 
 python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml \
-    scheduler.type=local actor.path=/models/mine
+    scheduler.type=local actor.path=/models/mine \
+    workflow=areal_hpc.workflow.openai.math_agent.MathToolAgent
 """
 
 import sys
 
 from areal_hpc.api.cli_args import AgentRLConfig, load_expr_config
-from areal_hpc.areal_config.datasets import get_custom_dataset
+from areal_hpc.dataset import get_custom_dataset
 from areal_hpc.experimental.trainer import PPOTrainer
 from areal_hpc.utils.hf_utils import load_hf_tokenizer
 

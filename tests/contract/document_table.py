@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.contract.document_commands import COMMANDS, SMALL
 from tests.contract.document_scenes import SCENES
 from tests.contract.documents import Block, blocks
 
@@ -18,23 +19,40 @@ def test_of(block: Block) -> str:
     """The file that runs a block; empty if none does."""
     if block.key in SCENES:
         return REAL
+    if block.key in COMMANDS:
+        return COMMANDS[block.key].test
     return SETTINGS if block.language == "yaml" else ""
+
+
+def how_of(block: Block) -> str:
+    """What the test does with it."""
+    if block.key in COMMANDS:
+        return COMMANDS[block.key].how
+    return {"python": "runs", "yaml": "translates"}.get(block.language, "")
+
+
+def patches_of(block: Block) -> list[str]:
+    """Why it had to be changed, each reason once."""
+    command = COMMANDS.get(block.key)
+    scene = command or SCENES.get(block.key)
+    reasons = [patch.why for patch in scene.patches] if scene else []
+    return list(dict.fromkeys(reasons + ([SMALL] if command and command.how == "trains" else [])))
 
 
 def table() -> str:
     """One row a block."""
-    lines = ["| block | language | begins | test | patches |", "|---|---|---|---|---|"]
+    lines = ["| block | language | begins | how | test | patches |", "|---|---|---|---|---|---|"]
     for block in blocks():
-        scene = SCENES.get(block.key)
-        patches = "; ".join(dict.fromkeys(patch.why for patch in scene.patches)) if scene else ""
+        patches, how = "; ".join(patches_of(block)), how_of(block)
         test = test_of(block)
         beginning = block.beginning.replace("|", "\\|").replace("`", "'")[:60]
-        shown = f"`{test}`" if test else "not run"
+        shown = f"`{test}`"
         # A command names files of AReaL's checkout; as code it would claim that they are here.
         beginning = beginning if block.language == "command" else f"`{beginning}`"
         if block.language == "drawing":
             beginning, shown = DRAWING, ""
-        lines.append(f"| {block.key} | {block.language} | {beginning} | {shown} | {patches} |")
+        cells = (block.key, block.language, beginning, how, shown, patches)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

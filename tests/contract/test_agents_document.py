@@ -22,6 +22,7 @@ def test_every_framework_of_the_table_has_its_test() -> None:
     tested = {path.name for path in folder.glob("test_*.py")} - {
         "test_versions.py",
         "test_examples.py",
+        "test_workflows.py",
     }
     assert {one.test for one in FRAMEWORKS} == tested
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from areal_hpc.areal_config.experiments import AgentRLConfig
 from areal_hpc.areal_config.loading import as_config
 from areal_hpc.areal_config.rules import flattened
 from areal_hpc.areal_config.translation import rule_of, to_recipe
+from tests.contract.agents_table import locked
+from tests.contract.document_commands import COMMANDS
 from tests.contract.document_scenes import SCENES
 from tests.contract.document_table import DOCUMENT, renewed
 from tests.contract.documents import Block, blocks
@@ -29,6 +32,20 @@ def test_every_block_of_the_guides_is_found() -> None:
     for block in blocks():
         counts[block.language] += 1
     assert counts == {"python": 36, "yaml": 8, "command": 12, "drawing": 1}
+
+
+def test_every_block_that_can_run_has_a_test() -> None:
+    run = {key for key, block in BLOCKS.items() if block.language in ("python", "command")}
+    assert run == SCENES.keys() | COMMANDS.keys()
+    assert not SCENES.keys() & COMMANDS.keys()
+
+
+@pytest.mark.parametrize("key", [key for key, one in COMMANDS.items() if one.how == "locked"])
+def test_what_a_guide_installs_is_in_a_locked_environment(key: str) -> None:
+    packages = re.findall(r"^pip install (\S+)$", BLOCKS[key].text, re.MULTILINE)
+    assert packages
+    for package in packages:
+        assert any(package in locked(name) for name in ("frameworks", "camel"))
 
 
 @pytest.mark.parametrize("key", sorted(SCENES))

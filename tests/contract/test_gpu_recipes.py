@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -21,12 +22,26 @@ CHECKOUT = Path(__file__).parents[2]
 MODELS = CHECKOUT / "tests" / "samples" / "models"
 COMMIT = "89abcdef" * 5
 NODES = {
+    "gsm8k_anthropic": 1,
+    "gsm8k_camel": 1,
+    "gsm8k_langchain": 1,
     "gsm8k_qwen2.5_1.5b": 1,
     "gsm8k_qwen3_0.6b": 1,
+    "gsm8k_team": 1,
+    "gsm8k_tools": 1,
     "math_7b": 8,
+    "online_chat": 1,
     "agentic_code_32b": 16,
 }
 NAMES = sorted(NODES)
+FITS = """
+import inspect, json, sys
+from areal_hpc.utils.dynamic_import import import_from_string
+agent = import_from_string(sys.argv[1])
+inspect.signature(agent).bind(**json.loads(sys.argv[2]))
+assert inspect.iscoroutinefunction(agent.run)
+"""
+"""Run in the environment of an agent's framework. Building CAMEL's would need the tokenizer."""
 
 
 def recipe_path(name: str) -> Path:
@@ -97,7 +112,16 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
     recipe = load(recipe_path(name))
-    assert load_agent(recipe.rollout.workflow, recipe.rollout.workflow_kwargs)
+    workflow, kwargs = recipe.rollout.workflow, recipe.rollout.workflow_kwargs
+    python = recipe.cluster.agents.python
+    if python != "auto":
+        subprocess.run(
+            [CHECKOUT / python, "-c", FITS, workflow, json.dumps(kwargs)],
+            env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
+            check=True,
+        )
+    elif recipe.rollout.agent.mode != "online":
+        assert load_agent(workflow, kwargs)
     for part in datasets(recipe):
         assert part.hub
         assert part.to_task

@@ -21,6 +21,8 @@ ALLOWED: dict[str, frozenset[str]] = {
     "modules_are_named_for_what_they_hold": frozenset(
         f"utils/{name}.py" for name in ("__init__", "dynamic_import", "hf_utils", "stats_logger")
     ),
+    # AReaL's place for `get_custom_dataset`, for the same reason.
+    "package_files_hold_only_a_docstring": frozenset({"dataset/__init__.py:3"}),
     # The one place that unpickles: agents that a script handed over, from the run's own directory.
     "nothing_is_unpickled": frozenset({"rollout/travelling.py:16"}),
 }

@@ -252,11 +252,15 @@ def test_everything_imported_is_declared() -> None:
     origins = {
         **importlib.metadata.packages_distributions(),
         "sglang": ["sglang"],  # not in the environment of the tests
-        "camel": ["camel-ai"],  # nor is this
+        "camel": ["camel-ai"],  # nor are these
+        "agents": ["openai-agents"],
+        "langchain": ["langchain"],
+        "langchain_core": ["langchain"],  # which is made of it
+        "langchain_openai": ["langchain-openai"],
         "pydantic_core": ["pydantic"],  # a part of pydantic, which pins it exactly
     }
     foreign = imported - sys.stdlib_module_names - {"areal_hpc"}
-    allowed = declared("serve", "train", "agents", "camel")
+    allowed = declared("serve", "train", "agents", "camel", *FRAMEWORKS)
     assert [
         name for name in sorted(foreign) if not allowed & {normal(d) for d in origins.get(name, [])}
     ] == []

@@ -16,7 +16,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ppo_trainer import PPOTrainer
 from areal_hpc.rollout.processes import ProcessPool
-from areal_hpc.rollout.travelling import by_name, carried, packed
+from areal_hpc.rollout.travelling import by_name, carried, packed, unpacked
 
 ROWS = [{"messages": [], "answer": "1"}]
 
@@ -49,17 +49,37 @@ def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], sai
         PPOTrainer(config, train_dataset=rows)
 
 
-def test_another_agent_for_evaluation_is_refused(config: GRPOConfig) -> None:
-    trainer = PPOTrainer(config, train_dataset=ROWS)
-    with pytest.raises(RecipeError, match="another agent"):
-        trainer.train(Answerer(1.0), Answerer(2.0))
-    with pytest.raises(RecipeError, match="another agent"):
-        trainer.train("a.B", workflow_kwargs={"x": 1}, eval_workflow_kwargs={"x": 2})
+def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """What plays held-out tasks, as the recipe says; nothing for the same agent."""
+    found = PPOTrainer(config, train_dataset=ROWS).recipe(*agents, **kwargs).evaluation
+    return found.workflow, found.workflow_kwargs
+
+
+def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Path) -> None:
+    assert evaluation_of(config, "a.B", "c.D") == ("c.D", {})
+    given: dict[str, Any] = {"workflow_kwargs": {"x": 1}, "eval_workflow_kwargs": {"x": 2}}
+    assert evaluation_of(config, "a.B", **given) == ("a.B", {"x": 2})
+    handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
+    assert handed == ("handed_over_for_evaluation.agent", {})
+    folder = RunLayout(tmp_path / "e" / "t").workflow_dir
+    assert unpacked(str(folder / "handed_over_for_evaluation.py")).said == 2.0
+    assert unpacked(str(folder / "handed_over.py")).said == 1.0
 
 
 def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
-    with pytest.raises(RecipeError, match="there is no model directory"):
-        PPOTrainer(config, train_dataset=ROWS).train(Answerer(1.0), Answerer(1.0))
+    assert evaluation_of(config, Answerer(1.0), Answerer(1.0)) == ("", {})
+    assert evaluation_of(config, "areal.a.B", "areal_hpc.a.B") == ("", {})
+
+
+def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
+    cluster = PPOTrainer(config, train_dataset=ROWS).recipe("a.B").cluster
+    assert cluster.agents.python == sys.executable
+    site = tmp_path / "site.yaml"
+    site.write_text("slurm: {partition: long}\nagents: {python: /their/python}\n")
+    config.scheduler.site = str(site)
+    cluster = PPOTrainer(config, train_dataset=ROWS).recipe("a.B").cluster
+    assert (cluster.agents.python, cluster.slurm.partition) == ("/their/python", "long")
+    assert cluster.fileroot == tmp_path
 
 
 def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
@@ -68,13 +88,6 @@ def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
     assert RunLayout(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
     with pytest.raises(RecipeError, match="started with other rows"):
         PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
-
-
-def test_slurm_is_refused_with_what_to_do(config: GRPOConfig) -> None:
-    config.scheduler.type = "slurm"
-    with pytest.raises(RecipeError) as caught:
-        PPOTrainer(config, train_dataset=ROWS).train("a.B")
-    assert "areal-hpc submit" in caught.value.problems[0].hint
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from openai import OpenAI
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.telemetry import read_json_lines
+from examples.online.chat import chat
 from examples.quickstart.task import verify
 from tests.integration.launch.small_run import SmallRun, await_none_left
 
@@ -54,29 +54,15 @@ class Programs:
             time.sleep(0.2)
 
     def _play(self) -> bool:
-        """One session, as docs/agents.md tells it; False if no ticket waited."""
-        proxy = rendezvous.find(self._layout.rendezvous_dir, "proxy-cell-0")
-        if proxy is None:
-            return False
-        url, admin = proxy.url, bearer(self._layout.admin_key.read_text().strip())
-        answer = httpx.post(f"{url}/rl/start_session", json={"task_id": "people"}, headers=admin)
-        if answer.status_code == 429:
-            return False
-        opened = answer.raise_for_status().json()
-        task, key = opened["task"], bearer(opened["api_key"])
-        with OpenAI(base_url=f"{url}/v1", api_key=opened["api_key"]) as client:
-            said = client.chat.completions.create(
-                model="default", messages=task["messages"], max_completion_tokens=48
-            )
-        reward = float(verify(said.choices[0].message.content or "", task))
-        for route, body in (("set_reward", {"reward": reward}), ("end_session", {})):
-            httpx.post(f"{url}/rl/{route}", json=body, headers=key).raise_for_status()
-        self.rewarded += 1
-        return True
+        """One conversation; False if no ticket waited."""
+        has_talked = chat(self._layout.root, judged, max_tokens=48)
+        self.rewarded += has_talked
+        return has_talked
 
 
-def bearer(key: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {key}"}
+def judged(said: str, task: dict[str, Any]) -> str:
+    """What a user who can add types."""
+    return "y" if verify(said, task) else "n"
 
 
 def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:

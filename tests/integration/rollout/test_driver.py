@@ -43,6 +43,7 @@ class Cell:
     ) -> None:
         self.run_dir = run_dir
         self.agent = agent
+        self.evaluation_agent: Agent | None = None
         self.script = LedgerScript(queue=grants)
         self.ledger = StandInLedger(run_dir, self.script)
         self.proxy = StandInProxy(run_dir)
@@ -69,6 +70,7 @@ class Cell:
             SamplingConfig(temperature=0.0),
             slots,
             agent=self.agent,
+            evaluation_agent=self.evaluation_agent,
             tasks={"train": tasks, "valid": tasks},
             peers=peers,
             http_client=http_client,
@@ -329,6 +331,15 @@ def test_a_time_without_any_replica_costs_no_try_and_no_ticket(tmp_path: Path, k
     unserved = [event for event in cell.events if event["event"] == "episode_unserved"]
     assert len(unserved) >= 4
     assert "503" in unserved[0]["reason"]
+
+
+def test_another_agent_may_play_held_out_tasks(tmp_path: Path) -> None:
+    playing, judging = Steady(), Steady()
+    cell = Cell(tmp_path, playing, [*tickets(1), *evaluations(2)])
+    cell.evaluation_agent = judging
+    cell.run()
+    assert (len(playing.seeds), len(judging.seeds)) == (4, 2)
+    assert len(cell.script.evaluated) == 2
 
 
 def test_held_and_finished_tickets_are_in_every_heartbeat(tmp_path: Path) -> None:

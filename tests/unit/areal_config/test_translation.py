@@ -152,7 +152,6 @@ def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
         ({"rollout": {"agent": {"prefix_matcher": "my.module"}}}, "rollout.agent.prefix_matcher"),
         ({"actor": {"use_lora": True}}, "actor.use_lora"),
         ({"actor": {"eps_clipp": 1}}, "actor.eps_clipp"),
-        ({"actor": {}, "eval_workflow": "a.B", "workflow": "a.C"}, "eval_workflow"),
         ({"rollout": {"backend": "vllm:d4"}}, "rollout.backend"),
     ],
 )
@@ -199,3 +198,10 @@ def test_stop_and_padding_tokens_are_added_once() -> None:
 
     config = GenerationHyperparameters(stop_token_ids=[9]).new_with_stop_and_pad_token_ids(Tokens())
     assert config.stop_token_ids == [9, 7]
+
+
+def test_another_agent_for_held_out_tasks_is_the_evaluation_s() -> None:
+    tree = {"actor": {}, "workflow": "a.B", "eval_workflow": "areal.workflow.c.D"}
+    recipe = to_recipe(tree).recipe
+    assert recipe["evaluation"]["workflow"] == "areal_hpc.workflow.c.D"
+    assert "workflow" not in to_recipe({**tree, "eval_workflow": "a.B"}).recipe["evaluation"]

@@ -1,0 +1,43 @@
+"""Answers of GSM8K: one number, so that no package is needed to compare it."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Any
+
+from areal_hpc.reward.answers import boxed
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+
+
+def gsm8k_reward_fn(
+    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **task: Any
+) -> float:
+    r"""1.0 if the number given is the right one, else 0.0.
+
+    It is the last number of the last `\boxed{...}`, else of what follows the last `####`, else of
+    the whole reply.
+
+    Args:
+        prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
+        completions: What the model said.
+        prompt_ids: Tokens of the prompt.
+        completion_ids: Tokens of the reply.
+        answer: The right number, or GSM8K's own solution, which ends in `#### 1,234`.
+        task: The rest of the task, not looked at.
+    """
+    right = _last_number(answer.rpartition("####")[2])
+    if right is None:
+        raise ValueError(f"the task's own answer has no number: {answer!r:.200}")
+    in_box = boxed(completions)
+    given = _last_number(completions.rpartition("####")[2] if in_box is None else in_box)
+    return float(given == right)
+
+
+def _last_number(text: str) -> Fraction | None:
+    found = _NUMBER.findall(text)
+    try:
+        return Fraction(found[-1].replace(",", "")) if found else None
+    except ZeroDivisionError:
+        return None

@@ -1,0 +1,73 @@
+"""Mathematics with LangChain: a chat model, or LangGraph's agent with a calculator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain.agents import create_agent
+from langchain_core.tools import StructuredTool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+from areal_hpc.workflow import calculator
+from areal_hpc.workflow.judging import GSM8K, Judge
+
+
+class Calculation(BaseModel):
+    """What the calculator takes."""
+
+    expression: str = Field(max_length=60)
+
+
+CALCULATE = StructuredTool.from_function(
+    calculator.calculate, description=calculator.DESCRIPTION, args_schema=Calculation
+)
+
+
+class MathAgent:
+    """Asks once.
+
+    Args:
+        reward_fn_path: Dotted path of the reward function.
+        model: What else `ChatOpenAI` takes, such as `temperature` and `max_tokens`.
+    """
+
+    def __init__(self, reward_fn_path: str = GSM8K, **model: Any) -> None:
+        self.judge = Judge(reward_fn_path)
+        self.model = model
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        model = ChatOpenAI(
+            model="default",
+            base_url=extra_kwargs.get("base_url"),
+            api_key=extra_kwargs.get("api_key"),
+            max_retries=0,
+            **self.model,
+        )
+        text = await self.ask(model, list(data["messages"]))
+        return await self.judge(text, data)
+
+    async def ask(self, model: Any, messages: list[Any]) -> str:
+        """The model's last words to a conversation."""
+        return str((await model.ainvoke(messages)).text)
+
+
+class MathToolAgent(MathAgent):
+    """May use a calculator before it answers.
+
+    Args:
+        middleware: Of LangChain's agent.
+        others: See `MathAgent`.
+    """
+
+    def __init__(self, middleware: Sequence[Any] = (), **others: Any) -> None:
+        super().__init__(**others)
+        self.middleware = middleware
+
+    async def ask(self, model: Any, messages: list[Any]) -> str:
+        """The agent's last words."""
+        graph = create_agent(model, tools=[CALCULATE], middleware=self.middleware)
+        state = await graph.ainvoke({"messages": messages})
+        return str(state["messages"][-1].text)

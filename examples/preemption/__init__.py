@@ -1,0 +1,1 @@
+"""A run that is stopped in the middle, and goes on."""

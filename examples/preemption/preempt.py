@@ -1,0 +1,44 @@
+"""Stops a run once it has trained a step, as a cluster would, and starts it again.
+
+python examples/preemption/preempt.py recipes/quickstart.yaml [key=value ...]
+
+The same command goes on from the last commit. `areal-hpc audit` then accounts for every ticket.
+Under Slurm nobody types anything: a preempted job has itself requeued.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import load
+from areal_hpc.telemetry import read_json_lines
+
+COMMAND = (sys.executable, "-m", "areal_hpc")
+
+
+def newest_step(layout: RunLayout) -> int:
+    rows = read_json_lines(layout.metrics)
+    return int(rows[-1]["step"]) if rows else -1
+
+
+def main(recipe: Path, overrides: list[str]) -> None:
+    layout = RunLayout(load(recipe, overrides).run_dir.resolve())
+    command = [*COMMAND, "run", str(recipe), *overrides]
+    running = subprocess.Popen(command)
+    while newest_step(layout) < 1:
+        if running.poll() is not None:
+            sys.exit(f"the run ended before its first step, with code {running.returncode}")
+        time.sleep(0.2)
+    running.send_signal(signal.SIGTERM)
+    running.wait()
+    print(f"preempted after step {newest_step(layout)}", flush=True)
+    subprocess.run(command, check=True)
+    print(f"went on to step {newest_step(layout)}", flush=True)
+    subprocess.run([*COMMAND, "audit", str(layout.root)], check=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

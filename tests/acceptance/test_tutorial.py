@@ -1,0 +1,44 @@
+"""docs/tutorial.md, followed to the letter from the set-up on."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.view.snapshot import read_snapshot
+from tests.integration.agents.theatre import CHECKOUT, python_of
+
+DOCUMENT = (CHECKOUT / "docs" / "tutorial.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(900)
+def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
+    (agent,), (recipe,) = blocks("python"), blocks("yaml")
+    (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "my_recipe.yaml").write_text(recipe)
+    set_up, *commands = blocks("bash")
+    assert "make setup" in set_up
+    path = f"{python_of('agents').parent}:{os.environ['PATH']}"
+    environ = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
+    for command in commands:
+        done = subprocess.run(
+            ["bash", "-ec", command],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    evaluations = read_snapshot(RunLayout(tmp_path / "runs" / "tutorial" / "first")).evaluations
+    assert evaluations[0][1] <= 0.3
+    assert evaluations[-1][1] >= 0.9

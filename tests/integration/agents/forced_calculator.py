@@ -1,0 +1,14 @@
+"""The ready agent with a tool, made to call it first: a random model would not."""
+
+from __future__ import annotations
+
+from forced_langchain import CallFirst
+
+from areal_hpc.workflow.langchain.math_agent import MathToolAgent
+
+
+class Forced(MathToolAgent):
+    """Its model must call the calculator before it answers."""
+
+    def __init__(self) -> None:
+        super().__init__([CallFirst()])

@@ -1,0 +1,14 @@
+"""A command of AReaL's guides, typed as printed. The others: tests/acceptance."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.document_commands import COMMANDS, QUICK
+from tests.integration.areal.typed import make_inputs, typed
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("key", [key for key, one in COMMANDS.items() if one.test == QUICK])
+def test_a_command_of_the_guides_trains(key: str, tmp_path: Path) -> None:
+    typed(key, tmp_path, make_inputs(tmp_path))

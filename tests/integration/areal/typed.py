@@ -1,0 +1,87 @@
+"""Commands of the guides, typed into a shell in an environment of the agents'."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.tiny_model import make_tiny_model
+from tests.contract.document_commands import COMMANDS, OWN_MODULE, overrides
+from tests.contract.documents import blocks
+from tests.integration.agents.conftest import let_replies_end
+from tests.integration.agents.theatre import CHECKOUT, python_of
+from tests.integration.launch.small_run import processes_of
+from tests.unit.session.chatml import TRAINING_TEXT
+
+BLOCKS = {block.key: block for block in blocks()}
+TASKS = [
+    {"messages": [{"role": "user", "content": f"What is {n} + {n}?"}], "answer": str(2 * n)}
+    for n in range(1, 5)
+]
+
+
+def make_inputs(folder: Path) -> tuple[Path, Path]:
+    """A model that writes text and ends, and a folder of tasks."""
+    model_dir, data_dir = folder / "model", folder / "data"
+    make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=4096)
+    let_replies_end(model_dir)
+    data_dir.mkdir()
+    for split in ("train", "test"):
+        (data_dir / f"{split}.jsonl").write_text("\n".join(map(json.dumps, TASKS)))
+    return model_dir, data_dir
+
+
+def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
+    """Run a block, and assert that it trained.
+
+    A command is typed with overrides behind it; a script stands in a file, and the configuration
+    beside it is that of its guide.
+    """
+    command, block = COMMANDS[key], BLOCKS[key]
+    small = overrides(fileroot, *inputs)
+    text = command.text_of(block).rstrip("\n")
+    if block.language == "python":
+        script = fileroot / "script.py"
+        script.write_text(text)
+        (fileroot / "my_module.py").write_text(OWN_MODULE)
+        name = command.run.partition("/")[0].replace("-", "_")
+        text = f"python3 -m areal_hpc.compat {script} --config examples/{name}/config.yaml"
+    separator = "\n" if text.endswith("\\") else " "
+    environ = {
+        **os.environ,
+        "PATH": f"{python_of(command.environment).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(CHECKOUT),
+        "OMP_NUM_THREADS": "1",
+    }
+    answer = subprocess.run(
+        ["bash", "-c", text + separator + " ".join(small)],
+        cwd=CHECKOUT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=360,
+        check=False,
+    )
+    layout = RunLayout(fileroot / command.run)
+    assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
+    steps = [row["step"] for row in read_json_lines(layout.metrics)]
+    assert steps == [0, 1], answer.stdout
+    audit = subprocess.run(
+        [python_of("agents"), "-m", "areal_hpc", "audit", layout.root],
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert audit.stdout.splitlines()[-1] == "trained_once=1 duplicates=0 lost=0 open=0"
+    assert processes_of(layout.root) == []
+
+
+def logs(layout: RunLayout) -> str:
+    """The end of every log of the newest attempt."""
+    found = sorted(layout.logs_dir.glob("latest/*/*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)

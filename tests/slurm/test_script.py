@@ -1,0 +1,48 @@
+"""A user's script with `scheduler.type=slurm`: the jobs of `areal-hpc submit`, watched."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.submissions import read_submissions
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from areal_hpc.tiny_model import make_tiny_model
+from tests.integration.agents.theatre import python_of
+from tests.slurm.devclusters import CHECKOUT, devcluster
+from tests.unit.session.chatml import TRAINING_TEXT
+
+FOLDER = CHECKOUT / "tests" / "integration" / "areal"
+SITE = "slurm: {time_min: 10, mem: 4G, cpus_per_task: 1, setup: [export OMP_NUM_THREADS=1]}\n"
+
+
+@pytest.mark.timeout(500)
+def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
+    model_dir, site = tmp_path / "model", tmp_path / "site.yaml"
+    make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)
+    site.write_text(SITE)
+    with devcluster(tmp_path / "cluster", "--nodes=2") as cluster:
+        done = subprocess.run(
+            [
+                *(python_of("agents"), "-m", "areal_hpc.compat", FOLDER / "script.py", "class"),
+                *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
+                *(f"cluster.fileroot={tmp_path / 'runs'}", f"actor.path={model_dir}"),
+                *("scheduler.type=slurm", f"scheduler.site={site}"),
+            ],
+            cwd=CHECKOUT,
+            env={**cluster.environ, "PYTHONPATH": str(CHECKOUT)},
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+        )
+        layout = RunLayout(tmp_path / "runs" / "areal" / "slurm")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step      2/2" in done.stdout
+        submitted = read_submissions(layout.submissions)
+        assert [one.job for one in submitted] == ["trainer", "cell-0"]
+        assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
+    assert [row["step"] for row in read_json_lines(layout.metrics)] == [0, 1, 2]

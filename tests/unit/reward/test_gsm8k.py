@@ -1,0 +1,28 @@
+"""GSM8K's answers are compared as numbers."""
+
+import pytest
+
+from areal_hpc.reward.gsm8k import gsm8k_reward_fn
+
+
+@pytest.mark.parametrize(
+    ("said", "answer", "reward"),
+    [
+        ("3 apples and 4 are \\boxed{7}.", "7", 1.0),
+        ("so #### 1,234", "1 + 1233 = 1234\n#### 1,234", 1.0),
+        ("it costs $12.50", "12.5", 1.0),
+        ("a half: 1/2", "0.5", 1.0),
+        ("7, no: \\boxed{8} of 7", "7", 0.0),
+        ("-7", "7", 0.0),
+        ("no idea", "7", 0.0),
+        ("\\boxed{}, or 7", "7", 0.0),
+        ("1/0", "7", 0.0),
+    ],
+)
+def test_the_last_number_counts(said: str, answer: str, reward: float) -> None:
+    assert gsm8k_reward_fn(None, said, None, None, answer) == reward
+
+
+def test_a_task_without_a_number_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no number"):
+        gsm8k_reward_fn(None, "7", None, None, "seven")
