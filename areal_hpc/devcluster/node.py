@@ -41,13 +41,17 @@ class Machine(TypedDict):
 
 
 def furnish(machine: Machine) -> None:
-    """Give the namespaces a name, memory, the address of the cable `eth0`, and a hosts file."""
+    """Give the namespaces a name, memory, the address of the cable `eth0`, and a hosts file.
+
+    And shared memory of their own: programs take processes that share it for those of one node.
+    """
     socket.sethostname(machine["name"])
     if machine["cgroup"]:
         for controller in CONTROLLERS:
             _enter_cgroup(CGROUPS / controller, machine)
     for command in (
         ("mount", "--bind", machine["hosts"], "/etc/hosts"),
+        ("mount", "-t", "tmpfs", "-o", "mode=1777", "shm", "/dev/shm"),
         ("ip", "link", "set", "lo", "up"),
         ("ip", "address", "add", machine["address"], "dev", "eth0"),
         ("ip", "link", "set", "eth0", "up"),

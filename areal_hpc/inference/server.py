@@ -141,7 +141,10 @@ def environment_with(scratch_dir: str) -> dict[str, str]:
     the next server finds it.
     """
     compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
-    return {"TORCHINDUCTOR_CACHE_DIR": compiled, **os.environ, "TMPDIR": scratch_dir}
+    # Appended: setproctitle finds nothing to write into once the first variable has been changed,
+    # as torch changes this one, and SGLang's processes are known by their titles.
+    cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+    return {**os.environ, "TMPDIR": scratch_dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir}
 
 
 def _engine_children(pid: int) -> list[psutil.Process]:

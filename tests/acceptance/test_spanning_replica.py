@@ -42,8 +42,10 @@ def second_scheduler(run: Submitting) -> psutil.Process:
     """SGLang's scheduler on the cell's second node, a descendant of the follower there."""
     config = str(run.layout.jobs_dir / "cell-0" / "follower-1.json")
     (follower,) = [one for one in psutil.process_iter() if config in command_of(one)]
-    (found,) = filter(is_scheduler, follower.children(recursive=True))
-    return found
+    below = follower.children(recursive=True)
+    found = [*filter(is_scheduler, below)]
+    assert len(found) == 1, [command_of(one) for one in below]
+    return found[0]
 
 
 def finish(waiting: subprocess.Popen[str]) -> str:

@@ -28,12 +28,15 @@ def cluster(shared: Devcluster) -> Iterator[Devcluster]:
 
 
 def test_every_node_is_a_machine_of_its_own(cluster: Devcluster) -> None:
-    command = "echo $(hostname) $(hostname -i) $(ip -o link | wc -l) $(pgrep -c slurmctld)"
+    command = (
+        "touch /dev/shm/$(hostname); sleep 1; echo $(hostname) $(hostname -i) "
+        "$(ip -o link | wc -l) $(pgrep -c slurmctld) $(ls /dev/shm)"
+    )
     lines = cluster.slurm("srun", "-N4", "bash", "-c", command).splitlines()
-    names, addresses, links, controllers = zip(
+    names, addresses, links, controllers, shared_memory = zip(
         *(line.split() for line in sorted(lines)), strict=True
     )
-    assert list(names) == NODES
+    assert list(names) == list(shared_memory) == NODES
     assert len(set(addresses)) == 4
     assert set(links) == {"2"}, "loopback and one cable"
     assert set(controllers) == {"0"}, "it runs on this machine, not on theirs"
