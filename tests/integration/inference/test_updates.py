@@ -14,6 +14,7 @@ from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
+from areal_hpc.inference.span import Span
 from areal_hpc.telemetry import EventLog, read_json_lines
 
 SILENT_S = 0.4
@@ -52,6 +53,7 @@ class Stage:
         self.replica = Replica(
             0,
             tp=1,
+            span=Span(1),
             launch=self._launch,
             log_dir=directory,
             events=EventLog(directory / "events.jsonl", "cell-0"),
