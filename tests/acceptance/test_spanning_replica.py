@@ -54,9 +54,12 @@ def finish(waiting: subprocess.Popen[str]) -> str:
     return said
 
 
-def test_a_run_goes_on_when_one_node_loses_its_part(cluster: Devcluster, tmp_path: Path) -> None:
+def test_a_run_goes_on_when_one_node_loses_its_part(
+    cluster: Devcluster, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     run = Submitting(cluster, tmp_path / "runs")
     waiting = run.start("--wait", *SPANNING)
+    request.addfinalizer(waiting.kill)  # where the test failed it would wait for good
     wait_for(lambda: len(events_of(run, "published")) >= 3, START_S)
     struck_at = time.time()
     second_scheduler(run).kill()
