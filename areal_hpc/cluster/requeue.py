@@ -10,7 +10,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -45,7 +45,7 @@ FRUITLESS_LETDOWNS = 2
 MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
-_AFTER_SUCCESS = re.compile(r"after(?:ok|corr):([0-9]+)")
+_AFTER_SUCCESS = re.compile(r"after(?:ok|corr):([0-9]+)(?:_(?:\*|[0-9]+))?")
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
 Verdict = Literal["done", "again", "hold", "fail"]
@@ -288,6 +288,15 @@ def _have_wait(job_id: str, new_id: str) -> None:
     member = new_id.partition("_")[2]
     known_as = {job_id, os.environ.get("SLURM_ARRAY_JOB_ID", job_id)}
     for waiting_id, dependency in scontrol.waiting_jobs().items():
-        is_ours = waiting_id.partition("_")[2] == member
-        if is_ours and known_as & set(_AFTER_SUCCESS.findall(dependency)):
-            scontrol.wait_for(waiting_id, new_id)
+        changed = depending_on(dependency, known_as, new_id)
+        if changed != dependency and waiting_id.partition("_")[2] == member:
+            scontrol.wait_for(waiting_id, changed)
+
+
+def depending_on(dependency: str, known_as: Collection[str], new_id: str) -> str:
+    """A dependency in sbatch's words, with a job's new number in the place of its old ones."""
+
+    def renamed(found: re.Match[str]) -> str:
+        return f"afterok:{new_id}" if found[1] in known_as else found[0]
+
+    return _AFTER_SUCCESS.sub(renamed, dependency)

@@ -74,24 +74,23 @@ def exclude(job_id: str, excluded_nodes: str) -> None:
 
 
 def waiting_jobs() -> dict[str, str]:
-    """This user's jobs in the queue, and what each waits for, in Slurm's words.
+    """This user's jobs in the queue, and what each waits for, in sbatch's words.
 
     Raises:
         SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
-    return {
-        job_id: rest for job_id, _, rest in (line.partition(" ") for line in shown.splitlines())
-    }
+    plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
+    return dict(line.split(" ", 1) for line in plain.splitlines())
 
 
-def wait_for(job_id: str, other_id: str) -> None:
-    """Start a waiting job only when another has succeeded, whatever it waited for before.
+def wait_for(job_id: str, dependency: str) -> None:
+    """Change what a waiting job waits for.
 
     Raises:
         SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
-    _ask("scontrol", "update", f"JobId={job_id}", f"Dependency=afterok:{other_id}")
+    _ask("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
 
 
 def hold_requeued(job_id: str) -> None:

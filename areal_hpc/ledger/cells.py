@@ -7,7 +7,7 @@ from areal_hpc.wire.ledger import LeaseRequest
 
 SOONEST_S = 0.25
 HEARTBEATS_PER_S = 1000
-"""A quarter of what one core answers: most of it stays for tickets."""
+"""Of all cells together, so that most of the ledger's core stays for tickets."""
 
 
 class Cells:
