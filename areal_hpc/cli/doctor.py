@@ -83,7 +83,7 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
     from areal_hpc.cluster.submit import script_of
-    from areal_hpc.dispatch import requests_of
+    from areal_hpc.launch.dispatch import requests_of
 
     scripts = {}
     for request in requests_of(recipe, Path.cwd()):
@@ -96,10 +96,10 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
 
 def _recipe_checks(recipe: Recipe) -> list[Check]:
     """Interpreters, model, data sets and the agent."""
-    from areal_hpc.doctor import inspect_inputs
+    from areal_hpc.launch.inputs import inspect_inputs
+    from areal_hpc.launch.ready import pythons_of
     from areal_hpc.preflight.pythons import check_pythons
     from areal_hpc.preflight.verdicts import fail, ok
-    from areal_hpc.ready import pythons_of
 
     pythons = pythons_of(recipe)
     is_contained = recipe.cluster.slurm.container.kind != "none"

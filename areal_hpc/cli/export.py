@@ -29,7 +29,7 @@ def add_commands(commands: Commands) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.errors import RecipeError
-    from areal_hpc.plan import policy_model
+    from areal_hpc.launch.plan import policy_model
     from areal_hpc.recipe import load
 
     layout = existing_run(arguments.run)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.hub import snapshot
-from areal_hpc.memory import (
+from areal_hpc.launch.memory import (
     GIB,
     RESERVE_BYTES,
     ServingMemory,

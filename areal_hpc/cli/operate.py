@@ -174,9 +174,9 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from areal_hpc import dispatch
     from areal_hpc.cluster.submissions import read_submissions
-    from areal_hpc.ready import is_finished
+    from areal_hpc.launch import dispatch
+    from areal_hpc.launch.ready import is_finished
     from areal_hpc.recipe import load
     from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
 

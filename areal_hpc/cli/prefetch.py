@@ -23,8 +23,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _prefetch(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.prefetch import prefetch
     from areal_hpc.layout import RunLayout
-    from areal_hpc.prefetch import prefetch
     from areal_hpc.recipe import load
 
     recipe = load(arguments.recipe, arguments.overrides)

@@ -33,8 +33,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from areal_hpc import launch
-    from areal_hpc.replay import Replay, parse_steps
+    from areal_hpc.launch import here
+    from areal_hpc.launch.replay import Replay, parse_steps
     from areal_hpc.view.progress import PlainReporter
 
     run = existing_run(arguments.run)
@@ -48,7 +48,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     reporter.say(f"replay   steps {first} to {last} of {run.root}")
     try:
         replay.carry_out(reporter, stop)
-    except launch.Interrupted:
+    except here.Interrupted:
         print("stopped; the same command continues the replay")
         return INTERRUPTED_EXIT_CODE
     print(layout.root)

@@ -70,8 +70,8 @@ def train(
     Returns:
         The exit code.
     """
-    from areal_hpc import launch
-    from areal_hpc.ready import is_finished
+    from areal_hpc.launch import here
+    from areal_hpc.launch.ready import is_finished
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     layout = RunLayout(recipe.run_dir.resolve())
@@ -87,7 +87,7 @@ def train(
     for note in (*notes, f"run      {layout.root}"):
         reporter.say(note)
     try:
-        launch.run(
+        here.run(
             recipe,
             command_line=sys.argv,
             reporter=reporter,
@@ -95,7 +95,7 @@ def train(
             fresh=fresh,
             sys_path=sys_path,
         )
-    except launch.Interrupted:
+    except here.Interrupted:
         reporter.close()
         print("stopped; the same command continues the run")
         return INTERRUPTED_EXIT_CODE
@@ -121,7 +121,7 @@ def summary(layout: RunLayout) -> str:
 
 def _plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.cli.memory_table import memory_table
-    from areal_hpc.plan import Facts, plan
+    from areal_hpc.launch.plan import Facts, plan
     from areal_hpc.recipe import load
 
     recipe = load(arguments.recipe, arguments.overrides)

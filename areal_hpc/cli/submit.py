@@ -64,8 +64,8 @@ def add_commands(commands: Commands) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from areal_hpc import dispatch
-    from areal_hpc.ready import is_finished
+    from areal_hpc.launch import dispatch
+    from areal_hpc.launch.ready import is_finished
     from areal_hpc.recipe import load
     from areal_hpc.view.scripts import describe_requests
 
@@ -109,8 +109,8 @@ def submit_run(
     Returns:
         The exit code.
     """
-    from areal_hpc import dispatch
-    from areal_hpc.ready import is_finished
+    from areal_hpc.launch import dispatch
+    from areal_hpc.launch.ready import is_finished
 
     layout = RunLayout(recipe.run_dir.resolve())
     if is_finished(recipe, layout) and not fresh:
@@ -129,8 +129,8 @@ def submit_run(
 
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.sweep import array_requests, read_sweep, submit_sweep
     from areal_hpc.recipe import load
-    from areal_hpc.sweep import array_requests, read_sweep, submit_sweep
     from areal_hpc.view.scripts import describe_requests
 
     for option in ("wait", "write_only"):
@@ -169,7 +169,7 @@ def _wait(recipe: Recipe, layout: RunLayout) -> int:
 
     signal.signal(signal.SIGINT, detach)
     signal.signal(signal.SIGTERM, detach)
-    from areal_hpc import dispatch, launch
+    from areal_hpc.launch import dispatch, here
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
@@ -177,7 +177,7 @@ def _wait(recipe: Recipe, layout: RunLayout) -> int:
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
     try:
         dispatch.watch(recipe, layout, reporter, stop)
-    except launch.Interrupted:
+    except here.Interrupted:
         reporter.close()
         print(f"detached; the jobs go on: {program()} status {layout.root}")
         return INTERRUPTED_EXIT_CODE

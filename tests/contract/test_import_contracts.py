@@ -99,7 +99,7 @@ MUTATIONS = [
     ),
     mutation(
         "a function of the planner imports torch",
-        {"plan.py": "def _late() -> None:\n    import torch"},
+        {"launch/plan.py": "def _late() -> None:\n    import torch"},
         PLANNING,
     ),
     mutation(

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.dispatch import requests_of
+from areal_hpc.launch.dispatch import requests_of
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
 from areal_hpc.view.scripts import describe_requests

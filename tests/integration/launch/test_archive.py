@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.launch.ready import archive
 from areal_hpc.layout import RunLayout
-from areal_hpc.ready import archive
 
 
 def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:

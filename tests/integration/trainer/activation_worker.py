@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_hpc import memory
 from areal_hpc.cluster.topology import TaskPosition
+from areal_hpc.launch import memory
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.config import ParallelConfig

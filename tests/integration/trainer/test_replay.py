@@ -13,8 +13,8 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
 from areal_hpc.layout import RunLayout
-from areal_hpc.replay import Replay, compare, find_start, parse_steps
 from areal_hpc.telemetry import append_json_line, read_json_lines
 from areal_hpc.view.progress import PlainReporter
 from tests.integration.trainer.rank_server import REPOSITORY, RankServer

@@ -11,13 +11,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_hpc import memory
 from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.launch import memory
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model.architecture import Architecture, parse_architecture
 from areal_hpc.trainer.model.naming import EMBEDDING, FINAL_NORM, OUTPUT, name_table, shard_shape
 
-MODELS = Path(__file__).parents[1] / "samples" / "models"
+MODELS = Path(__file__).parents[2] / "samples" / "models"
 COUNTS = {
     "Qwen2.5-1.5B-Instruct": 1_543_714_304,
     "Qwen3-0.6B": 596_049_920,

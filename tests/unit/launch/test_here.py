@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch import FRUITLESS_ENDS, decide
+from areal_hpc.launch.here import FRUITLESS_ENDS, decide
 
 KILLED = 137
 

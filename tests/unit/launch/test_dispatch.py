@@ -7,14 +7,14 @@ import pytest
 
 from areal_hpc.cluster.jobspec import Launch
 from areal_hpc.cluster.submit import script_of
-from areal_hpc.dispatch import launch_of, requests_of, sketch
 from areal_hpc.errors import RecipeError
+from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
+from areal_hpc.launch.ready import Ready, pythons_of
+from areal_hpc.launch.sweep import array_requests, read_sweep
 from areal_hpc.layout import RunLayout
-from areal_hpc.ready import Ready, pythons_of
 from areal_hpc.recipe import Recipe, load
-from areal_hpc.sweep import array_requests, read_sweep
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart_slurm.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_hpc import doctor, prepare
 from areal_hpc.cluster.container import image_python
 from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.launch import inputs, prepare
+from areal_hpc.launch.plan import Stage, plan
 from areal_hpc.layout import ROLES, RunLayout
-from areal_hpc.plan import Stage, plan
 from areal_hpc.recipe import Recipe
 from areal_hpc.telemetry import read_json_lines
 
@@ -58,7 +58,7 @@ def prepared(
     """
     pythons, layout = pythons_of(recipe), RunLayout(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
-    problems = doctor.inspect_inputs(recipe, pythons, folders)
+    problems = inputs.inspect_inputs(recipe, pythons, folders)
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]

@@ -19,8 +19,8 @@ from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
 from areal_hpc.dataset.materialise import count_rows, materialise
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
+from areal_hpc.launch.plan import Facts
 from areal_hpc.layout import RunLayout
-from areal_hpc.plan import Facts
 from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.tiny_model import make_tiny_model

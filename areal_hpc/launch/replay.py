@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from areal_hpc import launch
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.cluster.rendezvous import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
+from areal_hpc.launch import here
+from areal_hpc.launch.plan import Stage, policy_model
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
-from areal_hpc.plan import Stage, policy_model
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
@@ -102,7 +102,7 @@ class Replay:
         self.start = find_start(run, first_step)
         check_recorded(run, self.start.step + 1, last_step)
 
-    def carry_out(self, reporter: launch.Reporter, stop: threading.Event) -> None:
+    def carry_out(self, reporter: here.Reporter, stop: threading.Event) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -145,7 +145,7 @@ class Replay:
         name: str,
         recipe: Recipe,
         last_step: int,
-        reporter: launch.Reporter,
+        reporter: here.Reporter,
         stop: threading.Event,
     ) -> None:
         if any(state.step >= last_step for state, _ in _commits(self._out)):
@@ -164,7 +164,7 @@ class Replay:
         job = JobSpec(name, "train", [process], tasks=recipe.trainer.parallel.world_size)
         done_marker = self._out.checkpoints_dir / step_name(last_step) / "COMMITTED"
         stage = Stage(name, job, (), done_marker)
-        launch.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+        here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

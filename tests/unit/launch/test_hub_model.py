@@ -7,13 +7,13 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc import doctor, prepare
+from areal_hpc.launch import inputs, prepare
+from areal_hpc.launch.plan import starting_model
 from areal_hpc.layout import RunLayout
-from areal_hpc.plan import starting_model
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.tiny_model import make_tiny_model
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 COMMIT = "0123abcd" * 5
 ROW = '{"messages": [{"role": "user", "content": "2 + 2"}]}\n'
 
@@ -46,7 +46,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in doctor.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
+        for problem in inputs.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
         if problem.key.startswith("model")
     ]
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.launch.plan import Facts, Plan, plan
 from areal_hpc.layout import RunLayout
-from areal_hpc.plan import Facts, Plan, plan
 from areal_hpc.recipe import load
 
-QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=("/here",))
 
 

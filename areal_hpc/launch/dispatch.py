@@ -28,10 +28,10 @@ from areal_hpc.cluster.submit import (
     write_job,
 )
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch import Interrupted, JobFailedError, Reporter, crash_of
+from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
+from areal_hpc.launch.plan import Facts, Plan, Stage, plan
+from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
-from areal_hpc.plan import Facts, Plan, Stage, plan
-from areal_hpc.ready import Ready, prepared, pythons_of
 from areal_hpc.recipe import Recipe
 from areal_hpc.telemetry import EventLog, read_json_lines
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from areal_hpc import prepare
 from areal_hpc.cluster.jobspec import (
     JobSpec,
     Launch,
@@ -16,9 +15,10 @@ from areal_hpc.cluster.jobspec import (
 )
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
+from areal_hpc.launch import prepare
+from areal_hpc.launch.plan import Stage
+from areal_hpc.launch.ready import held, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
-from areal_hpc.plan import Stage
-from areal_hpc.ready import held, prepared, pythons_of
 from areal_hpc.recipe import Recipe
 from areal_hpc.telemetry import EventLog, read_json_lines
 
