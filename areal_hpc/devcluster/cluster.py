@@ -43,10 +43,10 @@ def up(
         RecipeError: Commands are missing, or a cluster with other settings exists.
         ClusterError: Something did not come up; its last words are in the message.
     """
-    began = time.monotonic()
-    deadline = began + within_s
     open_state(paths)
-    with lock(paths):
+    with host.choosing(), lock(paths):
+        began = time.monotonic()
+        deadline = began + within_s
         made = _made(paths, asked)
         network.ensure_bridge(made)
         for daemon in made.daemons:

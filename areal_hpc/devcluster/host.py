@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import json
 import os
@@ -9,7 +10,9 @@ import pwd
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -51,6 +54,20 @@ def allows_namespaces() -> bool:
     if os.geteuid() != 0 or shutil.which("ip", path=search_path()) is None:
         return False
     return subprocess.run(_TRIAL, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def choosing() -> Iterator[None]:
+    """Be the only command on this machine that takes what `gather` found free.
+
+    Two that start at once would choose the same network and ports.
+    """
+    descriptor = os.open(tempfile.gettempdir(), os.O_RDONLY)  # every user may lock it
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def gather(settings: Settings) -> Facts:

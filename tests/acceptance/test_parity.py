@@ -22,6 +22,7 @@ from tests.contract.parity_table import (
     shortcomings,
 )
 from tests.integration.trainer.layout_launch import Findings, launch
+from tests.integration.trainer.rank_server import rank_server
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -32,9 +33,12 @@ ORDER = ["DP2", "TP2", "DP2, EP2", "1", "PP2", "CP2", "TP2 x PP2", "TP2 x CP2", 
 def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
     assert sorted(ORDER) == sorted(LAYOUTS)
     found: dict[str, Findings] = {}
-    for layout in ORDER:
-        others = [tmp_path / written for written, read in RESUMES if read == layout]
-        found[layout] = launch(tmp_path / layout, LAYOUTS[layout], families_of(layout), others)
+    with rank_server() as server:
+        for layout in ORDER:
+            others = [tmp_path / written for written, read in RESUMES if read == layout]
+            found[layout] = launch(
+                server, tmp_path / layout, LAYOUTS[layout], families_of(layout), others
+            )
     agreements = [
         Agreement(
             family,

@@ -157,7 +157,7 @@ def test_a_second_cluster_without_accounting_leaves_nothing(
         assert second.traces() == []
         assert second.done("down").startswith("there is no devcluster")
     assert cluster.slurm("srun", "-N4", "hostname")
-    assert links_and_groups()
+    assert links_and_groups(cluster.network)
 
 
 def test_a_daemon_that_cannot_start_is_named_with_its_last_words(tmp_path: Path) -> None:

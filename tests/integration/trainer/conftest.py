@@ -22,15 +22,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def findings(root: Path) -> dict[str, Findings]:
-    """One launch a layout; the last one also resumes from the commits of all others."""
-    found = {name: launch(root / name, LAYOUTS[name], FAMILIES) for name in OTHERS}
-    found["1"] = launch(root / "1", LAYOUTS["1"], FAMILIES, [root / name for name in OTHERS])
-    return found
-
-
-@pytest.fixture(scope="session")
 def ranks() -> Iterator[RankServer]:
     """Starts ranks on request, without importing anything anew."""
     with rank_server() as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def findings(ranks: RankServer, root: Path) -> dict[str, Findings]:
+    """One launch a layout; the last one also resumes from the commits of all others."""
+    found = {name: launch(ranks, root / name, LAYOUTS[name], FAMILIES) for name in OTHERS}
+    others = [root / name for name in OTHERS]
+    found["1"] = launch(ranks, root / "1", LAYOUTS["1"], FAMILIES, others)
+    return found

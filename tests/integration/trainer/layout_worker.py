@@ -1,13 +1,8 @@
-"""One rank of one parallel layout: compare with transformers, save, commit, resume.
-
-`python -m tests.integration.trainer.layout_worker CASE.json`, with AREAL_HPC_RANK and
-AREAL_HPC_NUM_TASKS set. Rank 0 leaves its findings in `report.json` of the case's folder.
-"""
+"""One rank of one parallel layout: compare with transformers, save, commit, resume."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer import cpu
+from areal_hpc.layout import RunLayout
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
@@ -31,7 +25,6 @@ from areal_hpc.trainer.model.huggingface import (
 from areal_hpc.trainer.model.naming import HfTensor
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.step import (
     MicroBatch,
     Tally,
@@ -228,7 +221,7 @@ class Case:
     def resume_from_other_layout(self, folder: Path) -> dict[str, float]:
         """Take the third step from another layout's commit: the largest differences to its own."""
         policy, loss = self.resume(CommitStore(folder / self.family / "commits", keep=2))
-        report = json.loads((folder / "report.json").read_text())
+        report = json.loads((folder / "report.0.json").read_text())
         expected = ModelDirectory(folder / self.family / "after_step_3")
         return {
             "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
@@ -248,29 +241,19 @@ class Case:
         save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
-def main() -> None:
-    case = json.loads(Path(sys.argv[1]).read_text())
-    torch.set_num_threads(1)
-    cpu.install()
-    parallel = ParallelConfig(**case["parallel"])
-    folder = Path(case["folder"])
-    open_world(current_task(), parallel, "cpu", folder / "rendezvous")
+def go_through(scenario: dict[str, Any], layout: RunLayout) -> dict[str, Any]:
+    """What is found out about every family of the scenario; an act of `replay_worker`."""
+    parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}
-    for family in case["families"]:
-        one = Case(family, parallel, folder)
+    for family in scenario["families"]:
+        one = Case(family, parallel, layout.root)
         found = one.compare()
         one.save()
         found |= one.commit_and_resume()
         found["resumed_from"] = {
             Path(other).name: one.resume_from_other_layout(Path(other))
-            for other in case["others"]
+            for other in scenario["others"]
             if (Path(other) / family).exists()
         }
         findings[family] = found
-    if dist.get_rank() == 0:
-        (folder / "report.json").write_text(json.dumps(findings))
-    close_world()
-
-
-if __name__ == "__main__":
-    main()
+    return findings

@@ -184,6 +184,8 @@ def be_rank(scenario: Scenario, rank: int) -> int:
 
 def launch(scenario: Scenario) -> list[int]:
     """All ranks of a scenario; their exit codes, -9 for a killed one."""
+    if "inspect" in scenario:
+        importlib.import_module(scenario["inspect"].partition(":")[0])
     gc.freeze()  # the ranks share the memory of what was imported
     pids = []
     for rank in range(scenario["ranks"]):

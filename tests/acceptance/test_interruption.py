@@ -1,0 +1,22 @@
+"""Ctrl-C in every phase of one run, then the same command completes it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.launch.interruptions import PHASES, interrupt_in_each, trained_steps
+from tests.integration.launch.small_run import SmallRun
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def test_ctrl_c_in_every_phase_then_the_run_completes(tmp_path: Path) -> None:
+    run = SmallRun(tmp_path / "runs")
+    interrupt_in_each(run, PHASES)
+    assert trained_steps(run.layout) >= 1
+    run.finish()
+    assert [row["step"] for row in read_json_lines(run.layout.metrics)] == [0, 1, 2, 3]
+    assert run.processes() == []

@@ -1,0 +1,43 @@
+"""Ctrl-C at a phase of a run, and what must hold after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from tests.integration.launch.small_run import SmallRun
+
+STOP_LIMIT_S = 20.0
+
+Phases = Mapping[str, Callable[[RunLayout], bool]]
+"""How to see that a run has come to them, in their order."""
+
+
+def trained_steps(layout: RunLayout) -> int:
+    """The last step that was trained, -1 before the first one."""
+    rows = read_json_lines(layout.metrics)
+    return int(rows[-1]["step"]) if rows else -1
+
+
+def _evaluates(layout: RunLayout) -> bool:
+    endpoints = (layout.rendezvous_dir / f"{name}.json" for name in ("relay-cell-0", "ledger"))
+    return all(one.exists() for one in endpoints) and any(layout.epochs_dir.glob("*"))
+
+
+PHASES: Phases = {
+    "warm-up": lambda layout: bool(read_json_lines(layout.warmup_metrics)),
+    "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
+    "first evaluation": _evaluates,
+    "training": lambda layout: trained_steps(layout) >= 1,
+}
+
+
+def interrupt_in_each(run: SmallRun, phases: Phases) -> None:
+    """Start the run once a phase and press Ctrl-C in it: it ends in time, and nothing is left."""
+    for phase, is_reached in phases.items():
+        seconds = run.interrupt_when(lambda is_reached=is_reached: is_reached(run.layout))
+        assert seconds <= STOP_LIMIT_S, f"{phase}: {seconds:.1f} s"
+        assert run.processes() == [], phase
+        for name in ("relay-cell-0.json", "ledger.json"):
+            (run.layout.rendezvous_dir / name).unlink(missing_ok=True)
