@@ -31,8 +31,6 @@ class ModelCall(msgspec.Struct, frozen=True):
     variables: Mapping[str, Any] | None
     sampling: SamplingParams
     """`max_new_tokens` 0 means: as the session's defaults say."""
-    max_tokens_key: str = "max_tokens"
-    """What the dialect calls the limit of new tokens."""
     prompt_key: str = "messages"
     """What the dialect calls what the model reads."""
     prompt: str | Sequence[int] | None = None

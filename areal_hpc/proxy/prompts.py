@@ -226,20 +226,22 @@ class PromptMaker:
         return prompt_json, prior + len(new_ids)
 
     def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
-        """The sampling parameters with a reply limit that the context has room for."""
+        """The sampling parameters with a reply limit that the context has room for.
+
+        A limit beyond that room is an upper bound like any other, as in AReaL: agents ask for as
+        much as a whole context may hold, whatever their prompt has taken of it.
+        """
         context_tokens = self._model.context_tokens
         room = context_tokens - prompt_tokens
-        asked = call.sampling.max_new_tokens
-        if room < 1 or asked > room:
-            wanted = f" plus {asked} new ones" if asked else ""
+        if room < 1:
             raise RequestRefused(
                 400,
-                f"the prompt's {prompt_tokens} tokens{wanted} exceed the model's context "
+                f"the prompt's {prompt_tokens} tokens and a reply exceed the model's context "
                 f"of {context_tokens} tokens",
-                key=call.max_tokens_key if asked and room >= 1 else call.prompt_key,
+                key=call.prompt_key,
             )
-        limit = asked or min(session.request.sampling.max_new_tokens, room)
-        limit = fit_into_episode(session, limit, call.n)
+        asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
+        limit = fit_into_episode(session, min(asked, room), call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
 
 

@@ -82,11 +82,6 @@ COMMANDS = {
                 "Folder(config.tokenizer_path)",
                 "transformers is not needed beside the Agents SDK",
             ),
-            Patch(
-                "max_tokens=gconfig.max_tokens,",
-                "max_tokens=gconfig.max_new_tokens,",
-                "a reply as long as the whole context leaves no room for the prompt",
-            ),
         ),
         "openai-agents/trial0",
         before=SCRIPT + _shown("agentic_rl:13", "agentic_rl:14"),

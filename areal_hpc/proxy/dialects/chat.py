@@ -189,7 +189,6 @@ def _call_of(
         tool_choice=choice,
         variables=request.chat_template_kwargs or None,
         sampling=sampling_of(request, defaults, choice, limit),
-        max_tokens_key="max_tokens" if request.max_tokens else "max_completion_tokens",
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
     )

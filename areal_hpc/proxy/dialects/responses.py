@@ -140,7 +140,6 @@ def parse(
             tool_choice=choice,
             variables=_reasoning_variables(request.reasoning, model),
             sampling=_sampling_of(request, session.request.sampling, choice),
-            max_tokens_key="max_output_tokens",
             prompt_key="input",
             top_logprobs=request.top_logprobs or 0,
         ),

@@ -244,10 +244,13 @@ def test_streams_and_length_limits_are_those_of_the_proxy() -> None:
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == "hello world"
         assert len(client.tree) == 1
+        await client.chat.completions.create(model="m", messages=[HI], max_tokens=65)
+        long = {"role": "user", "content": "hi " * 64}
         with pytest.raises(openai.BadRequestError, match="context of 64 tokens"):
-            await client.chat.completions.create(model="m", messages=[HI], max_tokens=65)
+            await client.chat.completions.create(model="m", messages=[long])
 
-    with_client(body, engine_max_tokens=64)
+    requests = with_client(body, engine_max_tokens=64)
+    assert requests[1]["sampling_params"]["max_new_tokens"] == 64 - len(requests[1]["input_ids"])
 
 
 def test_clients_of_one_engine_share_its_connections_but_nothing_else() -> None:

@@ -179,7 +179,6 @@ def test_n_choices_are_n_interactions(stage):
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": [2**70]}, "prompt"),
         ({"prompt": "x y " * 2000}, "prompt"),
-        ({"prompt": "a", "max_tokens": 2048}, "max_tokens"),
         ({"prompt": "a", "echo": True}, "echo"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),

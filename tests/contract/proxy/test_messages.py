@@ -292,7 +292,6 @@ def test_results_of_tools_are_messages_of_their_own(stage):
         ({"context_management": {"edits": [{"type": "x"}]}}, "context_management.edits[0].type"),
         ({"mcp_servers": []}, "mcp_servers"),
         ({"container": "c"}, "container"),
-        ({"max_tokens": 2040}, "max_tokens"),
         ({"system": "x y " * 2000}, "messages"),
     ],
 )

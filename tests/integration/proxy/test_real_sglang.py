@@ -234,11 +234,13 @@ def assert_same_shape(ours: Any, theirs: Any, where: str) -> None:
         assert_same_shape(ours[0], theirs[0], f"{where}[0]")
 
 
-def test_a_server_that_refuses_and_limits_are_the_requests_fault(stage: Stage) -> None:
+def test_limits_are_the_requests_fault_or_bound_its_reply(stage: Stage) -> None:
     _, key = stage.open_session()
-    answer = stage.ask(key, "hi", stop=["x"] * 3, max_tokens=1023)
+    answer = stage.ask(key, "x y " * 1000)
     assert answer.status_code == 400
     assert "1024" in answer.json()["error"]["message"]
+    whole = stage.ask(key, "hi", regex="x", max_tokens=1024)  # beyond the room that is left
+    assert whole.status_code == 200, whole.text
     choices = stage.ask(key, "hi", n=3, max_tokens=4, logprobs=True, top_logprobs=3).json()[
         "choices"
     ]
