@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from dataclasses import replace
 from typing import Any
+from urllib.parse import unquote
 
 import msgspec
 
 from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.dialects import messages, messages_reply, openai_forms, tokens
+from areal_hpc.proxy.dialects import (
+    messages,
+    messages_reply,
+    openai_forms,
+    responses_reply,
+    tokens,
+)
 from areal_hpc.proxy.dialects.chat_reply import CHAT
 from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
-from areal_hpc.proxy.dialects.responses_reply import RESPONSES
 from areal_hpc.proxy.hanging_up import GONE, ClientGone, unless_gone
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
@@ -26,6 +33,7 @@ from areal_hpc.proxy.routes import (
     Handler,
     Result,
     Route,
+    Routes,
     described,
     with_and_without_v1,
 )
@@ -44,7 +52,7 @@ DIALECTS = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
-    "/responses": RESPONSES,
+    "/responses": responses_reply.RESPONSES,
 }
 JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -76,75 +84,72 @@ class ProxyApp:
             "session": self._session,
             "anyone": lambda key: None,
         }
-        self._routes = {
-            **self._routes_of_drivers(control),
-            **with_and_without_v1(self._routes_of_agents()),
-            "/healthz": Route("GET", "anyone", self._health),
-            "/metrics": Route("GET", "anyone", self._metrics, form=PLAIN),
-            "/openapi.json": Route("GET", "anyone", self._openapi),
-        }
-
-    def _routes_of_agents(self) -> dict[str, Route]:
-        said = {
-            path: Route(
-                "POST",
-                "session",
-                self._speaking(dialect),
-                dialect.request,
-                dialect.refused,
-                streams=True,
+        self._routes = Routes(
+            (
+                *self._routes_of_drivers(control),
+                *with_and_without_v1(self._routes_of_agents()),
+                Route("GET", "/healthz", "anyone", self._health),
+                Route("GET", "/metrics", "anyone", self._metrics, form=PLAIN),
+                Route("GET", "/openapi.json", "anyone", self._openapi),
             )
-            for path, dialect in DIALECTS.items()
-        }
-        count, refused = self._count_tokens, MESSAGES.refused
-        return {
-            **said,
-            "/messages/count_tokens": Route("POST", "session", count, MESSAGES.request, refused),
-            "/tokenize": Route("POST", "session", self._tokenize, tokens.TokenizeRequest),
-            "/detokenize": Route("POST", "session", self._detokenize, tokens.DetokenizeRequest),
-            "/models": Route("GET", "session", self._models),
-        }
+        )
 
-    def _routes_of_drivers(self, control: Control) -> dict[str, Route]:
-        def admin(answer: Handler, request: type[msgspec.Struct] | None = None) -> Route:
-            return Route("POST", "admin", answer, request)
+    def _routes_of_agents(self) -> Iterator[Route]:
+        def agent(path: str, answer: Handler, request: type[msgspec.Struct]) -> Route:
+            return Route("POST", path, "session", answer, request)
+
+        for path, dialect in DIALECTS.items():
+            said = agent(path, self._speaking(dialect), dialect.request)
+            yield replace(said, refused=dialect.refused, streams=True)
+        counted = agent("/messages/count_tokens", self._count_tokens, MESSAGES.request)
+        yield replace(counted, refused=MESSAGES.refused)
+        yield agent("/tokenize", self._tokenize, tokens.TokenizeRequest)
+        yield agent("/detokenize", self._detokenize, tokens.DetokenizeRequest)
+        yield Route("GET", "/models", "session", self._models)
+        yield Route("GET", "/responses/{response_id}", "session", self._retrieve_response)
+        yield Route("DELETE", "/responses/{response_id}", "session", self._delete_response)
+
+    def _routes_of_drivers(self, control: Control) -> Iterator[Route]:
+        def admin(path: str, answer: Handler, request: type[msgspec.Struct] | None = None) -> Route:
+            return Route("POST", path, "admin", answer, request)
 
         def session(
-            answer: Callable[[Session, bytes], bytes], request: type[msgspec.Struct] | None = None
+            path: str,
+            answer: Callable[[Session, bytes], bytes],
+            request: type[msgspec.Struct] | None = None,
         ) -> Route:
-            return Route("POST", "session", self._of_session(answer), request)
+            return Route("POST", path, "session", self._of_session(answer), request)
 
         start = _ignoring_session(control.start_session)
         finish = _ignoring_session(control.finish_ticket)
-        return {
-            "/rl/start_session": admin(start, wire.StartSessionRequest),
-            "/rl/offer_session": admin(_awaiting(control.offer_session), wire.OfferRequest),
-            "/rl/await_session": admin(_awaiting(control.await_session), wire.AwaitSessionRequest),
-            "/rl/finish_ticket": admin(finish, wire.FinishTicketRequest),
-            "/rl/seal": admin(_awaiting(control.seal)),
-            "/export_trajectories": admin(
-                _awaiting(control.export_trajectories), wire.ExportRequest
-            ),
-            "/grant_capacity": admin(_ignoring_session(control.grant_capacity)),
-            "/rl/set_reward": session(control.set_reward, wire.SetRewardRequest),
-            "/rl/record": session(control.record, wire.RecordRequest),
-            "/rl/end_session": session(control.end_session),
-            "/generate": Route("POST", "session", self._generate),
-        }
+        offer, wait = _awaiting(control.offer_session), _awaiting(control.await_session)
+        export = _awaiting(control.export_trajectories)
+        yield admin("/rl/start_session", start, wire.StartSessionRequest)
+        yield admin("/rl/offer_session", offer, wire.OfferRequest)
+        yield admin("/rl/await_session", wait, wire.AwaitSessionRequest)
+        yield admin("/rl/finish_ticket", finish, wire.FinishTicketRequest)
+        yield admin("/rl/seal", _awaiting(control.seal))
+        yield admin("/export_trajectories", export, wire.ExportRequest)
+        yield admin("/grant_capacity", _ignoring_session(control.grant_capacity))
+        yield session("/rl/set_reward", control.set_reward, wire.SetRewardRequest)
+        yield session("/rl/record", control.record, wire.RecordRequest)
+        yield session("/rl/end_session", control.end_session)
+        yield Route("POST", "/generate", "session", self._generate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
-        allowed = b""
+        allowed = ""
         gone = scope.get("extensions", {}).get(GONE, {}).get("future")
         try:
-            route = self._route(scope["path"])
-            key, refused, allowed = "", route.refused, route.method.encode()
-            if scope["method"] != route.method:
-                method, path = scope["method"], scope["path"]
-                raise RequestRefused(405, f"{path} takes {route.method}, not {method}")
+            methods, named = self._routes.at(scope["path"])
+            route, key = methods.get(scope["method"]), ""
+            refused = (route or next(iter(methods.values()))).refused
+            if route is None:
+                method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
+                raise RequestRefused(405, f"{path} takes {allowed}, not {method}")
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
                     key = value[7:].strip().decode("latin-1")
@@ -153,8 +158,10 @@ class ProxyApp:
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
             opened = self._guards[route.opened_by](key)  # without a key no memory for a body
-            body = await self._body(receive)
-            result = await unless_gone(gone, route.answer(opened, body))
+            asked = await self._body(receive)
+            if named:
+                asked = _name_alone(named, scope["query_string"])
+            result = await unless_gone(gone, route.answer(opened, asked))
             if not isinstance(result, bytes):
                 await unless_gone(gone, _send_events(send, result))
                 return
@@ -169,17 +176,11 @@ class ProxyApp:
             (b"content-length", str(len(content)).encode()),
         ]
         if status == 405:
-            headers.append((b"allow", allowed))
+            headers.append((b"allow", allowed.encode()))
         if status == 429:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
-
-    def _route(self, path: str) -> Route:
-        route = self._routes.get(path)
-        if route is None:
-            raise RequestRefused(404, f"there is no route {path}")
-        return route
 
     def _too_large(self) -> RequestRefused:
         return RequestRefused(413, f"a request may have {self._max_request_bytes} bytes at most")
@@ -248,6 +249,12 @@ class ProxyApp:
     async def _models(self, opened: Session | None, body: bytes) -> bytes:
         return openai_forms.models(self._model.name, self._model.context_tokens)
 
+    async def _retrieve_response(self, opened: Session | None, name: bytes) -> bytes:
+        return responses_reply.retrieved(self._open_session(opened), name.decode())
+
+    async def _delete_response(self, opened: Session | None, name: bytes) -> bytes:
+        return responses_reply.deleted(self._open_session(opened), name.decode())
+
     async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         _, call = messages.parse(body, session.request.sampling, self._model)
@@ -294,6 +301,13 @@ def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> Handler:
         return await answer(body)
 
     return handler
+
+
+def _name_alone(name: str, query: bytes) -> bytes:
+    if query:
+        parameter = unquote(query.partition(b"=")[0])
+        raise RequestRefused(400, "this route takes no parameters", key=parameter)
+    return name.encode()
 
 
 async def _send_events(send: Send, events: EventStream) -> None:

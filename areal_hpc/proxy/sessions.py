@@ -54,6 +54,8 @@ class Session:
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
         self.known = KnownMessages()
+        self.responses: dict[str, bytes] = {}
+        """Bodies of Responses that may be asked for again, by id."""
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
@@ -150,7 +152,7 @@ class SessionBook:
                 tree[event.interaction_id].reward = event.reward
             case SessionEnded():
                 session = self.sessions[event.session_id]
-                session.ended, session.known = True, KnownMessages()
+                session.ended, session.known, session.responses = True, KnownMessages(), {}
             case SessionDropped():
                 self._remove(self.sessions[event.session_id])
             case TicketFinished():

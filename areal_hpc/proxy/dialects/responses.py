@@ -2,9 +2,9 @@
 
 Every parameter is honoured or refused by name. Accepted without effect are those that promise
 none here: labels and hints (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`,
-`prompt_cache_retention`, `service_tier`), `model` (a cell serves one), `store` (a session keeps
-everything while it is open) and `reasoning.encrypted_content` (reasoning is given in the open, and
-taken back from there).
+`prompt_cache_retention`, `service_tier`), `model` (a cell serves one) and
+`reasoning.encrypted_content` (reasoning is given in the open, and taken back from there). `store`
+says whether the reply can be retrieved; a session records everything.
 """
 
 from __future__ import annotations

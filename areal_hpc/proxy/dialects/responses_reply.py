@@ -27,7 +27,12 @@ class ResponsesExchange:
     """A Response that is asked for."""
 
     def __init__(
-        self, request: ResponsesRequest, tools: OfferedTools, call: ModelCall, model: ServedModel
+        self,
+        request: ResponsesRequest,
+        tools: OfferedTools,
+        call: ModelCall,
+        model: ServedModel,
+        session: Session,
     ) -> None:
         self.call = call
         number = os.urandom(14).hex()
@@ -36,12 +41,13 @@ class ResponsesExchange:
         self._request = request
         self._tools = tools
         self._model = model
+        self._session = session
         self._created_at = int(time.time())
 
     def whole(self, answers: Sequence[Answer]) -> bytes:
         """The JSON body of a Response."""
         (answer,) = answers
-        return msgspec.json.encode(self.finished(answer, blocks_of(answer.said)))
+        return self.finished(answer, blocks_of(answer.said))
 
     def events(self, live: LiveAnswers) -> ResponseEvents:
         """The events of a Response."""
@@ -80,12 +86,12 @@ class ResponsesExchange:
             "metadata": request.metadata or {},
         }
 
-    def finished(self, answer: Answer, blocks: Sequence[Block]) -> dict[str, Any]:
-        """A Response after the model has spoken."""
+    def finished(self, answer: Answer, blocks: Sequence[Block]) -> bytes:
+        """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = status_of(answer), self.logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
-        return {
+        response = {
             **self.frame(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
@@ -95,6 +101,10 @@ class ResponsesExchange:
             ],
             "usage": self._usage(answer),
         }
+        body = msgspec.json.encode(response)
+        if self._request.store is not False:
+            self._session.responses[self.answer_id] = body
+        return body
 
     def logprobs(self, said: Generation | Piece) -> list[dict[str, Any]]:
         """The reply's tokens, if they were asked for."""
@@ -164,7 +174,7 @@ class ResponseEvents:
             return beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
         self._end_status = status_of(happened)
         rest = b"".join(map(self._change, self._reader.finish()))
-        response = self._exchange.finished(happened, self._reader.blocks)
+        response = msgspec.Raw(self._exchange.finished(happened, self._reader.blocks))
         return beginning + rest + self._event(f"response.{self._end_status}", response=response)
 
     def abandon(self) -> None:
@@ -245,8 +255,31 @@ def part(block: Block, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[st
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
+def retrieved(session: Session, response_id: str) -> bytes:
+    """The body of a Response that was answered before.
+
+    Raises:
+        RequestRefused: 404, there is none of this id.
+    """
+    body = session.responses.get(response_id)
+    if body is None:
+        raise RequestRefused(404, f"this session has no response {response_id!r}")
+    return body
+
+
+def deleted(session: Session, response_id: str) -> bytes:
+    """Keep a Response no longer. What was said stays recorded, and may be gone on from.
+
+    Raises:
+        RequestRefused: 404, there is none of this id.
+    """
+    retrieved(session, response_id)
+    del session.responses[response_id]
+    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+
 def _read(body: bytes, session: Session, model: ServedModel) -> ResponsesExchange:
-    return ResponsesExchange(*parse(body, session, model), model)
+    return ResponsesExchange(*parse(body, session, model), model, session)
 
 
 RESPONSES = Dialect(ResponsesRequest, _read, error)

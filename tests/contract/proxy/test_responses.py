@@ -6,7 +6,7 @@ import time
 
 import httpx
 import pytest
-from openai import APIError, AsyncOpenAI, BadRequestError
+from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
@@ -247,6 +247,45 @@ def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
     error = answer.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert stage.sglang.requests == []
+
+
+def test_finished_responses_are_retrieved_until_they_are_deleted(stage):
+    _, key = stage.open_session()
+    with stage.client(key) as client:
+        whole = client.responses.create(model="m", input="hi", instructions="Add.")
+        with client.responses.stream(model="m", input="hi") as stream:
+            stream.until_done()
+            streamed = stream.get_final_response()
+        assert client.responses.retrieve(whole.id) == whole
+        found = client.responses.retrieve(streamed.id)
+        assert found.output_text == "hello world"
+        assert (found.output[0].id, found.usage) == (streamed.output[0].id, streamed.usage)
+        client.responses.delete(whole.id)
+        for gone in (client.responses.retrieve, client.responses.delete):
+            with pytest.raises(NotFoundError, match=whole.id):
+                gone(whole.id)
+        later = client.responses.create(model="m", input="and?", previous_response_id=whole.id)
+        assert client.responses.retrieve(later.id).previous_response_id == whole.id
+        with pytest.raises(BadRequestError) as caught:
+            client.responses.retrieve(later.id, include=["reasoning.encrypted_content"])
+        assert caught.value.param == "include[]"
+
+
+def test_only_what_is_stored_can_be_retrieved_and_by_its_own_session(stage):
+    _, key = stage.open_session()
+    _, other = stage.open_session()
+    stored, hidden = (ask(stage, key, store=store).json()["id"] for store in (True, False))
+
+    def status_of(key, response_id, method="GET"):
+        return stage.http.request(
+            method, f"{stage.url}/responses/{response_id}", headers={"x-api-key": key}
+        ).status_code
+
+    assert status_of(key, stored) == 200
+    assert status_of(key, hidden) == status_of(other, stored) == status_of(key, "") == 404
+    assert status_of(key, stored, "PUT") == 405
+    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 2
+    assert status_of(key, stored) == 403
 
 
 def test_a_response_of_another_session_is_unknown(stage):
