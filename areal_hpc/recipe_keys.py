@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
 
 from areal_hpc.config import StageConfig, section_of
 from areal_hpc.recipe import Recipe
+
+WORDS = {Any: "anything", Path: "path"}
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+"""By the names that pydantic's bounds have."""
 
 
 def describe_keys() -> str:
@@ -29,12 +39,54 @@ def _key_rows(model: type[StageConfig], prefix: str) -> Iterator[str]:
             yield f"| **`{key}`** | | | {field.description} |"
             yield from _key_rows(section, f"{key}.")
             continue
-        kind = getattr(field.annotation, "__name__", None) or str(field.annotation)
-        if hasattr(field.annotation, "__args__"):
-            kind = str(field.annotation)
-        for noise in ("typing.", "pathlib.", "pathlib._local."):
-            kind = kind.replace(noise, "")
-        default = "required"
-        if not field.is_required():
-            default = f"`{field.get_default(call_default_factory=True)}`"
-        yield f"| `{key}` | {kind.replace('|', 'or')} | {default} | {field.description} |"
+        kind = kind_of(field.annotation, field.metadata).replace("|", "\\|")
+        yield f"| `{key}` | {kind} | {_default_of(field)} | {field.description} |"
+
+
+def kind_of(annotation: Any, bounds: Iterable[Any] = ()) -> str:
+    """What may be written for a value of a type, such as `int >= 1 or null`.
+
+    Args:
+        annotation: The type.
+        bounds: Constraints that were taken off it (`FieldInfo.metadata`).
+    """
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return kind_of(parts[0], [*bounds, *_taken_apart(parts[1:])])
+    if origin in (Union, UnionType):
+        kinds = [kind_of(part, bounds) for part in parts if part is not NoneType]
+        return " or ".join([*kinds, "null"] if NoneType in parts else kinds)
+    if origin is Literal:
+        kind = f"one of {', '.join(map(str, parts))}"
+    elif origin is dict:
+        kind = f"mapping of {kind_of(parts[0])} to {kind_of(parts[1])}"
+    elif origin is tuple and parts[-1] is Ellipsis:
+        kind = f"list of {kind_of(parts[0])}"
+    elif origin is tuple:
+        kind = f"[{', '.join(map(kind_of, parts))}]"
+    else:
+        kind = WORDS.get(annotation) or annotation.__name__
+    limits = " and ".join(_limits(bounds))
+    return f"{kind} {limits}" if limits else kind
+
+
+def _taken_apart(metadata: Iterable[Any]) -> Iterator[Any]:
+    for one in metadata:
+        yield from one.metadata if isinstance(one, FieldInfo) else [one]
+
+
+def _limits(bounds: Iterable[Any]) -> Iterator[str]:
+    for one in bounds:
+        for name, sign in SIGNS.items():
+            if hasattr(one, name):
+                yield f"{sign} {getattr(one, name)}"
+        if getattr(one, "pattern", None):
+            yield f"like `{one.pattern}`"
+
+
+def _default_of(field: FieldInfo) -> str:
+    """The default as a recipe would state it."""
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
