@@ -23,6 +23,7 @@ from areal_hpc.recipe import Recipe, from_values, read_site
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
 
+ANEW = "another trial_name starts one anew"
 ALIAS = "areal_hpc.compat"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
@@ -93,33 +94,36 @@ class PPOTrainer:
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        recipe = self.recipe(
+        recipe, notes = self.translated(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
-        sys_path, notes = (_script_folder(),), _notes(self._translation())
+        sys_path = (_script_folder(),)
         if self._config.scheduler.type == "slurm":
-            code = submit_run(recipe, wait=True, sys_path=sys_path, notes=notes)
+            code = submit_run(recipe, wait=True, sys_path=sys_path, notes=notes, anew=ANEW)
         else:
-            again = " ".join([sys.executable, *sys.argv])
-            code = train(recipe, again, sys_path=sys_path, notes=notes)
+            code = train(recipe, sys_path=sys_path, notes=notes, anew=ANEW)
         if code:
             raise SystemExit(code)
 
-    def recipe(
+    def translated(
         self,
         workflow: Any = None,
         eval_workflow: Any = None,
         workflow_kwargs: Mapping[str, Any] | None = None,
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Any = None,
-    ) -> Recipe:
-        """What `train` runs, its arguments being the same; rows and agents are in place then.
+    ) -> tuple[Recipe, list[str]]:
+        """What `train` runs, its arguments being the same, and what is lost of the configuration.
+
+        Rows and agents are in place then.
 
         Raises:
             RecipeError: Something must change before this can run.
         """
         kwargs = dict(workflow_kwargs or {})
-        tree = self._translation().recipe
+        rows = self._rows.get("train")
+        translation = to_recipe(self._config, None if rows is None else len(rows))
+        tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
         layout = RunLayout(_run_dir(self._config))
@@ -139,11 +143,7 @@ class PPOTrainer:
         recipe = from_values(tree)
         for split, lines in self._rows.items():
             _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
-        return recipe
-
-    def _translation(self) -> Translation:
-        rows = self._rows.get("train")
-        return to_recipe(self._config, None if rows is None else len(rows))
+        return recipe, _notes(translation)
 
 
 def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,8 @@ import argparse
 import importlib.util
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,8 +16,10 @@ from areal_hpc.layout import RunLayout
 
 if TYPE_CHECKING:
     from areal_hpc.recipe import Recipe
+    from areal_hpc.view.progress import LiveReporter, PlainReporter
 
 INTERRUPTED_EXIT_CODE = 130
+FRESH = "--fresh starts it anew"
 
 
 def add_commands(commands: Commands) -> None:
@@ -46,63 +49,78 @@ def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.recipe import load
 
-    recipe = load(arguments.recipe, arguments.overrides)
-    return train(recipe, f"{program()} run {arguments.recipe}", fresh=arguments.fresh)
+    return train(load(arguments.recipe, arguments.overrides), fresh=arguments.fresh)
 
 
 def train(
     recipe: Recipe,
-    again: str,
     *,
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     notes: Sequence[str] = (),
+    anew: str = FRESH,
 ) -> int:
     """Run a recipe in the foreground and show how it goes.
 
     Args:
         recipe: What to run.
-        again: The command line that got here, for what is suggested.
         fresh: Move an earlier run aside first.
         sys_path: Folders from which the user's code is imported, beside the present one.
         notes: What to tell first.
+        anew: How a finished run can be started anew.
 
     Returns:
         The exit code.
     """
     from areal_hpc.launch import here
-    from areal_hpc.launch.ready import is_finished
-    from areal_hpc.view.progress import LiveReporter, PlainReporter
 
     layout = RunLayout(recipe.run_dir.resolve())
-    if is_finished(recipe, layout) and not fresh:
-        print(summary(layout))
-        print(f"\nthis run is finished; to start anew: {again} --fresh")
+    if not fresh and is_answered(recipe, layout, anew):
         return 0
     stop = threading.Event()
     stop_on_signals(stop)
+    try:
+        with progress(recipe, layout) as reporter:
+            for note in (*notes, f"run      {layout.root}"):
+                reporter.say(note)
+            here.run(
+                recipe,
+                command_line=sys.argv,
+                reporter=reporter,
+                stop=stop,
+                fresh=fresh,
+                sys_path=sys_path,
+            )
+    except here.Interrupted:
+        print("stopped; the same command continues the run")
+        return INTERRUPTED_EXIT_CODE
+    print(summary(layout))
+    return 0
+
+
+def is_answered(recipe: Recipe, layout: RunLayout, anew: str = FRESH) -> bool:
+    """True, and the run's summary is told, if it has nothing left to do."""
+    from areal_hpc.launch.ready import is_finished
+
+    if not is_finished(recipe, layout):
+        return False
+    print(summary(layout))
+    print(f"\nthis run is finished; {anew}")
+    return True
+
+
+@contextmanager
+def progress(recipe: Recipe, layout: RunLayout) -> Iterator[PlainReporter | LiveReporter]:
+    """Show how a run goes until the context ends."""
+    from areal_hpc.view.progress import LiveReporter, PlainReporter
+
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
     warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
     reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
-    for note in (*notes, f"run      {layout.root}"):
-        reporter.say(note)
     try:
-        here.run(
-            recipe,
-            command_line=sys.argv,
-            reporter=reporter,
-            stop=stop,
-            fresh=fresh,
-            sys_path=sys_path,
-        )
-    except here.Interrupted:
-        reporter.close()
-        print("stopped; the same command continues the run")
-        return INTERRUPTED_EXIT_CODE
+        yield reporter
     finally:
         reporter.close()
-    print(summary(layout))
-    return 0
 
 
 def summary(layout: RunLayout) -> str:

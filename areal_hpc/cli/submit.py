@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import Commands, program
-from areal_hpc.cli.run import INTERRUPTED_EXIT_CODE, summary
+from areal_hpc.cli.run import FRESH, INTERRUPTED_EXIT_CODE, is_answered, progress, summary
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 
@@ -65,7 +65,6 @@ def add_commands(commands: Commands) -> None:
 
 def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import dispatch
-    from areal_hpc.launch.ready import is_finished
     from areal_hpc.recipe import load
     from areal_hpc.view.scripts import describe_requests
 
@@ -77,7 +76,9 @@ def _submit(arguments: argparse.Namespace) -> int:
         requests = dispatch.requests_of(recipe, Path.cwd(), arguments.after)
         print(describe_requests(layout, requests), end="")
         return 0
-    if arguments.write_only and not (is_finished(recipe, layout) and not arguments.fresh):
+    if arguments.write_only:
+        if not arguments.fresh and is_answered(recipe, layout):
+            return 0
         _say(f"run      {layout.root}")
         scripts = dispatch.write_down(
             recipe, command_line=sys.argv, say=_say, fresh=arguments.fresh
@@ -95,6 +96,7 @@ def submit_run(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     notes: Sequence[str] = (),
+    anew: str = FRESH,
 ) -> int:
     """Submit what is left of a run, and show how it goes if asked to wait.
 
@@ -105,17 +107,15 @@ def submit_run(
         fresh: Move an earlier run aside first.
         sys_path: Folders from which the user's code is imported, beside the present one.
         notes: What to tell first.
+        anew: How a finished run can be started anew.
 
     Returns:
         The exit code.
     """
     from areal_hpc.launch import dispatch
-    from areal_hpc.launch.ready import is_finished
 
     layout = RunLayout(recipe.run_dir.resolve())
-    if is_finished(recipe, layout) and not fresh:
-        print(summary(layout))
-        print("\nthis run is finished; --fresh starts it anew")
+    if not fresh and is_answered(recipe, layout, anew):
         return 0
     for note in (*notes, f"run      {layout.root}"):
         _say(note)
@@ -162,6 +162,8 @@ def _say(message: str) -> None:
 
 
 def _wait(recipe: Recipe, layout: RunLayout) -> int:
+    from areal_hpc.launch import dispatch, here
+
     stop = threading.Event()
 
     def detach(number: int, frame: FrameType | None) -> None:
@@ -169,19 +171,11 @@ def _wait(recipe: Recipe, layout: RunLayout) -> int:
 
     signal.signal(signal.SIGINT, detach)
     signal.signal(signal.SIGTERM, detach)
-    from areal_hpc.launch import dispatch, here
-    from areal_hpc.view.progress import LiveReporter, PlainReporter
-
-    reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
-    warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
-    reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
     try:
-        dispatch.watch(recipe, layout, reporter, stop)
+        with progress(recipe, layout) as reporter:
+            dispatch.watch(recipe, layout, reporter, stop)
     except here.Interrupted:
-        reporter.close()
         print(f"detached; the jobs go on: {program()} status {layout.root}")
         return INTERRUPTED_EXIT_CODE
-    finally:
-        reporter.close()
     print(summary(layout))
     return 0
