@@ -20,7 +20,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
 from areal_hpc.weights.version import WeightVersion
 from tests.faults.kills import FAULTS, HELD
-from tests.integration.launch.small_run import processes_of
+from tests.integration.launch.small_run import SIZES, processes_of
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
 PATIENCE_S = 600.0
@@ -31,21 +31,13 @@ STEPS_AT_FIRST = 5000
 """More than anybody waits for: a run ends when it is resumed with few steps to go."""
 STOP_GRACE_S = 20.0
 CUT_DOWN = (
-    "train_dataset.kwargs.size=64",
-    "valid_dataset.kwargs.size=8",
-    "warmup.dataset.kwargs.size=640",
+    *SIZES,
     "warmup.total_steps=20",
-    "warmup.batch_size=16",
-    "warmup.commit_every_steps=20",
     "evaluation.every_steps=0",
-    "evaluation.tasks=8",
-    "rollout.n_samples=4",
-    "rollout.max_concurrent_rollouts=16",
     "rollout.max_head_offpolicyness=1",
     "rollout.workflow=tests.faults.hungry_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
-    "trainer.batch_size=4",
     "trainer.commit_every_steps=5",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )

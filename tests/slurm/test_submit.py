@@ -12,21 +12,14 @@ import pytest
 from areal_hpc.cluster.submissions import Submission, read_submissions
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
+from tests.integration.launch.small_run import SIZES
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 
 CUT_DOWN = (
-    "train_dataset.kwargs.size=64",
-    "valid_dataset.kwargs.size=8",
-    "warmup.dataset.kwargs.size=640",
+    *SIZES,
     "warmup.total_steps=20",
-    "warmup.batch_size=16",
-    "warmup.commit_every_steps=20",
     "evaluation.every_steps=0",
-    "evaluation.tasks=8",
-    "rollout.n_samples=4",
-    "rollout.max_concurrent_rollouts=16",
     "trainer.total_steps=5",
-    "trainer.batch_size=4",
 )
 
 

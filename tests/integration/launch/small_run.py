@@ -17,20 +17,24 @@ from areal_hpc.layout import RunLayout
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
 
-CUT_DOWN = (
+SIZES = (
     "train_dataset.kwargs.size=64",
     "valid_dataset.kwargs.size=8",
     "warmup.dataset.kwargs.size=640",
-    "warmup.total_steps=40",
     "warmup.batch_size=16",
     "warmup.commit_every_steps=20",
-    "warmup.log_every_steps=5",
-    "evaluation.every_steps=2",
     "evaluation.tasks=8",
     "rollout.n_samples=4",
     "rollout.max_concurrent_rollouts=16",
-    "trainer.total_steps=3",
     "trainer.batch_size=4",
+)
+"""Little of everything that the recipe has much of."""
+CUT_DOWN = (
+    *SIZES,
+    "warmup.total_steps=40",
+    "warmup.log_every_steps=5",
+    "evaluation.every_steps=2",
+    "trainer.total_steps=3",
     "trainer.commit_every_steps=1",
 )
 
