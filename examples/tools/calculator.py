@@ -36,16 +36,23 @@ def calculate(arguments: str) -> str:
 
 
 class CalculatorAgent(MathAgent):
-    """Runs the calls that the model makes until it answers, or `max_turns` are over."""
+    """Runs the calls that the model makes until it answers, or `max_turns` are over.
 
-    def __init__(self, max_turns: int = 4, **others: Any) -> None:
+    `first_request` goes into the first model call alone, such as `tool_choice: required`.
+    """
+
+    def __init__(
+        self, max_turns: int = 4, first_request: dict[str, Any] | None = None, **others: Any
+    ) -> None:
         super().__init__(**others)
         self.max_turns = max_turns
+        self.first_request = first_request or {}
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
+        request = {**self.request, **self.first_request}
         for _ in range(self.max_turns):
             reply = await client.chat.completions.create(
-                model="default", messages=messages, tools=[CALCULATE], **self.request
+                model="default", messages=messages, tools=[CALCULATE], **request
             )
             message = reply.choices[0].message
             if not message.tool_calls:
@@ -54,4 +61,5 @@ class CalculatorAgent(MathAgent):
             for call in message.tool_calls:
                 result = calculate(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            request = self.request
         return ""

@@ -29,6 +29,7 @@ NODES = {
     "gsm8k_qwen3_0.6b": 1,
     "gsm8k_team": 1,
     "gsm8k_tools": 1,
+    "hotpotqa_search": 1,
     "math_7b": 8,
     "online_chat": 1,
     "agentic_code_32b": 16,

@@ -14,7 +14,7 @@ from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
 from examples.coding.agent import tried
 from examples.custom import sorting
-from examples.search.agent import CORPUS, Index, SearchAgent
+from examples.search.agent import CORPUS, Index, hotpot
 from examples.tools.calculator import calculate
 from tests.unit.shards.sample_trajectories import trajectory
 
@@ -38,17 +38,24 @@ def test_the_calculator_is_exact_and_survives_the_model(arguments: str, told: st
 
 
 def test_the_index_finds_the_passage_that_names_the_words() -> None:
-    index = Index(CORPUS)
+    index = Index.of_file(CORPUS)
     assert index.search("Which workload manager queues jobs?")[0]["title"] == "Slurm"
     assert index.search("collectives without a GPU")[0]["title"] == "gloo"
     assert index.search("xylophone") == []
-
-
-def test_the_search_agent_survives_the_model() -> None:
-    agent = SearchAgent()
-    assert "radix cache" in agent.looked_up('{"query": "radix cache of prefixes"}')
+    assert "radix cache" in index.looked_up('{"query": "radix cache of prefixes"}')
     for wrong in ("7", "{", "{}"):
-        assert agent.looked_up(wrong) == "error: give a query"
+        assert index.looked_up(wrong) == "error: give a query"
+
+
+def test_a_question_of_hotpotqa_brings_its_passages() -> None:
+    context = {"title": ["Kiel", "Ulm"], "sentences": [["A port.", " In the north."], ["Inland."]]}
+    row = {"question": "Which is a port?", "answer": "Kiel", "context": context}
+    task = hotpot(row)
+    assert task is not None
+    assert task["messages"][0]["content"].startswith("Which is a port? Search")
+    index = Index(task["passages"])
+    assert index.search("port in the north") == [{"title": "Kiel", "text": "A port. In the north."}]
+    assert hotpot({**row, "answer": "yes"}) is None
 
 
 def test_the_model_sees_its_program_run() -> None:
