@@ -200,7 +200,7 @@ def _classes(module: ModuleType) -> list[str]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), n=1)
+    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
     return f"; did you mean {found[0]!r}?" if found else ""
 
 

@@ -1,12 +1,6 @@
 """Everything of one's own: tasks from a function, a reward, and a filter of groups.
 
-In a recipe:
-
-    train_dataset: {generator: "examples.custom.sorting:tasks", kwargs: {size: 1000, seed: 1}}
-    rollout:
-      workflow: examples.mathematics.agents.MathAgent
-      workflow_kwargs: {reward: "examples.custom.sorting:sorting_reward"}
-      should_accept: examples.custom.sorting:neither_too_easy_nor_too_hard
+`recipes/sorting.yaml` names them.
 """
 
 import random

@@ -32,6 +32,7 @@ NODES = {
     "hotpotqa_search": 1,
     "math_7b": 8,
     "online_chat": 1,
+    "sorting": 1,
     "agentic_code_32b": 16,
 }
 NAMES = sorted(NODES)
@@ -123,10 +124,16 @@ def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
         )
     elif recipe.rollout.agent.mode != "online":
         assert load_agent(workflow, kwargs)
+    if recipe.rollout.should_accept:
+        assert callable(load_function(recipe.rollout.should_accept, "should_accept"))
     for part in datasets(recipe):
-        assert part.hub
-        assert part.to_task
-        assert callable(load_function(part.to_task, "to_task"))
+        if part.generator:
+            made = load_function(part.generator, "generator")(**part.kwargs)
+            assert "messages" in next(iter(made))
+        else:
+            assert part.hub
+            assert part.to_task
+            assert callable(load_function(part.to_task, "to_task"))
 
 
 def test_what_does_not_fit_is_warned_of(cache: Path) -> None:
