@@ -21,12 +21,12 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
+from areal_hpc.durable import sync_path
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner, make_learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
