@@ -6,6 +6,8 @@ export OMP_NUM_THREADS := 1
 TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
+# Those of tests/slurm wait for Slurm most of the time; those of tests/integration take both cores.
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help setup frameworks slurm demo test check lint format unit contract integration \
@@ -28,10 +30,10 @@ demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 star
 	@echo "make demo FRESH=1 keeps this run and starts another"
 
 test: frameworks check ## everything that needs no GPU: the checks, then all tests
-	$(PYTEST) tests/unit tests/contract tests/integration
 	@scripts/install_slurm.sh && code=0 || code=$$?; \
-	if [ $$code = 78 ]; then echo "NOT TESTED here: Slurm (tests/slurm), for the reason above"; \
-	else [ $$code = 0 ] && $(PYTEST) tests/slurm; fi
+	case $$code in 0) slurm=tests/slurm ;; 78) slurm= ;; *) exit $$code ;; esac; \
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/contract $$slurm && $(PYTEST) tests/integration && \
+	{ [ -n "$$slurm" ] || echo "NOT TESTED here: Slurm (tests/slurm), for the reason at the top"; }
 
 check: setup ## style, types and import contracts
 	$(TRAIN)/ruff check .
@@ -58,7 +60,7 @@ integration: frameworks ## real servers, real processes
 slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup ## kill, compare and train at length, and write the tables (two hours)
+acceptance: setup ## kill, compare and train at length, and write the tables (four hours)
 	$(PYTEST) tests/acceptance
 
 parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ from areal_hpc.areal_config.run_rules import as_here
 from areal_hpc.areal_config.translation import Translation, rule_of, to_recipe
 from areal_hpc.cli.run import train
 from areal_hpc.cli.submit import submit_run
+from areal_hpc.durable import write_durably
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, from_values, read_site
@@ -247,13 +247,7 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
                 hint="give another trial_name",
             )
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.tmp")
-    with partial.open("wb") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(path)
+    write_durably(path, text)
 
 
 def _notes(translation: Translation) -> list[str]:

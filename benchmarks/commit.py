@@ -29,12 +29,12 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 import torch
+from areal_hpc.trainer.durable import sync_path, sync_tree
 
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits import sharded
 from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
-from areal_hpc.trainer.durable import sync_path, sync_tree
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 

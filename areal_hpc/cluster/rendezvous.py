@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.durable import write_private
 from areal_hpc.errors import ClusterError
 
 
@@ -70,18 +71,6 @@ def withdraw(directory: Path, name: str) -> None:
     endpoint = find(directory, name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
         (directory / f"{name}.json").unlink(missing_ok=True)
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Write a file that only its owner can read, visible whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(path)
 
 
 def ensure_admin_key(path: Path) -> str:

@@ -12,14 +12,16 @@ put in their place before the first import; no file of SGLang is changed:
 Without AMX tiles SGLang itself takes plain torch paths on a CPU, so the stand-ins run the
 same model code as a complete installation would (sglang 0.5.23, `cpu_has_amx_support`).
 
-This module runs in SGLang's environment and imports nothing that is missing there. Its top
-level does the work because SGLang spawns its scheduler and detokenizer: a spawned child
-imports the main module again, and so gets the stand-ins, too.
+SGLang spawns its scheduler and its detokenizer, which then import everything again: a third of
+its start. Here they are forked.
+
+This module runs in SGLang's environment and imports nothing that is missing there.
 """
 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import os
 import signal
 import sys
@@ -29,8 +31,6 @@ from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
 from areal_hpc.cluster.entry import die_with_parent
-
-_PARENT_VARIABLE = "AREAL_HPC_ENGINE_PID"
 
 
 class _Placeholder:
@@ -130,19 +130,33 @@ def install_stand_ins() -> None:
         triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
 
 
-def _die_with_engine() -> None:
-    """In a spawned child: end when the server does, even if that is killed during start-up.
+def _fork_children() -> None:
+    """Have SGLang fork its children, once it has imported everything and before any thread.
 
-    SGLang asks for the same, but only after its imports, which take many seconds. While the
-    main module is imported `multiprocessing.parent_process()` is not known yet, hence the
-    variable.
+    Beside a GPU that would break: CUDA does not survive a fork.
     """
-    parent = os.environ.get(_PARENT_VARIABLE)
-    if __name__ == "__mp_main__" and parent is not None:
-        die_with_parent(signal.SIGKILL)
-        if os.getppid() != int(parent):
-            os._exit(1)
-    os.environ[_PARENT_VARIABLE] = str(os.getpid())
+    from sglang.srt.entrypoints import engine
+
+    set_up = engine._set_envs_and_config
+
+    def set_up_and_fork(server_args: Any) -> None:
+        set_up(server_args)  # which asks for spawning
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = set_up_and_fork
+    forking: list[int] = []
+    os.register_at_fork(
+        before=lambda: forking.append(os.getpid()),
+        after_in_parent=forking.clear,
+        after_in_child=lambda: _die_with(forking.pop()),
+    )
+
+
+def _die_with(parent: int) -> None:
+    """In a child: end when its parent does. SGLang asks for the same, but later."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def main() -> None:
@@ -151,13 +165,13 @@ def main() -> None:
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
+    _fork_children()
     try:
         run_server(prepare_server_args(sys.argv[1:]))
     finally:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-_die_with_engine()
 install_stand_ins()
 
 if __name__ == "__main__":

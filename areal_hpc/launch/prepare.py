@@ -15,8 +15,9 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.cluster.rendezvous import ensure_admin_key, write_private
+from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.dataset.materialise import count_rows, materialise
+from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
 from areal_hpc.launch.plan import Facts

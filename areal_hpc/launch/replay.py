@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
-from areal_hpc.cluster.rendezvous import write_private
+from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, policy_model

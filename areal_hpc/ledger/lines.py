@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.shards.index import sync_directory
+from areal_hpc.durable import sync_path
 
 Line = TypeVar("Line")
 
@@ -29,7 +29,7 @@ def append_line(path: Path, line: msgspec.Struct) -> None:
         stream.flush()
         os.fsync(stream.fileno())
     if is_new:
-        sync_directory(path.parent)
+        sync_path(path.parent)
 
 
 def read_lines(path: Path, kind: type[Line]) -> Iterator[Line]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from areal_hpc.durable import sync_path, write_beside, write_durably
 from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.evaluation import Evaluation
-from areal_hpc.shards.index import read_index, sync_directory
+from areal_hpc.shards.index import read_index
 from areal_hpc.weights.version import Fork
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
@@ -63,27 +63,6 @@ class EvaluationResult(msgspec.Struct, frozen=True):
         return cls(done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch)
 
 
-def write_durably(path: Path, content: bytes) -> None:
-    """Put a file in place so that after a crash it is there whole or not at all.
-
-    Raises:
-        OSError: The file system refused; the old content, if any, still stands.
-    """
-    _write_beside(path, content).rename(path)
-    sync_directory(path.parent)
-
-
-def _write_beside(path: Path, content: bytes) -> Path:
-    """The content in a hidden file next to `path`, durable."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with partial.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return partial
-
-
 def write_manifest(layout: RunLayout, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
@@ -97,14 +76,14 @@ def write_manifest(layout: RunLayout, manifest: BatchManifest) -> BatchManifest:
         OSError: The file system refused.
     """
     path = layout.manifest(manifest.step)
-    partial = _write_beside(path, msgspec.json.encode(manifest))
+    partial = write_beside(path, msgspec.json.encode(manifest))
     try:
         path.hardlink_to(partial)
     except FileExistsError:
         return read_manifest(layout, manifest.step)
     finally:
         partial.unlink()
-    sync_directory(path.parent)
+    sync_path(path.parent)
     return manifest
 
 

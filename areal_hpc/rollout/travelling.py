@@ -15,7 +15,7 @@ from typing import Any
 
 import cloudpickle
 
-from areal_hpc.cluster.rendezvous import write_private
+from areal_hpc.durable import write_private
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
 

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.durable import sync_path
 from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.schema import parse_shard_name
 
@@ -96,7 +97,7 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     finally:
         os.close(descriptor)
     if size == 0:
-        sync_directory(index_dir)
+        sync_path(index_dir)
 
 
 def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
@@ -177,12 +178,3 @@ def open_making_folders(path: Path, flags: int) -> int:
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, flags, 0o644)
-
-
-def sync_directory(path: Path) -> None:
-    """Make renames and new files in the directory survive a power cut."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

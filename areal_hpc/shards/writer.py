@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
+from areal_hpc.durable import sync_path
 from areal_hpc.errors import ClusterError
 from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import (
@@ -30,7 +31,6 @@ from areal_hpc.shards.index import (
     last_sequence,
     oldest_version,
     open_making_folders,
-    sync_directory,
 )
 from areal_hpc.shards.schema import (
     ALIGNMENT_BYTES,
@@ -73,7 +73,7 @@ def seal(
             raise
         path = partial.with_suffix("")
         partial.rename(path)
-        sync_directory(shards_dir)
+        sync_path(shards_dir)
         shard = SealedShard(
             file=path.name,
             bytes=size_bytes,

@@ -19,22 +19,20 @@ from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
-from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
+from areal_hpc.durable import sync_path
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.durable import sync_path
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner, make_learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model.huggingface import hf_specs
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import from_rank_zero, one_report
+from areal_hpc.trainer.rank import run_rank
+from areal_hpc.trainer.ranks import from_rank_zero
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
@@ -96,25 +94,19 @@ def run(config: dict[str, Any]) -> None:
     threading.Thread(
         target=_give_up, args=(stop, job.stop_grace_s), name="stop-deadline", daemon=True
     ).start()
-    cpu.install()
-    device = open_world(
-        current_task(),
+    run_rank(
         job.trainer.parallel,
         job.trainer.device,
         layout.rendezvous_dir,
-        is_cancelled=lambda: stop.requested,
+        stop,
+        lambda device: _train(job, layout, device, stop),
     )
-    with one_report():
-        finished = _train(job, layout, device, stop)
-    close_world()
-    if not finished:
-        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def _train(
     job: TrainerJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
 ) -> bool:
-    """Every rank's part between joining and leaving the world; true when the run is complete."""
+    """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
     taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
     epoch = int(from_rank_zero(taken))

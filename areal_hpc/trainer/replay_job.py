@@ -10,17 +10,13 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import make_learner
 from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import one_report
+from areal_hpc.trainer.rank import run_rank
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.weights.version import Fork
 
@@ -54,19 +50,13 @@ def run(config: dict[str, Any]) -> None:
     job = ReplayJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     stop = StopRequest.install()
-    cpu.install()
-    device = open_world(
-        current_task(),
+    run_rank(
         job.trainer.parallel,
         job.trainer.device,
         layout.rendezvous_dir,
-        is_cancelled=lambda: stop.requested,
+        stop,
+        lambda device: _train(job, layout, device, stop),
     )
-    with one_report():
-        finished = _train(job, layout, device, stop)
-    close_world()
-    if not finished:
-        raise SystemExit(STOPPED_EXIT_CODE)
 
 
 def _train(

@@ -11,12 +11,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import current_task
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsLog
@@ -24,8 +21,8 @@ from areal_hpc.trainer.model.architecture import read_architecture
 from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import any_rank, one_report
+from areal_hpc.trainer.rank import run_rank
+from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.sft import (
     Messages,
@@ -73,26 +70,26 @@ def run(config: dict[str, Any]) -> None:
     job = SftJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     stop = StopRequest.install()
-    cpu.install()
-    device = open_world(
-        current_task(),
+    run_rank(
         job.parallel,
         job.device,
         layout.rendezvous_dir,
-        is_cancelled=lambda: stop.requested,
+        stop,
+        lambda device: _train(job, layout, device, stop),
     )
-    with one_report():
-        arch = read_architecture(job.model_path)
-        policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
-        trainer = SftTrainer(job, layout, policy)
-        gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
-        finished = trainer.train(stop)
-        if finished:
-            save_hf(policy, job.model_path, layout.export("warmup"))
-        trainer.close()
-    close_world()
-    if not finished:
-        raise SystemExit(STOPPED_EXIT_CODE)
+
+
+def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest) -> bool:
+    """Every rank's part; true when the model is fine-tuned and saved."""
+    arch = read_architecture(job.model_path)
+    policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
+    trainer = SftTrainer(job, layout, policy)
+    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
+    finished = trainer.train(stop)
+    if finished:
+        save_hf(policy, job.model_path, layout.export("warmup"))
+    trainer.close()
+    return finished
 
 
 class SftTrainer:

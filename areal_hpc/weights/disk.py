@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
+from areal_hpc.durable import sync_path
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt
@@ -120,9 +121,9 @@ class WeightsFolder:
             manifest = FolderManifest(self._version, self._base, self._entries)
             _write(self._partial / MANIFEST, msgspec.json.encode(manifest))
         try:
-            _sync_directory(self._partial)
+            sync_path(self._partial)
             self._partial.rename(self._root / self.name)
-            _sync_directory(self._root)
+            sync_path(self._root)
         except OSError as error:
             raise _refused(self._root, error) from error
 
@@ -152,14 +153,6 @@ def _write(path: Path, *parts: bytes | memoryview) -> None:
             os.fsync(stream.fileno())
     except OSError as error:
         raise _refused(path, error) from error
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refused(path: Path, error: OSError) -> StorageRefusedError:

@@ -25,11 +25,12 @@ import msgspec
 import torch.distributed as dist
 
 from areal_hpc.cluster.deadline import note_save
+from areal_hpc.durable import sync_path
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.commits import sharded
+from areal_hpc.trainer.commits.refusal import commit_refused
 from areal_hpc.trainer.commits.writer_peer import WriterPeer
-from areal_hpc.trainer.durable import commit_refused, sync_path
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.preemption import STOP_SIGNALS
-from areal_hpc.trainer.durable import sync_path
+from areal_hpc.durable import sync_path
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""

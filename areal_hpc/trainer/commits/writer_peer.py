@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.trainer.commits.refusal import commit_refused
 from areal_hpc.trainer.commits.writer import Remove, Write, Written
-from areal_hpc.trainer.durable import commit_refused
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from areal_hpc.trainer.durable import sync_path, sync_tree
+from areal_hpc.durable import sync_path, sync_tree
 
 HfSpec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""

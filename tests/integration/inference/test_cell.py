@@ -123,9 +123,9 @@ def test_a_killed_job_leaves_no_process_behind(tmp_path: Path, moment: str) -> N
 
 
 def engine_with_children(cell: Cell) -> list[psutil.Process]:
-    """The server once it has spawned its scheduler and detokenizer."""
+    """The server once it has forked its scheduler and detokenizer."""
     give_up_at = time.monotonic() + 60
-    while len(engine := cell.engine_processes()) < 4:
+    while len(engine := cell.engine_processes()) < 3:
         assert time.monotonic() < give_up_at, cell.logs()
         time.sleep(0.05)
     return engine

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 
+from areal_hpc import durable
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards import disk, index, writer
 from tests.unit.shards.sample_trajectories import ticket
@@ -19,7 +20,7 @@ WATCHED = {
     function.__code__
     for function in (
         *(writer.seal, writer._claim, writer._lay_out, writer._fill),
-        *(index.append_to_index, index.sync_directory, disk.write_whole),
+        *(index.append_to_index, durable.sync_path, disk.write_whole),
     )
 }
 """Everything that touches the disk."""

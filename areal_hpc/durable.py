@@ -1,0 +1,54 @@
+"""What is written stays written: files and directories forced to disk."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def sync_path(path: Path) -> None:
+    """Force one file to disk, or the names in one directory: new files and renames.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_tree(directory: Path) -> None:
+    """Force every file below, and the directories that name them, to disk."""
+    for path in [*directory.rglob("*"), directory]:
+        sync_path(path)
+
+
+def write_durably(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Put a file in place so that after a crash it is there whole or not at all.
+
+    Folders on the way to it are made.
+
+    Raises:
+        OSError: The storage refused; the old content, if any, still stands.
+    """
+    write_beside(path, content, mode=mode).rename(path)
+    sync_path(path.parent)
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """The same, for what only its owner may read."""
+    write_durably(path, content, mode=0o600)
+
+
+def write_beside(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
+    """The content in a hidden file next to `path`, durable but not in place yet."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
+    with os.fdopen(descriptor, "wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+    return partial

@@ -1,0 +1,48 @@
+"""One rank of a training job, from joining the others to leaving them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.topology import current_task
+from areal_hpc.trainer import cpu
+from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.ranks import one_report
+
+
+def run_rank(
+    parallel: ParallelConfig,
+    device: Literal["auto", "cpu", "cuda"],
+    rendezvous_dir: Path,
+    stop: StopRequest,
+    train: Callable[[torch.device], bool],
+) -> None:
+    """Join the other ranks, take this one's part in the work, and leave.
+
+    Args:
+        parallel: How many ranks there are, and how they are grouped.
+        device: Where this rank computes.
+        rendezvous_dir: Where ranks find one another.
+        stop: Ends the waiting for others, too.
+        train: The work; whether it came to its end.
+
+    Raises:
+        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+            rank failed.
+    """
+    cpu.install()
+    own = open_world(
+        current_task(), parallel, device, rendezvous_dir, is_cancelled=lambda: stop.requested
+    )
+    with one_report():
+        finished = train(own)
+    close_world()
+    if not finished:
+        raise SystemExit(STOPPED_EXIT_CODE)
