@@ -84,6 +84,18 @@ def waiting_jobs() -> dict[str, str]:
     return dict(line.split(" ", 1) for line in plain.splitlines())
 
 
+def members_of(array_id: str) -> list[str]:
+    """The members of a job array that Slurm still knows, `12_0` and so on.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    shown = _ask(
+        *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
+    )
+    return shown.split()
+
+
 def wait_for(job_id: str, dependency: str) -> None:
     """Change what a waiting job waits for.
 
