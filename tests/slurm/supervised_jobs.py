@@ -122,10 +122,13 @@ class SupervisedJob:
         folder = self.job_dir / "starts"
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
+    def shown(self) -> str:
+        """All that Slurm says of it."""
+        return self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
+
     def restarts(self) -> int:
         """How often Slurm has requeued it."""
-        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
-        return int(shown.split(" Restarts=")[1].split()[0])
+        return int(self.shown().split(" Restarts=")[1].split()[0])
 
     def outcome(self) -> Outcome:
         """The first task's last word."""

@@ -29,6 +29,16 @@ def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None
         starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
+def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
+    start = starts.take_start(tmp_path, "7.0", "n01", "")
+    starts.report_node(tmp_path, start, 2)
+    assert starts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
+    starts.report_node(tmp_path, start, 1)
+    starts.report_node(tmp_path, start, 3)
+    assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["0001"]
+
+
 def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
     first = starts.take_start(tmp_path, "7.0", "n01", "")
     assert not starts.is_superseded(tmp_path, first)
