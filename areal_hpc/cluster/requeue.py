@@ -144,7 +144,7 @@ def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Dep
         where it could not be asked.
     """
     assert launch.slurm is not None
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = scontrol.own_id(os.environ)
     while not Path(launch.slurm.cancelled).exists():
         try:
             return _ask_slurm(launch, launch.slurm, job_id, hold=hold)

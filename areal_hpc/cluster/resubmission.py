@@ -26,7 +26,7 @@ class NewNumber:
     """A job that had one number, or two, and has another."""
 
     old_ids: tuple[str, ...]
-    """Slurm knows a member of an array as `12_3`, and by a number of its own."""
+    """As Slurm and as the run know it: `12` and `12_3` if it was an array of itself alone."""
     job_id: str
 
 
@@ -39,7 +39,7 @@ def submit_again(slurm: SlurmLaunch, job: str, job_id: str, excluded: str) -> Ne
     Args:
         slurm: Of this job.
         job: Its name within the run.
-        job_id: The number of this start, `SLURM_JOB_ID`.
+        job_id: The number of this start (`scontrol.own_id`).
         excluded: Slurm's notation of nodes that it must not get.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,15 @@ class JobFacts:
     """Slurm's notation of the nodes that it must not get; empty if there are none."""
     is_preempted: bool = False
     """A job of higher priority gets its nodes when its grace is over."""
+
+
+def own_id(environ: Mapping[str, str]) -> str:
+    """How a job is to name itself to Slurm's commands.
+
+    The number of an array's last member is that of the array: who names it means all members.
+    """
+    array, member = (environ.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK"))
+    return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
 def read_job(shown: str) -> JobFacts:

@@ -55,7 +55,7 @@ class SlurmTask:
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = environ["SLURM_JOB_ID"]
+        self._job_id = scontrol.own_id(environ)
         self._node = environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{restart_count(environ)}"
         self._job_dir = Path(launch.job_dir)

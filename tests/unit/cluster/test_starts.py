@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster import deadline, starts
-from areal_hpc.cluster.scontrol import joined_nodes, read_job
+from areal_hpc.cluster.scontrol import joined_nodes, own_id, read_job
 from areal_hpc.errors import ClusterError
 
 
@@ -66,6 +66,12 @@ def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.Mo
     deadline.note_save(21.5)
     assert deadline.last_save_s(tmp_path) == 21.5
     assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(tmp_path)) == 43.5
+
+
+def test_a_member_of_an_array_never_means_the_whole_array() -> None:
+    member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
+    assert own_id(member) == "12_2"
+    assert own_id({"SLURM_JOB_ID": "12"}) == "12"
 
 
 def test_slurm_may_tell_a_job_its_end() -> None:
