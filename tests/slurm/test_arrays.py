@@ -27,7 +27,7 @@ SITE = SlurmConfig(
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=2", "--grace-s=15") as found:
+    with devcluster(place, "--nodes=2", "--no-accounting", "--grace-s=15") as found:
         yield found
         found.cancel_all()
 
