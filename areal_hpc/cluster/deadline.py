@@ -22,7 +22,7 @@ def end_time(environ: Mapping[str, str]) -> float | None:
     if re.fullmatch(r"\d+", told):
         return float(told)
     try:
-        return scontrol.show_job(environ["SLURM_JOB_ID"]).ends_at
+        return scontrol.show_job(scontrol.own_id(environ)).ends_at
     except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
         return None
 

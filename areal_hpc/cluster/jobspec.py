@@ -67,6 +67,8 @@ class SlurmLaunch(Struct, frozen=True):
     """When this file exists there is nothing left for the job to do."""
     least_free_bytes: int = 1 << 30
     """A node or run directory with less space than this fails the probe."""
+    join_timeout_s: float = 120.0
+    """Within this a task has started on every node, and each sees what the others wrote."""
 
 
 class Launch(Struct, frozen=True):

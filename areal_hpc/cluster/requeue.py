@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -25,12 +24,7 @@ from areal_hpc.cluster.jobspec import (
     Outcome,
     SlurmLaunch,
 )
-from areal_hpc.cluster.submissions import (
-    Submission,
-    newest_of_each,
-    read_submissions,
-    record_submission,
-)
+from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.telemetry import append_json_line, read_json_lines
 
@@ -45,7 +39,6 @@ FRUITLESS_LETDOWNS = 2
 MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
-_AFTER_SUCCESS = re.compile(r"after(?:ok|corr):([0-9]+)(?:_(?:\*|[0-9]+))?")
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
 Verdict = Literal["done", "again", "hold", "fail"]
@@ -151,7 +144,7 @@ def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Dep
         where it could not be asked.
     """
     assert launch.slurm is not None
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = scontrol.own_id(os.environ)
     while not Path(launch.slurm.cancelled).exists():
         try:
             return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
@@ -180,7 +173,8 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -
         scontrol.requeue(job_id)
     except SlurmRefusedError as refusal:
         log.warning("%s; its script is submitted again", refusal)
-        _submit_again(launch, slurm, job_id, excluded)
+        number = submit_again(slurm, launch.job.name, job_id, excluded)
+        _repeat(lambda: tell_who_waits(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
@@ -254,49 +248,3 @@ def _repeat(command: Callable[[], None], times: int = 3) -> None:
         except ClusterError as error:
             log.warning("%s", error)
             time.sleep(RETRY_PAUSE_S)
-
-
-def _submit_again(launch: Launch, slurm: SlurmLaunch, job_id: str, excluded: str) -> None:
-    environ = os.environ
-    # What the script depends on has been met; but this job must be over.
-    options = [f"--dependency=afterany:{job_id}"]
-    member = environ.get("SLURM_ARRAY_TASK_ID")
-    if member is not None:
-        options.append(f"--array={member}")
-    if excluded:
-        options.append(f"--exclude={excluded}")
-    new_id = scontrol.submit_script(Path(slurm.script), options)
-    if member is not None:
-        new_id = f"{new_id}_{member}"
-    path = Path(slurm.submissions)
-    before = newest_of_each(read_submissions(path)).get(launch.job.name)
-    record_submission(
-        path,
-        Submission(
-            job=launch.job.name,
-            job_id=new_id,
-            attempt=before.attempt if before else 1,
-            submitted_at=time.time(),
-            script=slurm.script,
-        ),
-    )
-    _repeat(lambda: _have_wait(job_id, new_id))
-
-
-def _have_wait(job_id: str, new_id: str) -> None:
-    """Jobs that wait for this one's success would be cancelled at its end: it has a new number."""
-    member = new_id.partition("_")[2]
-    known_as = {job_id, os.environ.get("SLURM_ARRAY_JOB_ID", job_id)}
-    for waiting_id, dependency in scontrol.waiting_jobs().items():
-        changed = depending_on(dependency, known_as, new_id)
-        if changed != dependency and waiting_id.partition("_")[2] == member:
-            scontrol.wait_for(waiting_id, changed)
-
-
-def depending_on(dependency: str, known_as: Collection[str], new_id: str) -> str:
-    """A dependency in sbatch's words, with a job's new number in the place of its old ones."""
-
-    def renamed(found: re.Match[str]) -> str:
-        return f"afterok:{new_id}" if found[1] in known_as else found[0]
-
-    return _AFTER_SUCCESS.sub(renamed, dependency)

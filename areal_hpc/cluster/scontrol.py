@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +28,15 @@ class JobFacts:
     """Slurm's notation of the nodes that it must not get; empty if there are none."""
     is_preempted: bool = False
     """A job of higher priority gets its nodes when its grace is over."""
+
+
+def own_id(environ: Mapping[str, str]) -> str:
+    """How a job is to name itself to Slurm's commands.
+
+    The number of an array's last member is that of the array: who names it means all members.
+    """
+    array, member = (environ.get(f"SLURM_ARRAY_{part}_ID", "") for part in ("JOB", "TASK"))
+    return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
 def read_job(shown: str) -> JobFacts:
@@ -82,6 +91,18 @@ def waiting_jobs() -> dict[str, str]:
     shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.split(" ", 1) for line in plain.splitlines())
+
+
+def members_of(array_id: str) -> list[str]:
+    """The members of a job array that Slurm still knows, `12_0` and so on.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    shown = _ask(
+        *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
+    )
+    return shown.split()
 
 
 def wait_for(job_id: str, dependency: str) -> None:

@@ -27,7 +27,7 @@ from areal_hpc.cluster.requeue import (
     judge,
     start_again,
 )
-from areal_hpc.cluster.topology import TaskPosition, reachable_host, restart_count
+from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
 from areal_hpc.telemetry import EventLog, read_json_lines
 
@@ -35,8 +35,6 @@ log = logging.getLogger(__name__)
 
 LOOK_PERIOD_S = 2.0
 """Between two looks at the shared storage."""
-CANARY_TIMEOUT_S = 120.0
-"""Within this all tasks have started, and see what the first one wrote."""
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 LEAVE_TIMEOUT_S = 60.0
@@ -57,12 +55,13 @@ class SlurmTask:
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = environ["SLURM_JOB_ID"]
+        self._job_id = scontrol.own_id(environ)
         self._node = environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{restart_count(environ)}"
         self._job_dir = Path(launch.job_dir)
         self._starts_dir = self._job_dir / "starts"
         self._start: starts.Start | None = None
+        self._absent: list[Outcome] = []
         self._usefulness = Usefulness(self._job_dir, slurm.progress)
         self._ends_at: float | None = None
         self._next_look_at = 0.0
@@ -78,34 +77,56 @@ class SlurmTask:
         Raises:
             RecipeError: The site's interface does not exist here.
         """
-        environ, greeter = os.environ, None
-        is_multinode = int(environ.get("SLURM_NNODES", "1")) > 1
+        environ, position = os.environ, self._position
+        nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
-            if self._position.is_first:
-                if is_multinode:
-                    greeter = Greeter(reachable_host(self._slurm.interface, environ))
-                    greeter.answer(CANARY_TIMEOUT_S)
-                address = greeter.address if greeter else ""
-                self._start = starts.take_start(
-                    self._starts_dir, self._incarnation, self._node, address
-                )
-                self._ends_at = deadline.end_time(environ)
-                forget_hold(self._job_dir)
+            if position.is_first:
+                self._start = self._open_start(environ, nodes)
             else:
                 self._start = starts.await_start(
-                    self._starts_dir, self._incarnation, self._node, CANARY_TIMEOUT_S
+                    self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
+                if not position.local_rank:
+                    starts.report_node(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
-            return self._blame([Finding(str(error))])
+            return self._blame(self._node, [Finding(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return Outcome(0, reason="there is nothing left to do")
-        if self._position.local_rank:
+        if position.local_rank:
             return None  # another task of this node looks at it
-        first_address = "" if self._position.is_first else self._start.address
+        first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
-        return self._blame(probe_node(environ, self._job_dir, least_free_bytes, first_address))
+        findings = probe_node(environ, self._job_dir, least_free_bytes, first_address)
+        refusal = self._blame(self._node, findings)
+        if refusal is None and position.is_first and nodes > 1:
+            refusal = self._blame_absent(self._start, nodes_in(environ["SLURM_JOB_NODELIST"]))
+        return refusal
 
-    def _blame(self, findings: list[Finding]) -> Outcome | None:
+    def _open_start(self, environ: Mapping[str, str], nodes: int) -> starts.Start:
+        address = ""
+        if nodes > 1:
+            greeter = Greeter(reachable_host(self._slurm.interface, environ))
+            greeter.answer(self._slurm.join_timeout_s)
+            address = greeter.address
+        start = starts.take_start(self._starts_dir, self._incarnation, self._node, address)
+        self._ends_at = deadline.end_time(environ)
+        forget_hold(self._job_dir)
+        return start
+
+    def _blame_absent(self, start: starts.Start, nodes: list[str]) -> Outcome | None:
+        """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
+        timeout_s = self._slurm.join_timeout_s
+        absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
+        reason = f"no task of it has joined within {timeout_s:.0f} s: does it see {self._job_dir}?"
+        # With most of them away it is rather the first that is alone.
+        finding = Finding(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
+        for node in (nodes[place] for place in absent):
+            outcome = self._blame(node, [finding])
+            assert outcome is not None
+            self._absent.append(outcome)
+        return self._absent[0] if self._absent else None
+
+    def _blame(self, node: str, findings: list[Finding]) -> Outcome | None:
         if not findings:
             return None
         excluded = len(read_json_lines(Path(self._slurm.excluded_nodes)))
@@ -113,13 +134,13 @@ class SlurmTask:
             all(finding.is_fault_of_node for finding in findings) and excluded < MOST_EXCLUDED_NODES
         )
         reason = "; ".join(finding.reason for finding in findings)
-        self._events.record("node_failed_probe", node=self._node, reason=reason)
-        log.error("the node %s fails the probe: %s", self._node, reason)
+        self._events.record("node_failed_probe", node=node, reason=reason)
+        log.error("the node %s fails the probe: %s", node, reason)
         return Outcome(
             ClusterError.exit_code,
             "probe",
-            f"{self._node}: {reason}",
-            faulty_node=self._node if is_fault_of_node else "",
+            f"{node}: {reason}",
+            faulty_node=node if is_fault_of_node else "",
         )
 
     def surroundings(self) -> Mapping[str, str]:
@@ -241,7 +262,7 @@ class SlurmTask:
         return outcome
 
     def _speak_for_job(self, own: Outcome) -> Outcome:
-        outcomes = self._gather(own)
+        outcomes = [*self._gather(own), *self._absent]
         faulty = exclude_faulty(self._slurm, outcomes, self._job_id)
         fruitless = self._usefulness.close(outcomes)
         verdict = judge(outcomes, fruitless)

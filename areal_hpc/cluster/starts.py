@@ -75,6 +75,33 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
     )
 
 
+def report_node(folder: Path, start: Start, node_rank: int) -> None:
+    """Say that a node has joined this start, and sees what its first task wrote."""
+    _report_path(folder, start, node_rank).touch()
+
+
+def await_nodes(folder: Path, start: Start, nodes: int, timeout_s: float) -> list[int]:
+    """Wait for the reports of the other nodes. For the first task.
+
+    Returns:
+        Those that have not joined: places in the job's list of nodes.
+    """
+    absent = list(range(1, nodes))
+    give_up_at = time.monotonic() + timeout_s
+    while True:
+        absent = [one for one in absent if not _report_path(folder, start, one).exists()]
+        if not absent:
+            for one in range(1, nodes):
+                _report_path(folder, start, one).unlink()
+        if not absent or time.monotonic() >= give_up_at:
+            return absent
+        time.sleep(_POLL_S)
+
+
+def _report_path(folder: Path, start: Start, node_rank: int) -> Path:
+    return folder / f"{start.number:04d}.node{node_rank}"
+
+
 def is_superseded(folder: Path, start: Start) -> bool:
     """True once a later start of the job has begun. One look at one name."""
     return (folder / f"{start.number + 1:04d}").exists()

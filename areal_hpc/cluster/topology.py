@@ -166,3 +166,23 @@ def launched_position(environ: Mapping[str, str]) -> TaskPosition:
         node_rank=0,
         host=socket.gethostname(),
     )
+
+
+def nodes_in(nodelist: str) -> list[str]:
+    """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
+    parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
+    return [node for part in parts for node in _expanded(part)]
+
+
+def _expanded(part: str) -> list[str]:
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        return [part]
+    spans, _, after = rest.partition("]")
+    numbers: list[str] = []
+    for span in spans.split(","):
+        first, _, last = span.partition("-")
+        numbers += [
+            f"{number:0{len(first)}d}" for number in range(int(first), int(last or first) + 1)
+        ]
+    return [before + number + end for number in numbers for end in _expanded(after)]

@@ -70,3 +70,17 @@ def idle_once(config: dict[str, str]) -> None:
 def finish(config: dict[str, str]) -> None:
     """Do the work."""
     _note(config, f"done on {os.environ['SLURMD_NODENAME']}")
+
+
+def wait_to_go(config: dict[str, str]) -> None:
+    """Work until it is told that all is done; a stop before that is answered with a save."""
+
+    def save(number: int, frame: object) -> None:
+        _note(config, "saved")
+        raise SystemExit(143)
+
+    signal.signal(signal.SIGTERM, save)
+    _note(config, f"began {os.environ['AREAL_HPC_START']}")
+    while not Path(config["go"]).exists():
+        time.sleep(0.1)
+    _note(config, "done")

@@ -31,9 +31,11 @@ class OperatedRun:
     layout: RunLayout
 
     @classmethod
-    def make(cls, cluster: Devcluster, fileroot: Path, trial: str) -> "OperatedRun":
+    def make(
+        cls, cluster: Devcluster, fileroot: Path, trial: str, *overrides: str
+    ) -> "OperatedRun":
         names = [f"cluster.fileroot={fileroot}", f"trial_name={trial}", "cluster.stop_grace_s=6"]
-        recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", names)
+        recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [*names, *overrides])
         layout = RunLayout(recipe.run_dir.resolve())
         layout.log_dir(1).mkdir(parents=True)
         layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))

@@ -45,34 +45,37 @@ class SupervisedJob:
     def cancelled(self) -> Path:
         return self.root / "CANCELLED"
 
-    def submit(self, function: str, *options: str, tasks: int = 1, **launch: object) -> None:
-        """Write what the job needs, and submit it."""
-        self.job_dir.mkdir(parents=True)
-        script = self.job_dir / "job.sbatch"
+    def launch(self, function: str, tasks: int = 1, **slurm: object) -> Launch:
+        """What its supervisors are told, for a process that does a thing of `job_actors.py`."""
         progress = str(self.root / f"{self.name}.progress")
-        config = {"file": str(self._words_path), "progress": progress}
+        config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
         spec = ProcessSpec(
             "process", "agents", f"tests.slurm.job_actors:{function}", config, ends_job=True
         )
-        slurm = SlurmLaunch(
+        told = SlurmLaunch(
             submissions=str(self.submissions),
-            script=str(script),
+            script=str(self.script),
             excluded_nodes=str(self.excluded_nodes),
             cancelled=str(self.cancelled),
             margin_s=5.0,
             progress=progress,
             least_free_bytes=64 << 20,
         )
-        whole = Launch(
+        return Launch(
             job=JobSpec(self.name, "agents", [spec], tasks=tasks),
             job_dir=str(self.job_dir),
             log_dir=str(self.root / "logs"),
             events=str(self.root / "events.jsonl"),
             pythons={"agents": sys.executable},
             stop_grace_s=6.0,
-            slurm=msgspec.structs.replace(slurm, **launch),
+            slurm=msgspec.structs.replace(told, **slurm),
         )
-        (self.job_dir / "launch.json").write_bytes(msgspec.json.encode(whole))
+
+    def submit(self, function: str, *options: str, tasks: int = 1, **slurm: object) -> None:
+        """Write what the job needs, and submit it."""
+        self.job_dir.mkdir(parents=True)
+        launch = self.launch(function, tasks, **slurm)
+        (self.job_dir / "launch.json").write_bytes(msgspec.json.encode(launch))
         lines = [
             "#!/bin/bash",
             f"#SBATCH --job-name={self.name} --open-mode=append --chdir={CHECKOUT}",
@@ -82,9 +85,25 @@ class SupervisedJob:
             f"export PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1",
             f"srun {sys.executable} -c '{RUN_JOB}' {self.job_dir}/launch.json",
         ]
-        script.write_text("\n".join(lines) + "\n")
-        self.job_id = self.cluster.slurm("sbatch", "--parsable", str(script))
-        record_submission(self.submissions, Submission(self.name, self.job_id, 1, 0.0, str(script)))
+        self.script.write_text("\n".join(lines) + "\n")
+        self.is_submitted(self.cluster.slurm("sbatch", "--parsable", str(self.script)))
+
+    def is_submitted(self, job_id: str) -> None:
+        """Note the number that Slurm gave it."""
+        self.job_id = job_id
+        record_submission(self.submissions, Submission(self.name, job_id, 1, 0.0, str(self.script)))
+
+    def let_go(self) -> None:
+        """Have a process that waits for it end well."""
+        self._go_path.touch()
+
+    @property
+    def script(self) -> Path:
+        return self.job_dir / "job.sbatch"
+
+    @property
+    def _go_path(self) -> Path:
+        return self.root / f"{self.name}.go"
 
     @property
     def _words_path(self) -> Path:
@@ -103,10 +122,13 @@ class SupervisedJob:
         folder = self.job_dir / "starts"
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
+    def shown(self) -> str:
+        """All that Slurm says of it."""
+        return self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
+
     def restarts(self) -> int:
         """How often Slurm has requeued it."""
-        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id, "--oneliner")
-        return int(shown.split(" Restarts=")[1].split()[0])
+        return int(self.shown().split(" Restarts=")[1].split()[0])
 
     def outcome(self) -> Outcome:
         """The first task's last word."""

@@ -14,6 +14,8 @@ import pytest
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 from tests.slurm.operated import OperatedRun
 
+TASK_SETS = ("train_dataset", "valid_dataset")
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
@@ -153,7 +155,7 @@ def areal_hpc(cluster: Devcluster, *arguments: str, code: int = 0) -> str:
 def test_a_cancelled_run_is_submitted_again_from_its_directory(
     shared: Devcluster, tmp_path: Path
 ) -> None:
-    sizes = [f"{part}.kwargs.size=64" for part in ("train_dataset", "valid_dataset")]
+    sizes = [f"{part}.kwargs.size=64" for part in TASK_SETS]
     keys = ["cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M", *sizes]
     keys += [f"cluster.fileroot={tmp_path}", "warmup.dataset.kwargs.size=64"]
     areal_hpc(shared, "submit", "recipes/quickstart.yaml", *keys)
@@ -187,19 +189,49 @@ def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
     assert "Slurm refuses it" in refused
 
 
-def test_all_of_it_works_without_accounting(tmp_path: Path) -> None:
-    with devcluster(tmp_path / "state", "--nodes=1", "--no-accounting") as cluster:
-        run = OperatedRun.make(cluster, tmp_path, "one")
-        grown = run.submit("cell-0", "grows")
-        run.submit("trainer", "commits")
-        run.submit("cell-1", "commits", "--begin=now+1hour")
-        wait_for(lambda: cluster.job_state(grown) in {"FAILED", "OUT_OF_MEMORY"}, 60)
-        wait_for(lambda: "works" in run.log("trainer"), 60)
-        status = run.command("status")
-        assert "PENDING (BeginTime)" in status
-        assert "FAILED" in status or "OUT_OF_MEMORY" in status
-        assert "ran out of memory" in run.command("why")
-        assert "quickstart/one  running" in run.command("list")
-        run.command("cancel", "--now")
-        assert cluster.slurm("squeue", "-h") == ""
-        assert "quickstart/one  cancelled" in run.command("list")
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    """A cluster without accounting."""
+    place = tmp_path_factory.mktemp("bare") / "state"
+    with devcluster(place, "--nodes=1", "--no-accounting", "--grace-s=15") as found:
+        yield found
+
+
+def test_all_of_it_works_without_accounting(bare: Devcluster, tmp_path: Path) -> None:
+    run = OperatedRun.make(bare, tmp_path, "one")
+    grown = run.submit("cell-0", "grows")
+    run.submit("trainer", "commits")
+    run.submit("cell-1", "commits", "--begin=now+1hour")
+    wait_for(lambda: bare.job_state(grown) in {"FAILED", "OUT_OF_MEMORY"}, 60)
+    wait_for(lambda: "works" in run.log("trainer"), 60)
+    status = run.command("status")
+    assert "PENDING (BeginTime)" in status
+    assert "FAILED" in status or "OUT_OF_MEMORY" in status
+    assert "ran out of memory" in run.command("why")
+    assert "quickstart/one  running" in run.command("list")
+    run.command("cancel", "--now")
+    assert bare.slurm("squeue", "-h") == ""
+    assert "quickstart/one  cancelled" in run.command("list")
+
+
+def test_a_preempted_run_goes_on_and_is_resumed_without_accounting(
+    bare: Devcluster, tmp_path: Path
+) -> None:
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    run = OperatedRun.make(bare, tmp_path, "two", *sizes)
+    trainer = run.submit("trainer", "commits", "--partition=scavenger", "--requeue")
+    wait_for(lambda: "works" in run.log("trainer"), 60)
+    bare.submit("sleep 1", "--partition=priority", "--exclusive", "--mem=100")
+    wait_for(lambda: run.log("trainer").count("works") == 2, 90)
+    assert "committed" in run.log("trainer")
+    status = run.command("status")
+    assert f"trainer  {trainer}" in status
+    assert "restart 1" in status
+    assert "preempted by a job of higher priority" in run.command("why")
+    run.command("cancel")
+    said = run.command("resume", "cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
+    assert "job      warmup" in said
+    assert len(bare.slurm("squeue", "-h").splitlines()) == 3
+    assert "quickstart/two: waiting" in run.command("status")
+    run.command("cancel", "--now")
+    assert bare.slurm("squeue", "-h") == ""

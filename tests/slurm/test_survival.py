@@ -17,7 +17,7 @@ SAFE = ("--partition=priority", "--requeue")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=3", "--grace-s=15") as found:
+    with devcluster(place, "--nodes=4", "--grace-s=15") as found:
         yield found
         found.cancel_all()
 
@@ -28,7 +28,7 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     root = tmp_path_factory.mktemp("runs")
     names = (
         *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
-        *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle"),
+        *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle", "apart"),
     )
     jobs = {name: SupervisedJob(cluster, root / name, name) for name in names}
     jobs["lost"].submit("steady", *SAFE)
@@ -41,7 +41,8 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     cluster.slurm("srun", "-p", "priority", "-w", "n02", *mount)
     not_n01 = "--exclude=n01"
     # Before all others: of nodes that are as idle it gets the first.
-    jobs["bad_node"].submit("finish", *SAFE, not_n01, f"--export=ALL,SLURM_TMPDIR={scratch}")
+    others = "--exclude=n01,n04"
+    jobs["bad_node"].submit("finish", *SAFE, others, f"--export=ALL,SLURM_TMPDIR={scratch}")
     jobs["timed"].submit("slow_saver", *SAFE, "--time=1", "--nodelist=n03")
     jobs["crashing"].submit("crash", *SAFE, not_n01)
     jobs["refusing"].submit("refuse", *SAFE, not_n01)
@@ -51,6 +52,12 @@ def jobs(cluster: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> dict[
     jobs["finished"].submit("steady", *SAFE, not_n01, done_marker=str(marker))
     both = ("--nodes=2", "--nodelist=n02,n03", "--cpus-per-task=8")
     jobs["preempted"].submit("steady", "--partition=scavenger", "--requeue", *both, tasks=2)
+    unshared = jobs["apart"].root
+    unshared.mkdir()
+    hide = ("mount", "-t", "tmpfs", "tmpfs", str(unshared))
+    cluster.slurm("srun", "-p", "priority", "-w", "n04", *hide)
+    rest = ("--nodes=2", "--exclude=n01,n02")
+    jobs["apart"].submit("steady", *SAFE, *rest, tasks=2, join_timeout_s=8.0)
     jobs["idle"].submit("idle_once", *SAFE, not_n01)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
@@ -192,7 +199,20 @@ def test_a_bad_node_is_named_and_left(jobs: dict[str, SupervisedJob]) -> None:
     shown = job.cluster.slurm("scontrol", "show", "job", job.job_id, "--oneliner")
     excluded = shown.split(" ExcNodeList=")[1].split()[0]
     named = job.cluster.slurm("scontrol", "show", "hostnames", excluded).split()
-    assert sorted(named) == ["n01", "n02"], "what was asked for at first is kept"
+    assert sorted(named) == ["n01", "n02", "n04"], "what was asked for at first is kept"
+
+
+def test_a_node_without_the_shared_storage_is_named_by_the_others(
+    jobs: dict[str, SupervisedJob],
+) -> None:
+    job = jobs["apart"]
+    awaited(job, lambda: bool(job.excluded()), 60)
+    reason = f"n04: no task of it has joined within 8 s: does it see {job.job_dir}?"
+    assert job.excluded() == {"n04": reason}
+    awaited(job, lambda: job.restarts() == 1)
+    awaited(job, lambda: "ExcNodeList=n[01-02],n04 " in job.shown())
+    assert job.words == [], "nothing was begun without it"
+    job.cluster.slurm("scancel", job.job_id)
 
 
 def test_a_task_on_a_lost_node_gives_way_to_the_jobs_next_start(

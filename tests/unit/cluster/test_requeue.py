@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
-from areal_hpc.cluster.requeue import Usefulness, count_fruitless, depending_on, judge
+from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
 
 DONE, STOPPED, CRASHED = Outcome(0), Outcome(STOPPED_EXIT_CODE), Outcome(139, "trainer")
 LET_DOWN, MISTAKEN = Outcome(75, "ledger"), Outcome(78, "trainer")
@@ -53,17 +53,3 @@ def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
     assert start.close([CRASHED]) == 0
     assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
     assert Usefulness(tmp_path, "").close([CRASHED]) == 2
-
-
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ("afterok:12", "afterok:99"),
-        ("afterok:120,afterany:12", "afterok:120,afterany:12"),
-        ("afterok:7,afterok:12", "afterok:7,afterok:99"),
-        ("aftercorr:12_*", "afterok:99"),
-        ("(null)", "(null)"),
-    ],
-)
-def test_only_the_old_number_of_a_dependency_changes(before: str, after: str) -> None:
-    assert depending_on(before, {"12"}, "99") == after

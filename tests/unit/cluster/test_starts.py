@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster import deadline, starts
-from areal_hpc.cluster.scontrol import joined_nodes, read_job
+from areal_hpc.cluster.scontrol import joined_nodes, own_id, read_job
 from areal_hpc.errors import ClusterError
 
 
@@ -27,6 +27,16 @@ def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> N
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
         starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
+
+
+def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
+    start = starts.take_start(tmp_path, "7.0", "n01", "")
+    starts.report_node(tmp_path, start, 2)
+    assert starts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
+    starts.report_node(tmp_path, start, 1)
+    starts.report_node(tmp_path, start, 3)
+    assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
 def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
@@ -56,6 +66,12 @@ def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.Mo
     deadline.note_save(21.5)
     assert deadline.last_save_s(tmp_path) == 21.5
     assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(tmp_path)) == 43.5
+
+
+def test_a_member_of_an_array_never_means_the_whole_array() -> None:
+    member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
+    assert own_id(member) == "12_2"
+    assert own_id({"SLURM_JOB_ID": "12"}) == "12"
 
 
 def test_slurm_may_tell_a_job_its_end() -> None:

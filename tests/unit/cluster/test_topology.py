@@ -7,7 +7,12 @@ import socket
 import psutil
 import pytest
 
-from areal_hpc.cluster.topology import interface_of, reachable_host, restart_count
+from areal_hpc.cluster.topology import (
+    interface_of,
+    nodes_in,
+    reachable_host,
+    restart_count,
+)
 from areal_hpc.errors import RecipeError
 
 
@@ -39,3 +44,15 @@ def test_without_slurm_the_host_name_or_loopback_is_found() -> None:
 def test_the_first_start_of_a_job_has_no_restart_count() -> None:
     assert restart_count({}) == 0
     assert restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "nodes"),
+    [
+        ("n1", ["n1"]),
+        ("n[01-03,07],login", ["n01", "n02", "n03", "n07", "login"]),
+        ("rack[1-2]-n[08,10]", ["rack1-n08", "rack1-n10", "rack2-n08", "rack2-n10"]),
+    ],
+)
+def test_slurms_notation_of_nodes_is_read(nodelist: str, nodes: list[str]) -> None:
+    assert nodes_in(nodelist) == nodes

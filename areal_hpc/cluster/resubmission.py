@@ -1,0 +1,131 @@
+"""A job that submits itself again: under a new number, of which those that wait for it are told."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.cluster import scontrol
+from areal_hpc.cluster.commands import SlurmRefusedError
+from areal_hpc.cluster.jobspec import SlurmLaunch
+from areal_hpc.cluster.submissions import (
+    Submission,
+    newest_of_each,
+    read_submissions,
+    record_submission,
+)
+
+_AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class NewNumber:
+    """A job that had one number, or two, and has another."""
+
+    old_ids: tuple[str, ...]
+    """As Slurm and as the run know it: `12` and `12_3` if it was an array of itself alone."""
+    job_id: str
+
+
+def submit_again(slurm: SlurmLaunch, job: str, job_id: str, excluded: str) -> NewNumber:
+    """Submit the script of a job that runs, to start when this one has ended.
+
+    A member of an array becomes an array of itself alone, under its index: who waits for what
+    corresponds to it goes by that.
+
+    Args:
+        slurm: Of this job.
+        job: Its name within the run.
+        job_id: The number of this start (`scontrol.own_id`).
+        excluded: Slurm's notation of nodes that it must not get.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    submissions = Path(slurm.submissions)
+    before = newest_of_each(read_submissions(submissions)).get(job)
+    member = member_of(before.job_id) if before else ""
+    # What the script depends on has been met; but this job must be over.
+    options = [f"--dependency=afterany:{job_id}"]
+    if member:
+        options.append(f"--array={member}")
+    if excluded:
+        options.append(f"--exclude={excluded}")
+    new_id = scontrol.submit_script(Path(slurm.script), options)
+    if member:
+        new_id = f"{new_id}_{member}"
+    attempt = before.attempt if before else 1
+    record_submission(submissions, Submission(job, new_id, attempt, time.time(), slurm.script))
+    return NewNumber((job_id, before.job_id) if before else (job_id,), new_id)
+
+
+def tell_who_waits(number: NewNumber) -> None:
+    """Jobs that wait for the job's success would be cancelled at the end of its old number.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+    """
+    waiting = scontrol.waiting_jobs()
+    for old_id in number.old_ids:
+        array = old_id.partition("_")[0]
+        is_awaited_whole = any(f"afterok:{array}_*" in one for one in waiting.values())
+        others = _other_members(old_id) if is_awaited_whole else []
+        for waiting_id, dependency in waiting.items():
+            changed = depending_on(
+                dependency, old_id, number.job_id, waiting_id=waiting_id, others=others
+            )
+            if changed != dependency:
+                scontrol.wait_for(waiting_id, changed)
+
+
+def _other_members(job_id: str) -> list[str]:
+    """The other members of a job's array. One that Slurm has forgotten is over.
+
+    Raises:
+        SlurmMissingError, SlurmSilentError: As their names say.
+    """
+    try:
+        return [one for one in scontrol.members_of(job_id.partition("_")[0]) if one != job_id]
+    except SlurmRefusedError:
+        return []
+
+
+def member_of(job_id: str) -> str:
+    """The index of an array's member, `4` for `123_4`; empty for a job that is none."""
+    return job_id.partition("_")[2]
+
+
+def depending_on(
+    dependency: str,
+    old_id: str,
+    new_id: str,
+    *,
+    waiting_id: str = "",
+    others: Sequence[str] = (),
+) -> str:
+    """A dependency in sbatch's words, with a job's new number in the place of an old one. Pure.
+
+    Args:
+        dependency: What a job waits for.
+        old_id: `12`, or `12_3` for a member of an array.
+        new_id: What takes its place.
+        waiting_id: The job that waits. A member of an array that waits for what corresponds to it
+            (`aftercorr`) waits for the member of its own index alone.
+        others: The array's other members, for those that wait for all of it.
+    """
+    array, _, member = old_id.partition("_")
+    names_it = (None, "*", member) if member else (None,)
+
+    def renamed(found: re.Match[str]) -> str:
+        kind, number, index = found.groups()
+        if number != array or index not in names_it:
+            return found[0]
+        if kind == "aftercorr":
+            return f"afterok:{new_id}" if member_of(waiting_id) == member else found[0]
+        awaited = [*others, new_id] if index == "*" else [new_id]
+        return ",".join(f"afterok:{one}" for one in awaited)
+
+    return _AFTER_SUCCESS.sub(renamed, dependency)

@@ -1,0 +1,87 @@
+"""Three learning rates as one array, each a run of its own with the real trainer and SGLang."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.submissions import read_submissions
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines
+from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
+
+RATES = ("1e-4", "4e-4", "1.6e-3")
+STEPS = 3
+CUT_DOWN = (
+    "train_dataset.kwargs.size=64",
+    "valid_dataset.kwargs.size=8",
+    "warmup.dataset.kwargs.size=640",
+    "warmup.total_steps=20",
+    "warmup.batch_size=16",
+    "warmup.commit_every_steps=20",
+    "evaluation.every_steps=0",
+    "evaluation.tasks=8",
+    "inference.cells=1",
+    "rollout.n_samples=4",
+    "rollout.max_concurrent_rollouts=16",
+    f"trainer.total_steps={STEPS}",
+    "trainer.batch_size=4",
+    "trainer.parallel.dp=1",
+)
+ONE_AFTER_ANOTHER = (
+    "cluster.slurm.exclusive=true",
+    "cluster.slurm.jobs.cell.nodelist=n01",
+    "cluster.slurm.jobs.trainer.nodelist=n02",
+)
+"""This machine has room for one SGLang: members wait for their nodes."""
+
+
+def areal_hpc(cluster: Devcluster, *arguments: str) -> str:
+    asked = subprocess.run(
+        (sys.executable, "-m", "areal_hpc", *arguments),
+        cwd=CHECKOUT,
+        env={**cluster.environ, "PYTHONPATH": os.environ.get("PYTHONPATH", "")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    return asked.stdout
+
+
+@pytest.mark.timeout(2400)
+def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_path: Path) -> None:
+    fileroot = tmp_path / "runs"
+    runs = [RunLayout(fileroot / "quickstart" / f"slurm-lr-{rate}") for rate in RATES]
+    with devcluster(tmp_path / "cluster", "--nodes=2", "--within-s=100") as cluster:
+        areal_hpc(
+            cluster,
+            *("submit", "recipes/quickstart_slurm.yaml", f"cluster.fileroot={fileroot}"),
+            *(*CUT_DOWN, *ONE_AFTER_ANOTHER),
+            *("--array", f"trainer.optimizer.lr={','.join(RATES)}"),
+        )
+        numbers = [
+            [one.job_id.split("_") for one in read_submissions(run.submissions)] for run in runs
+        ]
+        assert {tuple(array for array, _ in ids) for ids in numbers} == {
+            tuple(array for array, _ in numbers[0])
+        }, "one array for each job"
+        wait_for(lambda: all(run.finished.exists() for run in runs), 2000)
+        wait_for(lambda: cluster.slurm("squeue", "-h") == "", 120)
+        table = [line.split() for line in areal_hpc(cluster, "list", str(fileroot)).splitlines()]
+        for run in runs:
+            audit = areal_hpc(cluster, "audit", str(run.root)).splitlines()[-1]
+            assert audit == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
+    last = {run.root.name: read_json_lines(run.metrics)[-1] for run in runs}
+    assert table[0] == ["run", "state", "step", "reward", "held-out", "lr"]
+    assert sorted(table[1:]) == sorted(
+        [
+            *(f"quickstart/{name}", "finished", f"{STEPS}/{STEPS}"),
+            *(f"{row['reward/mean']:.3f}", f"{row['eval/reward']:.3f}"),
+            str(float(name.removeprefix("slurm-lr-"))),
+        ]
+        for name, row in last.items()
+    )

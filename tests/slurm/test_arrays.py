@@ -1,0 +1,133 @@
+"""Members of job arrays that must submit themselves again, and those that wait for them."""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
+from areal_hpc.cluster.site import SlurmConfig
+from areal_hpc.cluster.submit import submit_array
+from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
+from tests.slurm.supervised_jobs import SupervisedJob
+
+RESTART_S = 60.0
+SITE = SlurmConfig(
+    partition="priority",
+    mem="400M",
+    cpus_per_task=1,
+    time_min=30,
+    requeue=False,
+    setup=(f"export OMP_NUM_THREADS=1 PYTHONPATH={CHECKOUT}",),
+)
+"""Of a cluster that starts no job again under its number."""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
+    place = tmp_path_factory.mktemp("cluster") / "state"
+    with devcluster(place, "--nodes=2", "--no-accounting", "--grace-s=15") as found:
+        yield found
+        found.cancel_all()
+
+
+def request(job: SupervisedJob, root: Path, site: SlurmConfig, *, is_array: bool) -> JobRequest:
+    place = RunPlace(
+        name=root.name,
+        run_dir=root,
+        jobs_dir=root / "jobs",
+        pythons={"agents": sys.executable},
+        working_folder=CHECKOUT,
+        is_array=is_array,
+    )
+    return request_all([job.launch("wait_to_go").job], site, place)[0]
+
+
+def submit_together(
+    jobs: list[SupervisedJob], place: Path, after: str = "", site: SlurmConfig = SITE
+) -> str:
+    """Submit the same job of several runs as one array; its number."""
+    array = request(jobs[0], place, site, is_array=True)
+    alone = [request(job, job.root, site, is_array=False) for job in jobs]
+    launches = [job.launch("wait_to_go") for job in jobs]
+    ids = submit_array(array.depending_on(after) if after else array, alone, launches)
+    for job, job_id in zip(jobs, ids, strict=True):
+        job.is_submitted(job_id)
+    return ids[0].partition("_")[0]
+
+
+def awaited(job: SupervisedJob, condition: Callable[[], bool], within_s: float = RESTART_S) -> None:
+    try:
+        wait_for(condition, within_s)
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{job.explain()}") from None
+
+
+def await_words(job: SupervisedJob, *words: str) -> None:
+    awaited(job, lambda: job.words == list(words))
+
+
+def dependency(job: SupervisedJob) -> str:
+    """What it waits for, without how far that is."""
+    listed = job.cluster.slurm("squeue", "-h", "--array", "-j", job.newest_id(), "-o", "%E")
+    return listed.replace("(unfulfilled)", "")
+
+
+@pytest.mark.timeout(300)
+def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wait_are_told(
+    cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
+    first = [SupervisedJob(cluster, tmp_path / name, "warmup") for name in "abc"]
+    second = [SupervisedJob(cluster, tmp_path / name, "trainer") for name in "abc"]
+    array = submit_together(first, tmp_path / "sweep")
+    submit_together(second, tmp_path / "sweep", f"aftercorr:{array}")
+    last = cluster.submit("true", f"--dependency=afterok:{array}", "-p", "priority")
+    # The last one: Slurm gives it the array's own number.
+    member, numbers, words = first[2], [f"{array}_2"], ["began 1"]
+    for job in first:
+        await_words(job, "began 1")
+    for start in (2, 3):
+        cluster.slurm("scancel", "--signal=TERM", member.newest_id())
+        words += ["saved", f"began {start}"]
+        await_words(member, *words)
+        numbers.append(member.newest_id())
+        alone, _, index = numbers[-1].partition("_")
+        assert index == "2"
+        assert (
+            cluster.slurm("squeue", "-h", "--array", "-t", "all", "-j", alone, "-o", "%i")
+            == (numbers[-1])
+        )
+        assert dependency(second[2]) == f"afterok:{numbers[-1]}"
+    assert len(set(numbers)) == 3
+    assert [first[0].words, first[1].words] == [["began 1"], ["began 1"]], "they were left alone"
+    assert dependency(second[0]).startswith(f"aftercorr:{array}_*")
+    awaited_by_last = cluster.slurm("squeue", "-h", "-j", last, "-o", "%E")
+    assert all(f"afterok:{one}" in awaited_by_last for one in (f"{array}_0", numbers[-1]))
+    for job in (*first, *second):
+        job.let_go()
+    for job in second:
+        await_words(job, "began 1", "done")
+    awaited(member, lambda: cluster.job_state(last) == "COMPLETED")
+    assert member.words == [*words, "done"]
+
+
+@pytest.mark.timeout(200)
+def test_a_member_that_slurm_requeues_leaves_those_that_are_done_alone(
+    cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
+    done, last = (SupervisedJob(cluster, tmp_path / name, "trainer") for name in "ab")
+    array = submit_together(
+        [done, last], tmp_path / "sweep", site=SITE.model_copy(update={"requeue": True})
+    )
+    done.let_go()
+    awaited(done, lambda: cluster.job_state(f"{array}_0") == "COMPLETED")
+    await_words(last, "began 1")
+    cluster.slurm("scancel", "--signal=TERM", f"{array}_1")
+    await_words(last, "began 1", "saved", "began 2")
+    assert last.newest_id() == f"{array}_1", "under its number"
+    last.let_go()
+    awaited(last, lambda: cluster.job_state(f"{array}_1") == "COMPLETED")
+    assert done.words == ["began 1", "done"]
