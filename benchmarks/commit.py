@@ -29,8 +29,8 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 import torch
-from areal_hpc.trainer.durable import sync_path, sync_tree
 
+from areal_hpc.durable import sync_path, sync_tree
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits import sharded
