@@ -55,7 +55,7 @@ class Texts:
         self._sources = [file.read_text(errors="ignore") for file in files]
         self.tokenizer = _train(self._sources)
         self._ids = self.tokenizer.encode("".join(self._sources), add_special_tokens=False).ids
-        self.eos = self.tokenizer.token_to_id("<|im_end|>")
+        self.eos: int = self.tokenizer.token_to_id("<|im_end|>")  # type: ignore[assignment]  # it is there
 
     def write_model_dir(self, folder: Path, context_tokens: int) -> Path:
         """What a proxy reads of a model."""
@@ -103,7 +103,7 @@ def _train(sources: list[str]) -> Tokenizer:
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=VOCABULARY,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

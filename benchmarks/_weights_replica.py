@@ -231,7 +231,7 @@ def measure(replica: Replica, rounds: int) -> Mapping[str, Sequence[Update]]:
     streams = Streams(replica.warm_up())
     updates: dict[str, list[Update]] = {name: [] for name in TRANSPORTS}
     for number in range(rounds):
-        for transport in TRANSPORTS if number % 2 else reversed(TRANSPORTS):
+        for transport in TRANSPORTS if number % 2 else reversed([*TRANSPORTS]):
             updates[transport].append(replica.update(transport, streams))
     streams.stop()
     return updates

@@ -79,7 +79,7 @@ class Side:
 
     def mean(self, metric: str) -> float:
         """Of the measured steps."""
-        return statistics.mean(row.get(metric, 0.0) for row in self._measured)
+        return float(statistics.mean(row.get(metric, 0.0) for row in self._measured))
 
     @property
     def episode_s(self) -> float:
@@ -93,7 +93,7 @@ class Side:
     @property
     def tokens_an_episode(self) -> float:
         """Trained, on average."""
-        return self.tokens / sum(row["episodes"] for row in self._measured)
+        return float(self.tokens / sum(row["episodes"] for row in self._measured))
 
     @property
     def tool_share(self) -> float:

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -94,10 +95,10 @@ def measure(
     for number in range(rounds + 1):
         state = TrainerState(step=number, epoch=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
-        copy_s = seconds_of(lambda s=state: store.begin(trainee.policy, trainee.optimizer, s))
+        copy_s = seconds_of(partial(store.begin, trainee.policy, trainee.optimizer, state))
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish)
-        in_process_s = seconds_of(lambda n=number: commit_in_process(trainee, alone, n))
+        in_process_s = seconds_of(partial(commit_in_process, trainee, alone, number))
         commit = store.latest()
         assert commit is not None
         state_bytes = sum(path.stat().st_size for path in commit.path.iterdir())

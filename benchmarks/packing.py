@@ -242,7 +242,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     trajectories = make_trajectories(arguments.trajectories, SHORTEST_TOKENS)
     lengths = [trajectory.num_tokens for trajectory in trajectories]
     print(f"{len(lengths)} trajectories, {sum(lengths)} tokens, longest {max(lengths)}")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:
         ours, padded = Ours(trajectories, Path(folder)), Padded(trajectories)
         check_same_advantages(ours.rows(), padded.scores["advantages"])

@@ -155,7 +155,7 @@ class Bench:
 
     def median(self, side: type[Side], size: str, concurrency: int, what: str = "cpu_us") -> float:
         samples = self.samples[side.name, size, concurrency]
-        return statistics.median(getattr(sample, what) for sample in samples)
+        return float(statistics.median(getattr(sample, what) for sample in samples))
 
     def added_ms(self, size: str, concurrency: int, what: str) -> float:
         """Median over rounds of what our proxy adds to the upstream's own latency."""
@@ -164,7 +164,7 @@ class Bench:
             self.samples[Direct.name, size, concurrency],
             strict=True,
         )
-        return statistics.median(getattr(a, what) - getattr(b, what) for a, b in pairs)
+        return float(statistics.median(getattr(a, what) - getattr(b, what) for a, b in pairs))
 
     def litellm_ratio(self, side: type[Side], size: str) -> float:
         pairs = zip(

@@ -42,7 +42,7 @@ OURS, OURS_HALF, THEIRS = "packed step", "packed step, half scored", "Hugging Fa
 def lognormal_lengths(generator: np.random.Generator, rows: int, mean: int) -> list[int]:
     """Lengths with the given mean before they are cut at eight times it."""
     lengths = generator.lognormal(math.log(mean) - SIGMA**2 / 2, SIGMA, rows)
-    return lengths.clip(SHORTEST, 8 * mean).astype(int).tolist()
+    return [int(length) for length in lengths.clip(SHORTEST, 8 * mean)]
 
 
 def gemm_flops_per_s(shapes: Sequence[tuple[int, int]], tokens: int) -> float:

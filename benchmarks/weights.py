@@ -124,7 +124,12 @@ class Sender:
 
     def bare(self) -> None:
         """Buffers that are there already, one after the other."""
-        self._order("bare", lambda: [self._send(flat) for flat in self._ready])
+
+        def send() -> None:
+            for flat in self._ready:
+                dist.broadcast(flat, src=0, group=self._raw)
+
+        self._order("bare", send)
 
     def codec(self) -> None:
         """Gather, pack and send, as a publisher does."""
@@ -141,9 +146,6 @@ class Sender:
         self._peer.stdin.flush()
         send()
         dist.broadcast(self._done, src=1, group=self._raw)  # the receiver has all of it
-
-    def _send(self, flat: torch.Tensor) -> None:
-        dist.broadcast(flat, src=0, group=self._raw)
 
     @property
     def _raw(self) -> dist.ProcessGroup:

@@ -111,7 +111,7 @@ def measure(bench: Bench, rows: int, length: int, pairs: int) -> dict[str, float
         "padded": [bench.batch(lengths, 1.0) for lengths in uneven],
         "padded_third_scored": [bench.batch(lengths, 1 / 3) for lengths in uneven],
     }
-    figures = {}
+    figures: dict[str, float] = {}
     for kind, batches in kinds.items():
         found = bench.compare(batches)
         print(
