@@ -14,23 +14,36 @@ from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import Upstream
 
 
+class _Sampling(msgspec.Struct, frozen=True):
+    """How long the reply may be."""
+
+    max_new_tokens: int | None = None
+
+
 class _Request(msgspec.Struct):
-    """What must be known of a request that is passed on as it is."""
+    """What must be known of a request that is passed on."""
 
     input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
     rid: Annotated[str, msgspec.Meta(min_length=1)]
     stream: bool = False
+    sampling_params: _Sampling = _Sampling()
 
 
 class GenerateRelay:
     """Passes requests of sessions on to the replica that each session sticks to."""
 
     def __init__(
-        self, router: Router, upstream: Upstream, vocab_size: int, timeout_s: float
+        self,
+        router: Router,
+        upstream: Upstream,
+        vocab_size: int,
+        context_tokens: int,
+        timeout_s: float,
     ) -> None:
         self._router = router
         self._upstream = upstream
         self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
         self._timeout_s = timeout_s
 
     async def generate(self, session: Session, body: bytes) -> bytes:
@@ -50,6 +63,7 @@ class GenerateRelay:
         if not request.input_ids or max(request.input_ids) >= self._vocab_size:
             message = f"expected ids below {self._vocab_size}, and one at least"
             raise RequestRefused(400, message, key="input_ids")
+        body = self._fitted(request, body)
         give_up_at = time.monotonic() + self._timeout_s
         replica = await self._router.pick(session.session_id, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
@@ -64,3 +78,18 @@ class GenerateRelay:
             session.in_flight -= 1
             session.touch()
             self._router.ended(replica)
+
+    def _fitted(self, request: _Request, body: bytes) -> bytes:
+        """The body, its reply bounded by what the context has left: SGLang would refuse more.
+
+        A client in a driver knows its tokenizer, and not how long a context the replicas have.
+        """
+        room = self._context_tokens - len(request.input_ids)
+        if room < 1:
+            message = f"the prompt leaves no room in the context of {self._context_tokens} tokens"
+            raise RequestRefused(400, message, key="input_ids")
+        if (request.sampling_params.max_new_tokens or 0) <= room:
+            return body
+        fields = msgspec.json.decode(body)
+        fields["sampling_params"]["max_new_tokens"] = room
+        return msgspec.json.encode(fields)

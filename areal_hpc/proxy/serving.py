@@ -77,7 +77,11 @@ class ProxyService:
             caller=ModelCaller(model, self._router, self._upstream, recorder, limits, parsers),
             control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
             relay=GenerateRelay(
-                self._router, self._upstream, model.encoder.vocab_size, limits.request_timeout_s
+                self._router,
+                self._upstream,
+                model.encoder.vocab_size,
+                model.context_tokens,
+                limits.request_timeout_s,
             ),
         )
 

@@ -103,6 +103,7 @@ def test_a_workflow_is_not_run_elsewhere_than_in_the_driver(stage: Stage) -> Non
     [
         ({"input_ids": [10**6]}, "input_ids"),
         ({"input_ids": []}, "input_ids"),
+        ({"input_ids": [5] * 2048}, "input_ids"),
         ({"stream": True}, "stream"),
     ],
 )
@@ -113,6 +114,16 @@ def test_ids_that_would_kill_the_engine_never_reach_it(
     body = {"input_ids": [5], "rid": "r", "sampling_params": {}, **more}
     answer = stage.post("/generate", body, key)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_reply_may_be_as_long_as_the_context_has_room(stage: Stage) -> None:
+    _, key = stage.open_session()
+    for asked, given in ((4096, 2048 - 3), (7, 7)):
+        body = {"input_ids": [5, 6, 7], "rid": f"{asked}"}
+        sampling = {"max_new_tokens": asked, "top_k": 3}
+        stage.post("/generate", {**body, "sampling_params": sampling}, key)
+        reached = stage.sglang.requests[-1]["sampling_params"]
+        assert reached == {"max_new_tokens": given, "top_k": 3}
 
 
 def test_an_interaction_needs_the_one_it_extends(stage: Stage) -> None:
