@@ -86,7 +86,10 @@ class GenerateRelay:
         """
         room = self._context_tokens - len(request.input_ids)
         if room < 1:
-            message = f"the prompt leaves no room in the context of {self._context_tokens} tokens"
+            message = (
+                f"the prompt's {len(request.input_ids)} tokens leave no room in the model's "
+                f"context of {self._context_tokens} tokens"
+            )
             raise RequestRefused(400, message, key="input_ids")
         if (request.sampling_params.max_new_tokens or 0) <= room:
             return body
