@@ -228,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="areal-hpc bench weights", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--gib", type=float, default=1.0, help="size of the model")
-    parser.add_argument("--bucket-mib", type=float, help="default: that of weights.bucket_bytes")
+    parser.add_argument("--bucket-mib", type=float, default=WeightsConfig().bucket_bytes / 2**20)
     parser.add_argument("--pairs", type=int, default=9, help="codec and bare transfers that count")
     parser.add_argument("--updates", type=int, default=5, help="by each transport; 0: no SGLang")
     parser.add_argument("--dir", type=Path, help="folder in the place of shared storage")
@@ -236,9 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
 
     torch.set_num_threads(1)
-    given_bytes = int(arguments.bucket_mib * 2**20) if arguments.bucket_mib else None
     backend = "nccl" if torch.cuda.device_count() > 1 else "gloo"
-    bucket_bytes = WeightsConfig(bucket_bytes=given_bytes).bucket_bytes_over(backend)
+    bucket_bytes = int(arguments.bucket_mib * 2**20)
     with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
         run_dir = Path(folder)
         weights = make_weights(run_dir, arguments.gib)

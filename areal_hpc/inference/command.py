@@ -17,6 +17,9 @@ UNSET_VERSION = "unset"
 CPU_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
 
+KEPT_BUFFER_BYTES = 128 * 2**20
+"""More than a bucket of the default size."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ports:
@@ -133,6 +136,10 @@ def _cpu_environment(tp: int) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         # Compiled functions need a real Triton.
         "TORCHDYNAMO_DISABLE": "1",
+        # SGLang asks for new memory for each bucket of new weights. What malloc keeps of the last
+        # one (mallopt(3)) need not be faulted in page by page again.
+        "MALLOC_MMAP_THRESHOLD_": str(KEPT_BUFFER_BYTES),
+        "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_BUFFER_BYTES),
     }
     if tp > 1:
         # SGLang wants one NUMA node per rank unless the cores are named.

@@ -16,8 +16,8 @@ class WeightsConfig(StageConfig):
     """`disk` writes the weights into the run directory, from where replicas load them."""
     delta: bool = False
     """From disk: write changed values alone; each cell keeps a whole copy on its node."""
-    bucket_bytes: Annotated[int, Field(ge=4096)] | None = None
-    """Size of the buckets in which parameters travel; null: 16 MiB over gloo, otherwise 64 MiB."""
+    bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 2**20
+    """Size of the buckets in which parameters travel, and of the files when they go by disk."""
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
     """Replicas that share one process group, and so one failure."""
     pause_mode: Literal["retract", "in_place"] = "retract"
@@ -31,17 +31,6 @@ class WeightsConfig(StageConfig):
     """Deadline of each wait in an update: the slowest bucket (from disk: all), all checksums."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
-
-    def bucket_bytes_over(self, backend: str) -> int:
-        """The size of a bucket.
-
-        Over gloo copies are the limit, and they are faster while a bucket stays in the core's
-        cache. Everywhere else it is the call to the server, or the file, that each bucket needs.
-        """
-        if self.bucket_bytes is not None:
-            return self.bucket_bytes
-        in_cache = backend == "gloo" and self.transport == "broadcast"
-        return (16 if in_cache else 64) * 2**20
 
     @model_validator(mode="after")
     def _delta_needs_disk(self) -> Self:

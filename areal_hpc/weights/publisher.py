@@ -41,7 +41,7 @@ class Publisher:
         device: torch.device,
         weights_dir: Path,
     ) -> None:
-        self._bucket_bytes = config.bucket_bytes_over(backend)
+        self._bucket_bytes = config.bucket_bytes
         self._census = Census(rendezvous_dir, cells, admin_key)
         self._transport: Transport[Any] = (
             Disk(config, admin_key, device, weights_dir)

@@ -48,6 +48,8 @@ def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
         "SGLANG_USE_CPU_ENGINE": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
+        "MALLOC_MMAP_THRESHOLD_": "134217728",
+        "MALLOC_TRIM_THRESHOLD_": "536870912",
     }
 
 
