@@ -62,8 +62,8 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
     handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
     assert handed == ("handed_over_for_evaluation.agent", {})
     folder = RunLayout(tmp_path / "e" / "t").workflow_dir
-    assert unpacked(str(folder / "handed_over_for_evaluation.py")).said == 2.0
-    assert unpacked(str(folder / "handed_over.py")).said == 1.0
+    assert vars(unpacked(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
+    assert vars(unpacked(str(folder / "handed_over.py")))["said"] == 1.0
 
 
 def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:

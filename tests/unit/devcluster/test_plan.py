@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,8 +83,9 @@ def test_the_same_plan_is_made_from_what_is_kept() -> None:
     ("key", "value"), [("nodes", 0), ("nodes", 201), ("gpus_per_node", 0), ("grace_s", -1)]
 )
 def test_a_setting_out_of_range_is_refused_by_name(key: str, value: int) -> None:
+    setting: dict[str, Any] = {key: value}
     with pytest.raises(RecipeError, match=f"--{key.replace('_', '-')}"):
-        Settings(**{key: value})
+        Settings(**setting)
 
 
 def test_a_directory_too_deep_for_sockets_is_refused() -> None:

@@ -7,7 +7,7 @@ from areal_hpc.session.tree import InteractionTree
 from tests.unit.session.model_stub import say, user
 
 
-def test_an_interaction_journaled_without_its_times_is_read():
+def test_an_interaction_journaled_without_its_times_is_read() -> None:
     interaction = say(InteractionTree(), [user("a")], "one")
     record = msgspec.msgpack.decode(encode_event(InteractionAdded("s", interaction)))
     for field in ("asked_at", "answered_at"):

@@ -1,6 +1,8 @@
 """A request that repeats its history is read as if it had been read wholly."""
 
 import json
+from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -8,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.proxy.known_messages import KnownMessages
+from areal_hpc.session.template import Message
 
+Encode = Callable[[object], str]
 contents = st.text(max_size=8) | st.sampled_from(['"messages":[', "]", "\\", "},{"])
 messages = st.fixed_dictionaries({"role": st.sampled_from(["user", "tool"]), "content": contents})
 encoders = st.sampled_from(
@@ -20,14 +24,16 @@ encoders = st.sampled_from(
 )
 
 
-def body_of(encode, listed, model_first, extra):
+def body_of(
+    encode: Encode, listed: list[Message], model_first: bool, extra: dict[str, Any]
+) -> bytes:
     parts = {"model": "m", "messages": listed, **extra}
     if not model_first:
         parts = {"messages": parts.pop("messages"), **parts}
     return encode(parts).encode()
 
 
-def read(known: KnownMessages, body: bytes):
+def read(known: KnownMessages, body: bytes) -> tuple[dict[str, Any], int]:
     """As a dialect does."""
     cut, before = known.cut(body)
     request = json.loads(cut)
@@ -46,8 +52,13 @@ def read(known: KnownMessages, body: bytes):
     other=messages,
 )
 def test_what_is_cut_and_known_is_the_whole(
-    conversation, lengths, encode, model_first, extra, other
-):
+    conversation: list[Message],
+    lengths: list[int],
+    encode: Encode,
+    model_first: bool,
+    extra: dict[str, Any],
+    other: Message,
+) -> None:
     known = KnownMessages()
     for number, length in enumerate(lengths):
         listed = conversation[:length]
@@ -58,7 +69,7 @@ def test_what_is_cut_and_known_is_the_whole(
 
 
 @pytest.mark.parametrize("encode", [json.dumps, lambda value: msgspec.json.encode(value).decode()])
-def test_a_longer_history_is_known_up_to_where_it_grew(encode):
+def test_a_longer_history_is_known_up_to_where_it_grew(encode: Encode) -> None:
     known = KnownMessages()
     listed = [{"role": "user", "content": "hi"}]
     for expected in (0, 1, 3):
@@ -67,7 +78,7 @@ def test_a_longer_history_is_known_up_to_where_it_grew(encode):
         listed = [*listed, {"role": "assistant", "content": "so"}, {"role": "user", "content": "?"}]
 
 
-def test_two_lists_of_messages_are_never_put_together():
+def test_two_lists_of_messages_are_never_put_together() -> None:
     known = KnownMessages()
     first = b'{"messages":[{"role":"user","content":"a"}]}'
     read(known, first)

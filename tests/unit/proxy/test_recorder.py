@@ -172,13 +172,13 @@ RecorderMachine.TestCase.settings = settings(max_examples=30, stateful_step_coun
 test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
 
 
-def test_events_survive_the_journal_as_they_are():
+def test_events_survive_the_journal_as_they_are() -> None:
     interaction = say(InteractionTree(), [user("a")], "b")
     event = InteractionAdded("s", interaction)
     assert decode_event(encode_event(event)) == event
 
 
-def test_a_key_is_found_by_its_digest_alone():
+def test_a_key_is_found_by_its_digest_alone() -> None:
     book = SessionBook()
     key = new_key()
     book.apply(SessionOpened("s", key_digest(key), StartSessionRequest("t")))
@@ -191,7 +191,7 @@ def test_a_key_is_found_by_its_digest_alone():
     ("ref", "ended", "dropped"),
     [(TicketRef(1, 0), True, False), (None, True, True), (None, False, False)],
 )
-def test_only_what_nobody_needs_is_idle(ref, ended, dropped):
+def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, dropped: bool) -> None:
     book = SessionBook()
     book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref, disposable=not ref)))
     session = book.sessions["s"]
@@ -204,7 +204,7 @@ def test_only_what_nobody_needs_is_idle(ref, ended, dropped):
     assert book.idle_sessions(3600.0) == []
 
 
-def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played():
+def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
     """They may be tried again and again until a replica serves."""
     book = SessionBook()
     for name, ticket_id in (("good", 1), ("tried", 1), ("other", 2)):

@@ -63,8 +63,8 @@ def test_countdown_is_judged_exactly() -> None:
 
 
 def test_fractions_on_the_way_are_exact() -> None:
-    task = {"target": 24, "numbers": [3, 3, 8, 8]}
-    assert countdown_reward("", "<answer>8/(3-8/3)</answer>", [], [], **task) == 1.0
+    answer = "<answer>8/(3-8/3)</answer>"
+    assert countdown_reward("", answer, [], [], target=24, numbers=[3, 3, 8, 8]) == 1.0
 
 
 @pytest.mark.parametrize(

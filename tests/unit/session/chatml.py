@@ -30,7 +30,7 @@ def byte_level_tokenizer() -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=340,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=SPECIAL_TOKENS,

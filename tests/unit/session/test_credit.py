@@ -1,13 +1,15 @@
 """Credit passes back from what followed to what led to it, and never between siblings."""
 
 import math
+from collections.abc import Collection, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.session.credit import assign_credit, retry_orphans
+from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
 from areal_hpc.session.rewards import RewardRefused
+from areal_hpc.session.template import Message
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.trajectory import LARGEST_REWARD
 from tests.unit.session.model_stub import assistant, say, user
@@ -16,7 +18,12 @@ discounts = st.floats(0, 1)
 rewards = st.one_of(st.none(), st.floats(-10, 10))
 
 
-def totals(tree, turn_discount=0.5, rule="tree", left_out=()):
+def totals(
+    tree: InteractionTree,
+    turn_discount: float = 0.5,
+    rule: CreditRule = "tree",
+    left_out: Collection[str] = (),
+) -> list[float | None]:
     return [
         earnings.total
         for _, earnings in sorted(
@@ -26,8 +33,9 @@ def totals(tree, turn_discount=0.5, rule="tree", left_out=()):
     ]
 
 
-def one_conversation(given):
-    tree, messages = InteractionTree(), []
+def one_conversation(given: Sequence[float | None]) -> InteractionTree:
+    tree = InteractionTree()
+    messages: list[Message] = []
     for number, reward in enumerate(given):
         messages.append(user(str(number)))
         say(tree, messages, "x", during=(number, number + 0.5)).reward = reward
@@ -35,7 +43,7 @@ def one_conversation(given):
     return tree
 
 
-def conversations_in_turn(given):
+def conversations_in_turn(given: Sequence[float | None]) -> InteractionTree:
     tree = InteractionTree()
     for number, reward in enumerate(given):
         say(tree, [user(f"agent {number}")], "x", during=(number, number + 0.5)).reward = reward
@@ -44,7 +52,9 @@ def conversations_in_turn(given):
 
 @settings(deadline=None)
 @given(st.lists(rewards, max_size=5), st.floats(-10, 10), discounts)
-def test_all_rules_agree_on_turns_that_follow_one_another(earlier, last, discount):
+def test_all_rules_agree_on_turns_that_follow_one_another(
+    earlier: list[float | None], last: float, discount: float
+) -> None:
     given_rewards = [*earlier, last]
     expected = [last]
     for reward in reversed(earlier):
@@ -57,7 +67,7 @@ def test_all_rules_agree_on_turns_that_follow_one_another(earlier, last, discoun
     assert totals(hand_overs, discount, "arrival") == pytest.approx(expected)
 
 
-def test_several_children_pass_on_their_mean():
+def test_several_children_pass_on_their_mean() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     history = [user("a"), assistant("one")]
@@ -67,7 +77,7 @@ def test_several_children_pass_on_their_mean():
     assert totals(tree, rule="arrival") == [0.5, 1.0, 0.0]
 
 
-def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent():
+def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     history = [user("a"), assistant("one")]
@@ -76,7 +86,7 @@ def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent():
     assert totals(tree) == [0.5, None, 1.0]
 
 
-def test_conversations_side_by_side_keep_their_rewards_to_themselves():
+def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
     tree = InteractionTree()
     left, right = [user("left")], [user("right")]
     say(tree, left, "l1", during=(0, 1))
@@ -87,7 +97,7 @@ def test_conversations_side_by_side_keep_their_rewards_to_themselves():
     assert totals(tree, rule="arrival") == [0.125, 0.25, 0.5, -1.0]
 
 
-def test_a_sibling_that_waited_its_turn_is_still_a_sibling():
+def test_a_sibling_that_waited_its_turn_is_still_a_sibling() -> None:
     tree = InteractionTree()
     say(tree, [user("long")], "x", during=(0, 9))
     say(tree, [user("short")], "x", during=(0, 3))
@@ -95,7 +105,7 @@ def test_a_sibling_that_waited_its_turn_is_still_a_sibling():
     assert totals(tree) == [None, None, 1.0]
 
 
-def test_who_divides_the_work_and_who_joins_it_share_the_reward():
+def test_who_divides_the_work_and_who_joins_it_share_the_reward() -> None:
     tree = InteractionTree()
     say(tree, [user("divide")], "x", during=(0, 1))
     say(tree, [user("search a")], "x", during=(1, 4))
@@ -104,7 +114,7 @@ def test_who_divides_the_work_and_who_joins_it_share_the_reward():
     assert totals(tree) == [0.25, 0.5, 0.5, 1.0]
 
 
-def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch():
+def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     history = [user("a"), assistant("one")]
@@ -114,14 +124,14 @@ def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch
     assert totals(tree) == [0.25, None, 0.5, 1.0]
 
 
-def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_zero():
+def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_zero() -> None:
     tree = one_conversation([1.0, None])
     assert totals(tree) == [1.0, None]
     assert totals(tree, rule="arrival") == [1.0, 0.0]
     assert totals(InteractionTree()) == []
 
 
-def test_interactions_without_times_follow_one_another_as_they_were_completed():
+def test_interactions_without_times_follow_one_another_as_they_were_completed() -> None:
     tree = InteractionTree()
     for text in ("a", "b", "c"):
         say(tree, [user(text)], "x")
@@ -129,24 +139,24 @@ def test_interactions_without_times_follow_one_another_as_they_were_completed():
     assert totals(tree) == [0.25, 0.5, 1.0]
 
 
-def test_earnings_stay_within_what_a_shard_can_hold():
+def test_earnings_stay_within_what_a_shard_can_hold() -> None:
     assert totals(one_conversation([LARGEST_REWARD, LARGEST_REWARD]), 1.0)[0] == LARGEST_REWARD
 
 
 @pytest.mark.parametrize("discount", [math.nan, math.inf])
-def test_a_discount_is_finite(discount):
+def test_a_discount_is_finite(discount: float) -> None:
     with pytest.raises(RewardRefused, match="finite"):
         assign_credit(InteractionTree(), discount)
 
 
-def test_a_reply_whose_request_was_sent_again_is_an_orphan():
+def test_a_reply_whose_request_was_sent_again_is_an_orphan() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3))
     assert retry_orphans(tree) == {lost.interaction_id}
 
 
-def test_replies_that_were_extended_or_rewarded_are_no_orphans():
+def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
@@ -155,14 +165,14 @@ def test_replies_that_were_extended_or_rewarded_are_no_orphans():
     assert retry_orphans(tree) == frozenset()
 
 
-def test_replies_sampled_side_by_side_are_no_orphans():
+def test_replies_sampled_side_by_side_are_no_orphans() -> None:
     tree = InteractionTree()
     for text in ("one", "two"):
         say(tree, [user("a")], text, during=(0, 1))
     assert retry_orphans(tree) == frozenset()
 
 
-def test_an_orphan_left_out_shares_nothing():
+def test_an_orphan_left_out_shares_nothing() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "lost", during=(0, 1))
     say(tree, [user("a")], "kept", during=(2, 3)).reward = 1.0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.session.export import EpisodeKey, ExportRule, export_rows, plan_rows
+from areal_hpc.session.export import EpisodeKey, ExportRule, ExportStyle, export_rows, plan_rows
 from areal_hpc.session.rewards import (
     RewardRefused,
     check_reward,
@@ -13,14 +13,16 @@ from areal_hpc.session.rewards import (
     rewarded_interaction,
     set_rewards,
 )
-from areal_hpc.session.tree import InteractionTree, ids_of
+from areal_hpc.session.template import Message
+from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
 from tests.unit.session.model_stub import assistant, prompt_ids, say, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
 
 
-def chain(tree, *replies):
-    messages, said = [], []
+def chain(tree: InteractionTree, *replies: str) -> list[Interaction]:
+    messages: list[Message] = []
+    said: list[Interaction] = []
     for number, reply in enumerate(replies):
         messages.append(user(str(number)))
         said.append(say(tree, messages, reply, version=number))
@@ -28,7 +30,7 @@ def chain(tree, *replies):
     return said
 
 
-def test_a_conversation_is_one_row_with_every_reply_trained():
+def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     said[-1].reward = 0.5
@@ -44,7 +46,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained():
     assert row.meta["interaction_ids"] == [one.interaction_id for one in said]
 
 
-def test_a_shared_reply_is_trained_in_one_row_only():
+def test_a_shared_reply_is_trained_in_one_row_only() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
     history = [user("a"), assistant("one")]
@@ -59,7 +61,7 @@ def test_a_shared_reply_is_trained_in_one_row_only():
     assert [row.row for row in (left, right)] == [0, 1]
 
 
-def test_conversations_that_follow_one_another_share_the_reward():
+def test_conversations_that_follow_one_another_share_the_reward() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", during=(0, 1)).reward = 0.25
     say(tree, [user("b")], "two", during=(1, 2))
@@ -71,7 +73,7 @@ def test_conversations_that_follow_one_another_share_the_reward():
         assert [row.reward for row in rows] == [0.4375, 0.375, 0.75]
 
 
-def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it():
+def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it() -> None:
     tree = InteractionTree()
     first, _, third = chain(tree, "one", "two", "three")
     first.reward, third.reward = -0.25, 1.0
@@ -79,7 +81,7 @@ def test_a_row_of_a_whole_conversation_has_all_rewards_given_along_it():
     assert row.reward == 0.75
 
 
-def test_a_row_of_a_single_turn_has_its_discounted_share():
+def test_a_row_of_a_single_turn_has_its_discounted_share() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     said[-1].reward = 1.0
@@ -91,7 +93,7 @@ def test_a_row_of_a_single_turn_has_its_discounted_share():
         assert row.input_ids_T.tolist()[: one.prompt_tokens] == prompt_ids(tree, one)
 
 
-def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained():
+def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
     history = [user("a"), assistant("one")]
@@ -107,12 +109,13 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained():
     assert {left.interaction_id} in trained
 
 
-def test_retry_orphans_are_dropped_unless_they_are_wanted():
+def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "lost", during=(0, 1))
     say(tree, [user("a")], "kept", during=(2, 3))
     say(tree, [user("a"), assistant("kept"), user("b")], "x", during=(3, 4)).reward = 1.0
-    for style, kept in (("concat", 1), ("individual", 2)):
+    expected: dict[ExportStyle, int] = {"concat": 1, "individual": 2}
+    for style, kept in expected.items():
         assert len(plan_rows(tree, ExportRule(style))) == kept
         plans = plan_rows(tree, ExportRule(style, drop_retry_orphans=False))
         assert len(plans) == kept + 1
@@ -124,9 +127,11 @@ def test_retry_orphans_are_dropped_unless_they_are_wanted():
     st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0])), min_size=1, max_size=7),
     st.sampled_from(["concat", "individual"]),
 )
-def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(forks, style):
+def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
+    forks: list[tuple[int, float]], style: ExportStyle
+) -> None:
     tree = InteractionTree()
-    histories = [[]]
+    histories: list[list[Message]] = [[]]
     for number, (origin, temperature) in enumerate(forks):
         messages = [*histories[origin % len(histories)], user(f"q{number}")]
         reply = f"r{number}"
@@ -140,7 +145,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(forks, st
         assert (row.versions_T[row.loss_mask_T == 0] == -1).all()
 
 
-def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own():
+def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     tree = InteractionTree()
     warm = say(tree, [user("a")], "one", temperature=1.0)
     history = [user("a"), assistant("one"), user("b")]
@@ -154,24 +159,25 @@ def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own():
     assert [row.reward for row in (first, second)] == [1.0, 1.0]
 
 
-def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled():
+def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", temperature=0.0).reward = 1.0
     assert [row.temperature for row in export_rows(tree, KEY)] == [1.0]
 
 
-def test_a_session_without_reward_is_refused():
+def test_a_session_without_reward_is_refused() -> None:
     tree = InteractionTree()
     chain(tree, "one")
     with pytest.raises(ValueError, match="without any reward"):
         export_rows(tree, KEY)
 
 
-def test_an_empty_session_has_no_rows():
-    assert plan_rows(InteractionTree()) == export_rows(InteractionTree(), KEY) == []
+def test_an_empty_session_has_no_rows() -> None:
+    assert plan_rows(InteractionTree()) == []
+    assert export_rows(InteractionTree(), KEY) == []
 
 
-def test_the_last_completed_interaction_is_rewarded_by_default():
+def test_the_last_completed_interaction_is_rewarded_by_default() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two")
     assert rewarded_interaction(tree, None) is said[-1]
@@ -185,18 +191,18 @@ def test_the_last_completed_interaction_is_rewarded_by_default():
 @pytest.mark.parametrize(
     "reward", [float("nan"), float("inf"), 1e39, 10**400, None, "1", 1j, np.ones(2)]
 )
-def test_rewards_are_finite_numbers(reward):
+def test_rewards_are_finite_numbers(reward: object) -> None:
     with pytest.raises(RewardRefused, match="finite"):
         check_reward(reward)
 
 
 @pytest.mark.parametrize("reward", [1.0, 1, True, np.float32(1), np.int8(1), np.bool_(1)])
-def test_every_kind_of_number_is_a_reward(reward):
+def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert check_reward(reward) == 1.0
     assert type(check_reward(reward)) is float
 
 
-def test_rewards_by_id_are_all_set_or_none():
+def test_rewards_by_id_are_all_set_or_none() -> None:
     tree = InteractionTree()
     first, second = chain(tree, "one", "two")
     set_rewards(tree, {first.interaction_id: 1, second.interaction_id: 0.5})
@@ -210,7 +216,7 @@ def test_rewards_by_id_are_all_set_or_none():
     assert [one.reward for one in tree] == [1.0, 0.5]
 
 
-def test_the_final_reward_is_the_last_one_given():
+def test_the_final_reward_is_the_last_one_given() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     assert final_reward(tree) is None

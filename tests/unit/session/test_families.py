@@ -112,7 +112,8 @@ def speak(
 
 def converse(family: Family, conversation: list[tuple[str, Reply]]) -> InteractionTree:
     """Play it; every prompt must begin with all that the model read and said before."""
-    tree, messages = InteractionTree(), []
+    tree = InteractionTree()
+    messages: list[Message] = []
     read: list[int] = []
     for question, reply in conversation:
         asks_back = bool(messages) and "tool_calls" in messages[-1]

@@ -9,7 +9,7 @@ from areal_hpc.session.normalise import (
 )
 
 
-def call(arguments):
+def call(arguments: str) -> object:
     return normalise_chat_message(
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     )["tool_calls"][0]["function"]["arguments"]
@@ -29,19 +29,21 @@ def call(arguments):
         ('{"x": 1', '{"x": 1'),
     ],
 )
-def test_arguments_are_values_unless_no_journal_could_hold_them(arguments, value):
+def test_arguments_are_values_unless_no_journal_could_hold_them(
+    arguments: str, value: object
+) -> None:
     assert call(arguments) == value
     msgspec.msgpack.encode(call(arguments))
 
 
-def test_a_developer_is_the_system():
+def test_a_developer_is_the_system() -> None:
     assert normalise_chat_message({"role": "developer", "content": "a"}) == {
         "role": "system",
         "content": "a",
     }
 
 
-def test_a_billing_line_is_taken_away_and_nothing_else():
+def test_a_billing_line_is_taken_away_and_nothing_else() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;\n"
     assert without_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."
     assert without_volatile_lines(line.strip()) == ""

@@ -33,7 +33,14 @@ def encoder_of(*, leads: bool) -> TokenEncoder:
     return TokenEncoder(tokenizer)
 
 
-def complete(tree, encoder, prompt, reply, *, closed=False):
+def complete(
+    tree: InteractionTree,
+    encoder: TokenEncoder,
+    prompt: str | list[int],
+    reply: str,
+    *,
+    closed: bool = False,
+) -> tuple[Interaction, list[int]]:
     """Answer a plain prompt; the model says every letter as a token of its own."""
     if isinstance(prompt, str):
         turn = open_text_turn(tree, prompt, encoder)
@@ -66,8 +73,11 @@ def complete(tree, encoder, prompt, reply, *, closed=False):
 @pytest.mark.parametrize("leads", [False, True])
 @SLOW
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts.filter(bool)), min_size=1, max_size=4))
-def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(leads, turns):
-    encoder, tree, prompt, read = encoder_of(leads=leads), InteractionTree(), "", []
+def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(
+    leads: bool, turns: list[tuple[str, str]]
+) -> None:
+    encoder, tree, prompt = encoder_of(leads=leads), InteractionTree(), ""
+    read: list[int] = []
     for question, reply in turns:
         prompt += question
         interaction, output = complete(tree, encoder, prompt, reply)
@@ -81,8 +91,9 @@ def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(leads, turns):
 
 @SLOW
 @given(turns=st.lists(st.tuples(texts.filter(bool), texts), min_size=1, max_size=4))
-def test_ids_that_go_on_have_their_parent(turns):
-    encoder, tree, prompt = encoder_of(leads=False), InteractionTree(), []
+def test_ids_that_go_on_have_their_parent(turns: list[tuple[str, str]]) -> None:
+    encoder, tree = encoder_of(leads=False), InteractionTree()
+    prompt: list[int] = []
     for question, reply in turns:
         prompt += encoder.encode(question)
         interaction, output = complete(tree, encoder, prompt, reply, closed=True)
@@ -91,7 +102,7 @@ def test_ids_that_go_on_have_their_parent(turns):
     assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
 
 
-def test_the_longest_history_is_continued():
+def test_the_longest_history_is_continued() -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()
     complete(tree, encoder, "a", "b")
     longer, _ = complete(tree, encoder, "ab c", "d")
@@ -101,7 +112,7 @@ def test_the_longest_history_is_continued():
     assert open_text_turn(tree, "x", encoder).parent is None
 
 
-def test_a_conversation_goes_on_as_its_text():
+def test_a_conversation_goes_on_as_its_text() -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()
     first = say(tree, [user("hi")], "hello")
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\nSystem:"
@@ -109,7 +120,7 @@ def test_a_conversation_goes_on_as_its_text():
     assert (turn.parent, turn.text) == (first, "\nSystem:")
 
 
-def test_the_audit_shows_where_a_plain_prompt_was_split_by_the_model():
+def test_the_audit_shows_where_a_plain_prompt_was_split_by_the_model() -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()
     complete(tree, encoder, "What is 3 + 4?", "hello")
     last, _ = complete(tree, encoder, "What is 3 + 4?hello and", "x")

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.session.template import ChatTemplate
+from areal_hpc.session.template import ChatTemplate, Message
 from areal_hpc.session.tree import InteractionTree, ids_of
 from tests.unit.session.chatml import CHATML
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
@@ -15,13 +15,16 @@ texts = st.text(
 ).filter(lambda text: "<|" not in text)
 
 
-def rendered_ids(messages):
+def rendered_ids(messages: list[Message]) -> list[int]:
     return ENCODER.encode(TEMPLATE.render(messages))
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=5))
-def test_splicing_canonical_replies_equals_the_full_rendering(turns):
-    tree, messages = InteractionTree(), []
+def test_splicing_canonical_replies_equals_the_full_rendering(
+    turns: list[tuple[str, str]],
+) -> None:
+    tree = InteractionTree()
+    messages: list[Message] = []
     for question, reply in turns:
         messages.append(user(question))
         interaction = say(tree, messages, reply)
@@ -30,8 +33,12 @@ def test_splicing_canonical_replies_equals_the_full_rendering(turns):
 
 
 @given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=2, max_size=5))
-def test_the_models_own_tokens_stay_verbatim_however_it_split_them(turns):
-    tree, messages, read = InteractionTree(), [], []
+def test_the_models_own_tokens_stay_verbatim_however_it_split_them(
+    turns: list[tuple[str, str, bool]],
+) -> None:
+    tree = InteractionTree()
+    messages: list[Message] = []
+    read: list[int] = []
     for question, reply, closed in turns:
         messages.append(user(question))
         letters = [i for letter in reply for i in ENCODER.encode(letter)]
@@ -45,12 +52,14 @@ def test_the_models_own_tokens_stay_verbatim_however_it_split_them(turns):
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
-def test_the_json_of_a_sequence_is_its_ids(turns):
-    tree, messages = InteractionTree(), []
+def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None:
+    tree = InteractionTree()
+    messages: list[Message] = []
     for question, reply in turns:
         messages.append(user(question))
-        last = say(tree, messages, reply)
+        say(tree, messages, reply)
         messages.append(assistant(reply))
+    last = tree.last
     sequence = prompt_ids(tree, last) + ids_of(last.output_ids).tolist()
     assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"") + b"]") == sequence
     assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"7,8") + b"]") == [*sequence, 7, 8]
@@ -58,7 +67,7 @@ def test_the_json_of_a_sequence_is_its_ids(turns):
     assert len(sequence) == last.sequence_tokens
 
 
-def test_a_reply_cut_by_length_is_closed_by_the_template():
+def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", closed=False)
     second = say(tree, [user("a"), assistant("hello"), user("b")], "x")
@@ -67,7 +76,7 @@ def test_a_reply_cut_by_length_is_closed_by_the_template():
     assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
 
 
-def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string():
+def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "3 + 4", ids=ENCODER.encode("3 + 4 STOP"), closed=False)
     second = say(tree, [user("a"), assistant("3 + 4"), user("b")], "x")
@@ -77,7 +86,7 @@ def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string():
     assert second.parent_id == first.interaction_id
 
 
-def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor():
+def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
     say(tree, [user("a"), assistant("one"), user("b")], "two ")
@@ -87,21 +96,21 @@ def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor():
     assert prompt_ids(tree, third) == rendered_ids(history)
 
 
-def test_the_same_request_again_shares_the_parent():
+def test_the_same_request_again_shares_the_parent() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "one")
     again = [user("a"), assistant("one"), user("b")]
     assert {say(tree, again, reply).parent_id for reply in ("x", "y")} == {first.interaction_id}
 
 
-def test_unrelated_conversations_are_roots():
+def test_unrelated_conversations_are_roots() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one")
     assert say(tree, [user("b")], "two").splice == "root"
     assert say(tree, [user("a"), user("one")], "two").splice == "root"
 
 
-def test_other_tools_make_another_prompt():
+def test_other_tools_make_another_prompt() -> None:
     tree = InteractionTree()
     tools = [{"type": "function", "function": {"name": "add"}}]
     say(tree, [user("a")], "one")
@@ -110,7 +119,7 @@ def test_other_tools_make_another_prompt():
     assert say(tree, history, "two").splice == "spliced"
 
 
-def test_a_template_that_hides_replies_is_tokenised_again_and_counted():
+def test_a_template_that_hides_replies_is_tokenised_again_and_counted() -> None:
     hiding = ChatTemplate(CHATML.replace("message.content", "'?'"))
     tree = InteractionTree()
     say(tree, [user("a")], "one", template=hiding)
@@ -118,7 +127,7 @@ def test_a_template_that_hides_replies_is_tokenised_again_and_counted():
     assert (second.splice, second.parent_id) == ("retokenised", None)
 
 
-def test_a_template_that_drops_earlier_reasoning_still_splices():
+def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
     forgetful = ChatTemplate(
         CHATML.replace("message.content +", "message.content.split('</think>')[-1] | trim +")
     )
@@ -131,7 +140,7 @@ def test_a_template_that_drops_earlier_reasoning_still_splices():
     assert prompt_ids(tree, second)[: len(sequence)] == sequence
 
 
-def test_user_text_that_looks_like_the_mark_costs_only_the_splice():
+def test_user_text_that_looks_like_the_mark_costs_only_the_splice() -> None:
     from areal_hpc.session.tails import REPLY_MARK
 
     tree = InteractionTree()

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.session.tails import is_local, text_after_reply
-from areal_hpc.session.template import ChatTemplate, TemplateRefusal
+from areal_hpc.session.tails import Tools, Variables, is_local, text_after_reply
+from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
 from tests.unit.session.chatml import CHATML
 from tests.unit.session.families import FAMILIES
 
@@ -42,7 +42,13 @@ def odd_template(name: str) -> ChatTemplate:
     return ChatTemplate("{%- set ns = namespace(used=false) %}" + ODD[name])
 
 
-def wholly(template, messages, reply_index, tools, variables):
+def wholly(
+    template: ChatTemplate,
+    messages: list[Message],
+    reply_index: int,
+    tools: Tools,
+    variables: Variables,
+) -> str | None:
     """What the template writes after the reply, by the definition."""
     mark = "the mark"
     marked = [*messages]
@@ -54,7 +60,7 @@ def wholly(template, messages, reply_index, tools, variables):
     return text.partition(mark)[2]
 
 
-def message(role, content):
+def message(role: str, content: str) -> Message:
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
     called = {"tool_calls": [call]} if content == "call" and role == "assistant" else {}
     return {"role": role, "content": content, **called}
@@ -86,7 +92,12 @@ TEMPLATES = {
     tools=st.sampled_from([None, [TOOL]]),
     variables=st.sampled_from([None, {"enable_thinking": False}, {"style": "terse"}]),
 )
-def test_a_short_history_stands_for_a_long_one(name, conversation, tools, variables):
+def test_a_short_history_stands_for_a_long_one(
+    name: str,
+    conversation: tuple[list[Message], list[Message]],
+    tools: Tools,
+    variables: Variables,
+) -> None:
     template = TEMPLATES[name]
     assert is_local(template)
     history, later = conversation
@@ -97,7 +108,7 @@ def test_a_short_history_stands_for_a_long_one(name, conversation, tools, variab
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_a_template_that_looks_back_is_found_out_and_rendered_wholly(name):
+def test_a_template_that_looks_back_is_found_out_and_rendered_wholly(name: str) -> None:
     template = odd_template(name)
     assert not is_local(template)
     places = ["system", "user", "assistant", "tool", "assistant", "user", "assistant", "user"]

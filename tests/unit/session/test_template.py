@@ -1,6 +1,7 @@
 """Chat templates render as Hugging Face renders them, and fail with a name."""
 
 import json
+from pathlib import Path
 
 import pytest
 from jinja2.exceptions import SecurityError
@@ -8,49 +9,49 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import ChatTemplate, TemplateRefusal, TokenEncoder
+from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal, TokenEncoder
 from tests.unit.session.chatml import write_model_dir
 
 MESSAGES = [{"role": "user", "content": "<é>"}]
 
 
-def test_json_keeps_letters_and_angle_brackets():
+def test_json_keeps_letters_and_angle_brackets() -> None:
     assert ChatTemplate("{{ messages[0] | tojson }}").render(MESSAGES) == json.dumps(
         MESSAGES[0], ensure_ascii=False
     )
 
 
-def test_special_tokens_and_variables_have_names():
+def test_special_tokens_and_variables_have_names() -> None:
     template = ChatTemplate("{{ bos_token }}{{ mood }}", {"bos_token": "<s>"})
     assert template.render(MESSAGES, variables={"mood": "calm"}) == "<s>calm"
 
 
-def test_blocks_are_trimmed_and_loops_can_break():
+def test_blocks_are_trimmed_and_loops_can_break() -> None:
     source = (
         "{% for m in [1, 2] %}\n  {% if m == 2 %}{% break %}{% endif %}\n{{ m }}\n{% endfor %}\n"
     )
     assert ChatTemplate(source).render(MESSAGES) == "1\n"
 
 
-def test_generation_marks_render_their_content():
+def test_generation_marks_render_their_content() -> None:
     assert ChatTemplate("a{% generation %}b{% endgeneration %}c").render(MESSAGES) == "abc"
 
 
 @pytest.mark.parametrize(
     "source", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"]
 )
-def test_a_template_that_raises_refuses_the_messages(source):
+def test_a_template_that_raises_refuses_the_messages(source: str) -> None:
     with pytest.raises(TemplateRefusal):
         ChatTemplate(source).render(MESSAGES)
 
 
-def test_a_template_cannot_reach_the_interpreter():
+def test_a_template_cannot_reach_the_interpreter() -> None:
     with pytest.raises(TemplateRefusal):
         ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").render(MESSAGES)
 
 
 @pytest.mark.parametrize("name", ["role", "items", "get", "__class__", "__mro__", "missing"])
-def test_a_message_has_the_attributes_that_jinja_gives_it(name):
+def test_a_message_has_the_attributes_that_jinja_gives_it(name: str) -> None:
     message = {"role": "user", "items": 1, "__class__": 2, "__mro__": 3}
     told = f"{{{{ message.{name} }}}}|{{{{ message.{name} is defined }}}}"
     expected = ImmutableSandboxedEnvironment().from_string(told)
@@ -65,25 +66,25 @@ def test_a_message_has_the_attributes_that_jinja_gives_it(name):
         assert again.partition(" at 0x")[0] == rendered.partition(" at 0x")[0]
 
 
-def test_a_broken_template_is_the_users_to_mend():
+def test_a_broken_template_is_the_users_to_mend() -> None:
     with pytest.raises(RecipeError, match="does not parse"):
         ChatTemplate("{% for %}")
 
 
-def test_the_template_file_wins_over_the_tokenizer_configuration(tmp_path):
+def test_the_template_file_wins_over_the_tokenizer_configuration(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
     assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES).startswith("<|im_start|>user")
     (tmp_path / "chat_template.jinja").write_text("from the file {{ eos_token }}")
     assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "from the file <|im_end|>"
 
 
-def test_named_templates_mean_the_default(tmp_path):
+def test_named_templates_mean_the_default(tmp_path: Path) -> None:
     entry = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
     assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "d"
 
 
-def test_a_model_without_template_or_tokenizer_is_refused(tmp_path):
+def test_a_model_without_template_or_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no chat template"):
         ChatTemplate.from_model_dir(tmp_path)
     with pytest.raises(RecipeError, match=r"no tokenizer\.json"):
@@ -93,7 +94,7 @@ def test_a_model_without_template_or_tokenizer_is_refused(tmp_path):
         TokenEncoder.from_model_dir(tmp_path)
 
 
-def test_the_vocabulary_is_the_models(tmp_path):
+def test_the_vocabulary_is_the_models(tmp_path: Path) -> None:
     encoder = TokenEncoder.from_model_dir(write_model_dir(tmp_path, vocab_size=600))
     assert encoder.vocab_size == 600
     assert encoder.decode(encoder.encode("<|im_start|>héllo")) == "<|im_start|>héllo"
@@ -123,12 +124,12 @@ def test_the_vocabulary_is_the_models(tmp_path):
         ),
     ],
 )
-def test_what_sdks_change_makes_no_difference(one, other):
+def test_what_sdks_change_makes_no_difference(one: Message, other: Message) -> None:
     same = [normalise_chat_message({"role": "assistant", **message}) for message in (one, other)]
     assert same[0] == same[1]
 
 
-def test_a_malformed_tool_call_stays_text():
+def test_a_malformed_tool_call_stays_text() -> None:
     call = {"function": {"name": "f", "arguments": '{"x":'}}
     message = normalise_chat_message({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == '{"x":'

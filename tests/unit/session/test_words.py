@@ -1,5 +1,6 @@
 """Encoding word by word gives what the tokenizer gives, or is not offered."""
 
+from collections.abc import Callable
 from functools import cache
 
 import pytest
@@ -28,8 +29,8 @@ SPLITS = {"qwen": QWEN, "llama3": QWEN.replace(r"\p{N}|", r"\p{N}{1,3}|"), "o200
 MARKS = ("<|im_start|>", "<|im_end|>", "<think>", "<thin")
 
 
-def byte_level(**options):
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, **options)
+def byte_level(*, use_regex: bool = True) -> pre_tokenizers.ByteLevel:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
 
 
 @cache
@@ -41,7 +42,7 @@ def tokenizer(name: str) -> Tokenizer:
         made.normalizer = normalizers.NFC()
         split = pre_tokenizers.Split(Regex(SPLITS[name]), "isolated")
         made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])
-    trainer = trainers.BpeTrainer(
+    trainer = trainers.BpeTrainer(  # type: ignore[no-untyped-call]
         vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     made.train_from_iterator([QWEN, O200K, *TRAINING_TEXT * 5], trainer)
@@ -72,19 +73,20 @@ ascii_texts = st.lists(
 @pytest.mark.parametrize("name", ["gpt2", *SPLITS])
 @settings(max_examples=60, deadline=None)
 @given(text=ascii_texts)
-def test_words_give_the_ids_of_the_tokenizer(name, text):
+def test_words_give_the_ids_of_the_tokenizer(name: str, text: str) -> None:
     assert encoders(name)[1].encode(text) == expected(name, text)
 
 
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=40))
-def test_every_text_has_the_ids_of_the_tokenizer(text):
+def test_every_text_has_the_ids_of_the_tokenizer(text: str) -> None:
     assert encoders("qwen")[0].encode(text) == expected("qwen", text)
 
 
 @pytest.mark.parametrize("name", ["gpt2", *SPLITS])
-def test_words_that_are_tokens_are_known_from_the_start(name):
+def test_words_that_are_tokens_are_known_from_the_start(name: str) -> None:
     by_words = WordEncoder.of(tokenizer(name))
+    assert by_words is not None
     known = {word: list(ids) for word, ids in by_words.items()}
     assert known == {word: expected(name, word) for word in known}
     vocabulary = tokenizer(name).get_vocab(with_added_tokens=False)
@@ -93,8 +95,9 @@ def test_words_that_are_tokens_are_known_from_the_start(name):
     assert words_of_letters <= by_words.keys()
 
 
-def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch):
+def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     by_words = WordEncoder.of(tokenizer("qwen"))
+    assert by_words is not None
     by_words.clear()
     monkeypatch.setattr(words, "MOST_WORDS", 10)
     texts = [f"word{letter} more{letter}" for letter in "abcdefghij"] + ["x" * 1000]
@@ -146,7 +149,7 @@ def by_spaces(made: Tokenizer) -> None:
         by_spaces,
     ],
 )
-def test_other_tokenizers_are_left_to_themselves(change):
+def test_other_tokenizers_are_left_to_themselves(change: Callable[[Tokenizer], None]) -> None:
     made = Tokenizer.from_str(tokenizer("qwen").to_str())
     change(made)
     assert WordEncoder.of(made) is None
@@ -154,7 +157,7 @@ def test_other_tokenizers_are_left_to_themselves(change):
     assert TokenEncoder(made).encode(text) == made.encode(text, add_special_tokens=False).ids
 
 
-def test_a_pattern_that_leaves_gaps_is_noticed():
+def test_a_pattern_that_leaves_gaps_is_noticed() -> None:
     made = Tokenizer.from_str(tokenizer("qwen").to_str())
     split = pre_tokenizers.Split(Regex(r"\p{L}+"), "isolated")
     made.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level(use_regex=False)])

@@ -2,6 +2,7 @@
 
 import dataclasses
 import string
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -44,10 +45,6 @@ def fields(row: Trajectory) -> dict[str, object]:
     }
 
 
-def arrays(values: list[object], dtype: str) -> npt.NDArray[np.generic]:
-    return np.array(values, dtype)
-
-
 _JSON = st.recursive(
     st.none()
     | st.booleans()
@@ -64,8 +61,8 @@ _FLOAT32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 def trajectories(draw: st.DrawFn) -> Trajectory:
     length = draw(st.integers(0, 40))
 
-    def tokens(values: st.SearchStrategy[object], dtype: str) -> npt.NDArray[np.generic]:
-        return arrays(draw(st.lists(values, min_size=length, max_size=length)), dtype)
+    def tokens(values: st.SearchStrategy[object], dtype: str) -> npt.NDArray[Any]:
+        return np.array(draw(st.lists(values, min_size=length, max_size=length)), dtype)
 
     return Trajectory(
         ticket_id=draw(st.integers(0, 2**62)),

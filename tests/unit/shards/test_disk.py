@@ -5,13 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.shards.disk import write_whole
+from areal_hpc.shards.disk import Buffer, write_whole
 
 
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
     path = tmp_path / "file"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
-    buffers = [b"ab", np.array([], "<i4"), np.array([1, 2], "<i4"), memoryview(b"c")]
+    buffers: list[Buffer] = [
+        b"ab",
+        np.array([], "<i4"),
+        np.array([1, 2], "<i4"),
+        memoryview(b"c"),
+    ]
     assert write_whole(descriptor, buffers) == 11
     assert write_whole(descriptor, [b"X"] * 3000, offset=20) == 3000
     os.close(descriptor)
@@ -24,7 +29,7 @@ def test_a_write_that_the_kernel_shortens_goes_on_where_it_stopped() -> None:
     most_bytes = 0x7FFFF000
     content = np.zeros(most_bytes + 12345, np.uint8)
     descriptor = os.open("/dev/null", os.O_WRONLY)
-    assert os.writev(descriptor, [content]) == most_bytes
+    assert os.writev(descriptor, [content.data]) == most_bytes
     assert write_whole(descriptor, [b"head", content, b"tail"]) == len(content) + 8
     os.close(descriptor)
 

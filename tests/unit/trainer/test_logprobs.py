@@ -17,7 +17,9 @@ ROWS, VOCAB, COLUMNS = 7, 11, 16
 
 @pytest.fixture(scope="module")
 def group() -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in its stubs
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
 

@@ -23,17 +23,17 @@ def gradient(
 ) -> tuple[float, bool]:
     """d loss / d logprob of one token, and whether the clip acted."""
     logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
-    others = (
-        torch.tensor([value], dtype=torch.float64) for value in (proximal, behaviour, advantage)
-    )
-    loss = policy_loss(logprobs, *others, rows(1), CONFIG)
+    others = torch.tensor([[proximal], [behaviour], [advantage]], dtype=torch.float64)
+    loss = policy_loss(logprobs, others[0], others[1], others[2], rows(1), CONFIG)
     loss.total.backward()
     assert logprobs.grad is not None
     return logprobs.grad.item(), bool(loss.clipped)
 
 
 def test_on_policy_the_gradient_is_the_negative_advantage() -> None:
-    assert gradient(-1.0, -1.0, -1.0, 2.5) == (pytest.approx(-2.5), False)
+    value, clipped = gradient(-1.0, -1.0, -1.0, 2.5)
+    assert value == pytest.approx(-2.5)
+    assert not clipped
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(
         slopes.append(0.0 if bound < free else -kept * free)
     columns = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 4).T.contiguous()
     logprobs = columns[0].clone().requires_grad_()
-    loss = policy_loss(logprobs, *columns[1:], rows(len(tokens)), config)
+    loss = policy_loss(logprobs, columns[1], columns[2], columns[3], rows(len(tokens)), config)
     loss.total.backward()
     assert loss.total.item() == pytest.approx(total, abs=1e-9)
     assert loss.clipped.item() == clipped

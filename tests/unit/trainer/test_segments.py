@@ -75,7 +75,9 @@ def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
 ) -> None:
     lengths = np.array(units) * (2 * cp if cp > 1 else 1)
     parts = states(int(lengths.sum()))
-    expected, found = plain_attention(*parts, lengths), over_ranks(plan, parts, lengths, cp)
+    query, key, value = parts
+    expected = plain_attention(query, key, value, lengths)
+    found = over_ranks(plan, parts, lengths, cp)
     torch.testing.assert_close(found, expected)
     weights = torch.randn_like(expected)
     for got, want in zip(
@@ -117,7 +119,8 @@ def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
             (sum(plan.key_lengths), KV_HEADS),
         )
     ]
-    attended = plan.fused(*parts, SCALE)
+    query, key, value = parts
+    attended = plan.fused(query, key, value, SCALE)
     assert attended.shape == parts[0].shape
     gradients = torch.autograd.grad(attended.sum(), parts)
     assert [gradient.shape for gradient in gradients] == [part.shape for part in parts]
