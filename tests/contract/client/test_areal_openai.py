@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 import torch
+from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMessageParam
 from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.client.areal_openai import ArealOpenAI
@@ -19,9 +20,9 @@ from areal_hpc.wire.proxy import EngineAddress
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
 from tests.unit.session.chatml import CHATML, byte_level_tokenizer, write_model_dir
 
-HI = {"role": "user", "content": "hi"}
-AGAIN = {"role": "user", "content": "again"}
-OTHER = {"role": "system", "content": "You are another agent."}
+HI: ChatCompletionUserMessageParam = {"role": "user", "content": "hi"}
+AGAIN: ChatCompletionUserMessageParam = {"role": "user", "content": "again"}
+OTHER: ChatCompletionMessageParam = {"role": "system", "content": "You are another agent."}
 Body = Callable[[ArealOpenAI], Coroutine[Any, Any, None]]
 
 
@@ -55,7 +56,7 @@ def with_client(
 async def two_turns(client: ArealOpenAI) -> tuple[str, str]:
     """Ids of the first and the second completion."""
     first = await client.chat.completions.create(model="m", messages=[HI])
-    history = [HI, first.choices[0].message, AGAIN]
+    history: list[Any] = [HI, first.choices[0].message, AGAIN]
     second = await client.chat.completions.create(model="m", messages=history)
     return first.id, second.id
 
@@ -98,7 +99,7 @@ def test_rewards_pass_back_to_earlier_turns_and_agents() -> None:
         other = await client.chat.completions.create(model="m", messages=[OTHER, HI])
         client.set_reward(first, 1)
         client.set_reward(first, True)
-        client.set_final_reward(np.float32(2.0))
+        client.set_final_reward(np.float32(2.0))  # type: ignore[arg-type]  # any number will do
         earned = client.apply_reward_discount(turn_discount=0.5)
         assert earned == {first: 1.5, second: 1.0, other.id: 2.0}
         with pytest.raises(RuntimeError, match="only be called once"):
@@ -118,7 +119,8 @@ def test_by_arrival_the_order_of_requests_alone_decides() -> None:
         ]
         await asyncio.gather(*asking)
         client.set_last_reward(1.0)
-        assert sorted(client.apply_reward_discount(0.5, "arrival").values()) == [0.5, 1.0]
+        earned = client.apply_reward_discount(0.5, "arrival").values()
+        assert sorted(one or 0.0 for one in earned) == [0.5, 1.0]
 
     with_client(body, lambda request: Script(delay_s=0.05))
 
@@ -132,7 +134,7 @@ def test_wrong_rewards_are_refused() -> None:
             client.set_reward("resp-1", 1.0)
         for reward in (float("nan"), float("inf"), None):
             with pytest.raises(RewardRefused, match="finite"):
-                client.set_last_reward(reward)
+                client.set_last_reward(reward)  # type: ignore[arg-type]  # None is wrong, too
 
     with_client(body)
 
@@ -189,9 +191,9 @@ def test_tensors_have_the_shapes_and_types_that_trainers_of_areal_expect() -> No
 def test_concat_gives_a_row_per_leaf_and_trains_each_reply_once() -> None:
     async def body(client: ArealOpenAI) -> None:
         first, second = await two_turns(client)
-        history = [HI, {"role": "assistant", "content": "hello world"}]
+        reply: ChatCompletionMessageParam = {"role": "assistant", "content": "hello world"}
         third = await client.chat.completions.create(
-            model="m", messages=[*history, {"role": "user", "content": "else"}]
+            model="m", messages=[HI, reply, {"role": "user", "content": "else"}]
         )
         client.set_reward(second, 1.0)
         client.set_reward(third.id, 0.0)
@@ -245,7 +247,7 @@ def test_streams_and_length_limits_are_those_of_the_proxy() -> None:
         assert text == "hello world"
         assert len(client.tree) == 1
         await client.chat.completions.create(model="m", messages=[HI], max_tokens=65)
-        long = {"role": "user", "content": "hi " * 64}
+        long: ChatCompletionMessageParam = {"role": "user", "content": "hi " * 64}
         with pytest.raises(openai.BadRequestError, match="context of 64 tokens"):
             await client.chat.completions.create(model="m", messages=[long])
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,9 @@ class Stage:
         assert reply.status_code == 200, reply.text
         return reply.json()["session_id"], reply.json()["api_key"]
 
-    def chat(self, key: str, messages: list[dict[str, Any]], **more: Any) -> httpx.Response:
+    def chat(
+        self, key: str, messages: Sequence[Mapping[str, object]], **more: Any
+    ) -> httpx.Response:
         return self.post("/v1/chat/completions", {"messages": messages, **more}, key)
 
     def ask(self, key: str, text: str, **more: Any) -> httpx.Response:

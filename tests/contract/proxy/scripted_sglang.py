@@ -156,6 +156,7 @@ class ScriptedSGLang:
         reason: dict[str, Any] = {"type": "length", "length": len(ids)}
         if script.finish == "eos":
             eos = self.tokenizer.token_to_id("<|im_end|>")
+            assert eos is not None
             ids = [*ids, eos]
             reason = {"type": "stop", "matched": eos}
         elif script.finish.startswith("stop:"):

@@ -7,22 +7,26 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.contract.proxy.scripted_sglang import LoopThread, Script, ScriptedSGLang
 from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 
-HELLO = [{"role": "user", "content": "hi"}]
+HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
 
 
 class LoneProxy:
     """The command, running."""
 
-    def __init__(self, folder, *urls, arguments=()):
+    def __init__(self, folder: Path, *urls: str, arguments: Sequence[str] = ()) -> None:
         self.key_file = folder / "admin.key"
         self.log = folder / "proxy.log"
         self._argv = [
@@ -33,45 +37,54 @@ class LoneProxy:
         ]
         self.start()
 
-    def start(self):
+    def start(self) -> None:
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 self._argv, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        first = self.process.stdout.readline()
+        first = self.stdout.readline()
         assert first, self.log.read_text()
         self.url = first.split("listens on ")[1].split(",")[0]
-        self.welcome = first + "".join(self.process.stdout.readline() for _ in range(3))
+        self.welcome = first + "".join(self.stdout.readline() for _ in range(3))
 
-    def stop(self):
+    @property
+    def stdout(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
         assert self.process.wait(10) == 0, self.log.read_text()
-        self.process.stdout.close()
+        self.stdout.close()
 
-    def kill(self):
+    def kill(self) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
-        self.process.stdout.close()
+        self.stdout.close()
 
-    def post(self, route, body, key=None):
+    def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
         key = key or self.key_file.read_text()
         headers = {"authorization": f"Bearer {key}"}
         return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=20)
 
-    def open_session(self):
+    def open_session(self) -> tuple[str, str]:
+        """(session id, key)."""
         opened = self.post("/rl/start_session", {"task_id": "try"})
         assert opened.status_code == 200, opened.text
         return opened.json()["session_id"], opened.json()["api_key"]
 
 
-@pytest.fixture
-def lone():
-    """Starts proxies, and leaves none behind."""
-    started = []
+Lone = Callable[..., LoneProxy]
 
-    def start(*args, **kwargs):
-        started.append(LoneProxy(*args, **kwargs))
+
+@pytest.fixture
+def lone() -> Iterator[Lone]:
+    """Starts proxies, and leaves none behind."""
+    started: list[LoneProxy] = []
+
+    def start(folder: Path, *urls: str, arguments: Sequence[str] = ()) -> LoneProxy:
+        started.append(LoneProxy(folder, *urls, arguments=arguments))
         return started[-1]
 
     yield start
@@ -80,21 +93,23 @@ def lone():
 
 
 @pytest.fixture
-def loop():
+def loop() -> Iterator[LoopThread]:
     loop = LoopThread()
     yield loop
     loop.stop()
 
 
 @pytest.fixture
-def sglang(loop):
+def sglang(loop: LoopThread) -> Iterator[ScriptedSGLang]:
     server = ScriptedSGLang(byte_level_tokenizer())
     loop.run(server.start())
     yield server
     loop.run(server.stop())
 
 
-def test_it_records_what_an_agent_says_and_exports_it(tmp_path, lone, sglang):
+def test_it_records_what_an_agent_says_and_exports_it(
+    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
+) -> None:
     proxy = lone(tmp_path, sglang.url)
     assert proxy.key_file.stat().st_mode & 0o777 == 0o600
     assert f"{proxy.url}/rl/start_session" in proxy.welcome
@@ -112,7 +127,7 @@ def test_it_records_what_an_agent_says_and_exports_it(tmp_path, lone, sglang):
     proxy.stop()
 
 
-def test_it_knows_no_tickets(tmp_path, lone, sglang):
+def test_it_knows_no_tickets(tmp_path: Path, lone: Lone, sglang: ScriptedSGLang) -> None:
     proxy = lone(tmp_path, sglang.url)
     ref = {"ticket_id": 1, "attempt": 0}
     opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
@@ -123,8 +138,8 @@ def test_it_knows_no_tickets(tmp_path, lone, sglang):
 
 
 def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(
-    tmp_path, lone, sglang
-):
+    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
+) -> None:
     for name, arguments, status in (
         ("kept", ("--journal", str(tmp_path / "journal")), 200),
         ("lost", (), 401),
@@ -143,7 +158,9 @@ def test_with_a_journal_sessions_go_on_after_kill_9_and_without_one_they_end(
     assert again[: len(first)] == first
 
 
-def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, lone, sglang):
+def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(
+    tmp_path: Path, lone: Lone, sglang: ScriptedSGLang
+) -> None:
     proxy = lone(tmp_path, sglang.url)
     _, key = proxy.open_session()
     sglang.script = lambda request: Script(delay_s=1.0)
@@ -156,10 +173,12 @@ def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(tmp_path, lone,
     assert proxy.process.wait(10) == 0
     with pytest.raises(httpx.ConnectError):
         proxy.post("/rl/start_session", {"task_id": "late"})
-    proxy.process.stdout.close()
+    proxy.stdout.close()
 
 
-def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, lone, loop):
+def test_it_waits_for_an_upstream_that_is_not_there_yet(
+    tmp_path: Path, lone: Lone, loop: LoopThread
+) -> None:
     late = ScriptedSGLang(byte_level_tokenizer())
     loop.run(late.start())
     url = late.url
@@ -174,7 +193,9 @@ def test_it_waits_for_an_upstream_that_is_not_there_yet(tmp_path, lone, loop):
     loop.run(late.stop())
 
 
-def test_a_stream_goes_on_at_another_upstream(tmp_path, lone, loop, sglang):
+def test_a_stream_goes_on_at_another_upstream(
+    tmp_path: Path, lone: Lone, loop: LoopThread, sglang: ScriptedSGLang
+) -> None:
     other = ScriptedSGLang(byte_level_tokenizer())
     loop.run(other.start())
     proxy = lone(tmp_path, sglang.url, other.url)
@@ -204,7 +225,9 @@ def test_a_stream_goes_on_at_another_upstream(tmp_path, lone, loop, sglang):
         (("--tokenizer", "/nonexistent"), "no chat template"),
     ],
 )
-def test_what_is_wrong_with_the_command_line_is_said(tmp_path, arguments, complaint):
+def test_what_is_wrong_with_the_command_line_is_said(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str
+) -> None:
     model_dir = write_model_dir(tmp_path / "model")
     done = subprocess.run(
         [

@@ -3,18 +3,22 @@
 import asyncio
 import socket
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, BadRequestError, OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
-QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
-def test_the_openai_sdk_talks_to_the_proxy(stage):
+def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5, max_new_tokens=33)
     with stage.client(key) as client:
         completion = client.chat.completions.create(model="any", messages=QUESTION)
@@ -24,6 +28,7 @@ def test_the_openai_sdk_talks_to_the_proxy(stage):
     assert completion.model == "tiny"
     assert completion.id.startswith("chatcmpl-")
     (request,) = stage.sglang.requests
+    assert completion.usage is not None
     assert completion.usage.prompt_tokens == len(request["input_ids"])
     assert request["sampling_params"]["temperature"] == 0.5
     assert request["sampling_params"]["max_new_tokens"] == 33
@@ -33,7 +38,9 @@ def test_the_openai_sdk_talks_to_the_proxy(stage):
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(
+    stage: Stage, prefix: str, header: str
+) -> None:
     _, key = stage.open_session()
     value = f"Bearer {key}" if header == "authorization" else key
     answer = stage.http.post(
@@ -44,7 +51,7 @@ def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, heade
     assert answer.status_code == 200
 
 
-def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage):
+def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage: Stage) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
     _, key = stage.open_session()
@@ -56,9 +63,9 @@ def test_a_multi_turn_conversation_sends_the_models_own_tokens_back(stage):
     assert rest == "<|im_end|>\n<|im_start|>user\nand 1?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_sampling_parameters_reach_the_model(stage):
+def test_sampling_parameters_reach_the_model(stage: Stage) -> None:
     _, key = stage.open_session()
-    asked = {
+    asked: dict[str, Any] = {
         "temperature": 0.25,
         "top_p": 0.5,
         "top_k": 7,
@@ -81,8 +88,10 @@ def test_sampling_parameters_reach_the_model(stage):
     assert len(first["top_logprobs"]) == 2
 
 
-def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(stage):
-    def seeds(episode):
+def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(
+    stage: Stage,
+) -> None:
+    def seeds(episode: int) -> list[int]:
         _, key = stage.open_session(episode=episode)
         stage.sglang.requests.clear()
         stage.ask(key, "a")
@@ -93,7 +102,7 @@ def test_seeds_differ_between_calls_and_episodes_but_repeat_with_the_runs_seed(s
     assert len({*seeds(0), *seeds(1)}) == 4
 
 
-def test_n_choices_are_n_interactions_that_can_each_be_continued(stage):
+def test_n_choices_are_n_interactions_that_can_each_be_continued(stage: Stage) -> None:
     texts = iter(["one", "two", "three"])
     stage.sglang.script = lambda request: Script(next(texts))
     _, key = stage.open_session()
@@ -113,7 +122,7 @@ def test_n_choices_are_n_interactions_that_can_each_be_continued(stage):
     assert ended["interaction_count"] == 6
 
 
-def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage):
+def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage) -> None:
     _, key = stage.open_session()
     stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
     choice = stage.chat(key, QUESTION, stop=["STOP"]).json()["choices"][0]
@@ -162,7 +171,9 @@ def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage):
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+def test_what_cannot_be_honoured_is_refused_by_name(
+    stage: Stage, body: dict[str, Any], param: str
+) -> None:
     _, key = stage.open_session()
     answer = stage.post("/v1/chat/completions", body, key)
     assert answer.status_code == 400
@@ -171,7 +182,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
     assert stage.sglang.requests == []
 
 
-def test_a_body_that_is_not_json_is_the_requests_fault(stage):
+def test_a_body_that_is_not_json_is_the_requests_fault(stage: Stage) -> None:
     _, key = stage.open_session()
     for body in (b"{", b"\xff\xfe", b""):
         answer = stage.http.post(
@@ -180,14 +191,14 @@ def test_a_body_that_is_not_json_is_the_requests_fault(stage):
         assert answer.status_code == 400, answer.text
 
 
-def test_the_sdk_names_the_parameter_at_fault(stage):
+def test_the_sdk_names_the_parameter_at_fault(stage: Stage) -> None:
     _, key = stage.open_session()
     with stage.client(key) as client, pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(model="m", messages=QUESTION, logit_bias={"512": 1})
     assert caught.value.param == "logit_bias"
 
 
-def test_a_prompt_over_the_context_is_refused_with_both_numbers(stage):
+def test_a_prompt_over_the_context_is_refused_with_both_numbers(stage: Stage) -> None:
     _, key = stage.open_session()
     answer = stage.ask(key, "x y " * 2000)
     assert answer.status_code == 400
@@ -206,7 +217,9 @@ def test_a_prompt_over_the_context_is_refused_with_both_numbers(stage):
         ("chat/completions", {"messages": QUESTION}),
     ],
 )
-def test_a_limit_beyond_the_context_is_the_room_that_is_left(stage, route, body):
+def test_a_limit_beyond_the_context_is_the_room_that_is_left(
+    stage: Stage, route: str, body: dict[str, Any]
+) -> None:
     _, key = stage.open_session(max_new_tokens=2048)
     answer = stage.post(f"/v1/{route}", body, key)
     assert answer.status_code == 200, answer.text
@@ -214,11 +227,11 @@ def test_a_limit_beyond_the_context_is_the_room_that_is_left(stage, route, body)
     assert request["sampling_params"]["max_new_tokens"] == 2048 - len(request["input_ids"])
 
 
-def test_an_oversized_body_is_refused_before_it_is_read(stage):
+def test_an_oversized_body_is_refused_before_it_is_read(stage: Stage) -> None:
     _, key = stage.open_session()
     assert stage.ask(key, "x" * 200_000).status_code == 413
 
-    def chunks():
+    def chunks() -> Iterator[bytes]:
         for _ in range(300):
             yield b" " * 1000
 
@@ -228,7 +241,7 @@ def test_an_oversized_body_is_refused_before_it_is_read(stage):
     assert answer.status_code == 413
 
 
-def test_wrong_keys_open_nothing(stage):
+def test_wrong_keys_open_nothing(stage: Stage) -> None:
     _, key = stage.open_session()
     for wrong in ("sk-", "sk-guess", key + "x", stage.admin_key):
         answer = stage.http.post(
@@ -242,7 +255,7 @@ def test_wrong_keys_open_nothing(stage):
         assert stage.post(route, {}, key).status_code == 401
 
 
-def test_a_wrong_key_is_refused_before_the_body_is_sent(stage):
+def test_a_wrong_key_is_refused_before_the_body_is_sent(stage: Stage) -> None:
     host, port = stage.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5.0) as connection:
         connection.sendall(
@@ -252,13 +265,13 @@ def test_a_wrong_key_is_refused_before_the_body_is_sent(stage):
         assert connection.recv(64).startswith(b"HTTP/1.1 401")
 
 
-def test_unknown_routes_and_methods_have_their_statuses(stage):
+def test_unknown_routes_and_methods_have_their_statuses(stage: Stage) -> None:
     assert stage.http.get(f"{stage.url}/v1/nothing").status_code == 404
     refused = stage.http.get(f"{stage.url}/v1/chat/completions")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
 
 
-def test_the_routes_describe_themselves(stage):
+def test_the_routes_describe_themselves(stage: Stage) -> None:
     described = stage.http.get(f"{stage.url}/openapi.json").json()
     assert described["openapi"].startswith("3.")
     for path, methods in described["paths"].items():
@@ -269,7 +282,7 @@ def test_the_routes_describe_themselves(stage):
         assert f"{prefix}/messages" in described["paths"]
 
 
-def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage):
+def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage: Stage) -> None:
     own_stage.stop_proxy()
     (own_stage.model_dir / "config.json").write_text('{"vocab_size": 300}')
     own_stage.start_proxy()
@@ -280,11 +293,12 @@ def test_a_token_outside_the_vocabulary_never_reaches_the_engine(own_stage):
     assert own_stage.sglang.requests == []
 
 
-def test_concurrent_sessions_never_mix(stage):
-    async def talk(number: int) -> tuple[str, list[str]]:
+def test_concurrent_sessions_never_mix(stage: Stage) -> None:
+    async def talk(number: int) -> tuple[str, list[str | None]]:
         session_id, key = stage.open_session(TicketRef(1000 + number, 0))
         said = []
         async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
+            messages: list[ChatCompletionMessageParam]
             messages = [{"role": "user", "content": f"session {number} "}]
             for turn in range(4):
                 completion = await client.chat.completions.create(model="m", messages=messages)
@@ -295,12 +309,12 @@ def test_concurrent_sessions_never_mix(stage):
                 ]
         return session_id, said
 
-    def script(request):
+    def script(request: dict[str, Any]) -> Script:
         text = stage.tokenizer.decode(request["input_ids"])
         number = text.split("session ")[1].split(" ")[0]
         return Script(f"to {number}", delay_s=0.002 * (int(number) % 3))
 
-    async def everyone():
+    async def everyone() -> list[tuple[str, list[str | None]]]:
         return await asyncio.gather(*(talk(number) for number in range(12)))
 
     stage.sglang.script = script
@@ -311,7 +325,7 @@ def test_concurrent_sessions_never_mix(stage):
         assert text.count("session ") == 1
 
 
-def test_a_hung_up_client_frees_the_engine(stage):
+def test_a_hung_up_client_frees_the_engine(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script(delay_s=5.0)
     _, key = stage.open_session()
     with (
@@ -326,8 +340,8 @@ def test_a_hung_up_client_frees_the_engine(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_what_a_client_does_to_its_history_is_counted(stage):
-    def counted(name):
+def test_what_a_client_does_to_its_history_is_counted(stage: Stage) -> None:
+    def counted(name: str) -> int:
         lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return int(values.get(f"areal_hpc_proxy_{name}", 0))
@@ -348,7 +362,7 @@ def test_what_a_client_does_to_its_history_is_counted(stage):
     ]
 
 
-def test_a_fault_in_a_later_message_is_named_by_its_place_in_the_whole(stage):
+def test_a_fault_in_a_later_message_is_named_by_its_place_in_the_whole(stage: Stage) -> None:
     _, key = stage.open_session()
     history = [{"role": "user", "content": "hi"}]
     assert stage.chat(key, history).status_code == 200

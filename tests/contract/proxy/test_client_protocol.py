@@ -1,24 +1,28 @@
 """The head of a response travels with its body, and nobody waits for it."""
 
 import socket
+from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.contract.proxy.proxy_stage import Stage
+
 
 @pytest.fixture
-def client(stage):
+def client(stage: Stage) -> Iterator[socket.socket]:
     """A connection that reads what has come, packet by packet."""
     parts = urlsplit(stage.url)
+    assert parts.port is not None
     with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
         yield connection
 
 
-def request(line, *headers, body=b""):
+def request(line: str, *headers: str, body: bytes = b"") -> bytes:
     return "\r\n".join([f"{line} HTTP/1.1", "host: proxy", *headers, "", ""]).encode() + body
 
 
-def test_head_and_body_come_in_one_packet(client):
+def test_head_and_body_come_in_one_packet(client: socket.socket) -> None:
     for _ in range(3):
         client.sendall(request("GET /healthz"))
         head, _, body = client.recv(1 << 16).partition(b"\r\n\r\n")
@@ -26,7 +30,7 @@ def test_head_and_body_come_in_one_packet(client):
         assert body.startswith(b"{")
 
 
-def test_an_answer_without_a_body_comes_at_once(client):
+def test_an_answer_without_a_body_comes_at_once(client: socket.socket) -> None:
     for _ in range(2):
         client.sendall(request("HEAD /healthz"))
         assert client.recv(1 << 16).startswith(b"HTTP/1.1 405 ")
@@ -34,7 +38,9 @@ def test_an_answer_without_a_body_comes_at_once(client):
     assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
-def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(stage, client):
+def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(
+    stage: Stage, client: socket.socket
+) -> None:
     body = b'{"messages": [{"role": "user", "content": "hi"}]}'
     _, key = stage.open_session()
     headers = (
@@ -48,7 +54,7 @@ def test_a_client_that_asks_for_leave_to_send_its_body_gets_it(stage, client):
     assert b"hello world" in client.recv(1 << 16)
 
 
-def test_what_is_no_request_is_refused_and_hung_up_on(client):
+def test_what_is_no_request_is_refused_and_hung_up_on(client: socket.socket) -> None:
     client.sendall(b"SSH-2.0-OpenSSH_9.6\r\n\r\n")
     assert client.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
     assert client.recv(1) == b""

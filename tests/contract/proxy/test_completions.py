@@ -2,6 +2,7 @@
 
 import json
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -14,11 +15,11 @@ from tests.contract.proxy.scripted_sglang import Script
 PROMPT = "What is 3 + 4?"
 
 
-def ask(stage: Stage, key: str, prompt=PROMPT, **more) -> httpx.Response:
+def ask(stage: Stage, key: str, prompt: object = PROMPT, **more: Any) -> httpx.Response:
     return stage.post("/v1/completions", {"prompt": prompt, **more}, key)
 
 
-def chunks_of(answer: httpx.Response) -> list[dict]:
+def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
     assert answer.headers["content-type"] == "text/event-stream"
     *blocks, done = answer.text.strip().split("\n\n")
     assert done == "data: [DONE]"
@@ -31,7 +32,7 @@ def spliced(stage: Stage) -> int:
     return int(line.rsplit(" ", 1)[1])
 
 
-def test_the_openai_sdk_completes_a_text(stage):
+def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5, max_new_tokens=33)
     with stage.client(key) as client:
         completion = client.completions.create(model="m", prompt=PROMPT, stop="END", seed=3)
@@ -41,6 +42,7 @@ def test_the_openai_sdk_completes_a_text(stage):
     assert stage.tokenizer.decode(request["input_ids"]) == PROMPT
     names = ("temperature", "max_new_tokens", "stop", "sampling_seed")
     assert [request["sampling_params"][name] for name in names] == [0.5, 33, ["END"], 3]
+    assert completion.usage is not None
     assert completion.usage.prompt_tokens == len(request["input_ids"])
 
 
@@ -54,14 +56,16 @@ def test_the_openai_sdk_completes_a_text(stage):
         ("/detokenize", {"tokens": [5]}),
     ],
 )
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header, route, body):
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(
+    stage: Stage, prefix: str, header: str, route: str, body: dict[str, Any]
+) -> None:
     _, key = stage.open_session()
     value = f"Bearer {key}" if header == "authorization" else key
     answer = stage.http.post(f"{stage.url}{prefix}{route}", json=body, headers={header: value})
     assert answer.status_code == 200, answer.text
 
 
-def test_token_ids_are_read_as_they_are(stage):
+def test_token_ids_are_read_as_they_are(stage: Stage) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     _, key = stage.open_session()
     for prompt in (letters, [letters], ["hello"], "hello"):
@@ -72,7 +76,9 @@ def test_token_ids_are_read_as_they_are(stage):
 
 @pytest.mark.parametrize("stop", [None, "\nObservation:"])
 @pytest.mark.parametrize("as_ids", [False, True])
-def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(stage, stop, as_ids):
+def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
+    stage: Stage, stop: str | None, as_ids: bool
+) -> None:
     said = "Think.\nObservation:" if stop else "Think."
     letters = [i for c in said for i in stage.tokenizer.encode(c).ids]
     finish = f"stop:{stop}" if stop else "length"
@@ -97,7 +103,7 @@ def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(stage, stop, as_ids):
     assert (two.parent_id, three.parent_id) == (one.interaction_id, two.interaction_id)
 
 
-def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage):
+def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     ask(stage, key)  # the model ended its turn with a token that the text does not show
     assert ask(stage, key, PROMPT + "hello world and").status_code == 200
@@ -106,7 +112,7 @@ def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage):
     assert [one.parent_id for one in stage.journaled(key)] == [None, None]
 
 
-def test_a_chat_may_be_continued_with_plain_tokens(stage):
+def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
     _, key = stage.open_session(TicketRef(1, 0))
@@ -123,7 +129,7 @@ def test_a_chat_may_be_continued_with_plain_tokens(stage):
     assert second.parent_id == first.interaction_id
 
 
-def test_a_text_is_tokenised_and_put_together_again(stage):
+def test_a_text_is_tokenised_and_put_together_again(stage: Stage) -> None:
     _, key = stage.open_session()
     text = "hello <|im_end|> wörld"
     reply = stage.post("/tokenize", {"prompt": text}, key).json()
@@ -135,11 +141,13 @@ def test_a_text_is_tokenised_and_put_together_again(stage):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage, incremental):
+def test_a_stream_tells_the_same_completion_as_a_whole_reply(
+    stage: Stage, incremental: bool
+) -> None:
     stage.sglang.incremental = incremental
     _, key = stage.open_session(TicketRef(1, 0))
     whole = ask(stage, key, logprobs=2).json()
-    options = {"stream": True, "stream_options": {"include_usage": True}}
+    options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = chunks_of(ask(stage, key, logprobs=2, **options))
     assert len(chunks) > 3
     assert last["choices"] == []
@@ -155,7 +163,7 @@ def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage, incremental)
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
-def test_n_choices_are_n_interactions(stage):
+def test_n_choices_are_n_interactions(stage: Stage) -> None:
     texts = iter(["one", "two", "three"])
     stage.sglang.script = lambda request: Script(next(texts))
     _, key = stage.open_session()
@@ -189,7 +197,9 @@ def test_n_choices_are_n_interactions(stage):
         ({"prompt": "a", "messages": []}, "messages"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+def test_what_cannot_be_honoured_is_refused_by_name(
+    stage: Stage, body: dict[str, Any], param: str
+) -> None:
     _, key = stage.open_session()
     answer = stage.post("/v1/completions", body, key)
     assert answer.status_code == 400, answer.text
@@ -215,13 +225,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
         ("/detokenize", {"tokens": "5"}, "tokens"),
     ],
 )
-def test_tokens_that_cannot_be_are_refused_by_name(stage, route, body, param):
+def test_tokens_that_cannot_be_are_refused_by_name(
+    stage: Stage, route: str, body: dict[str, Any], param: str
+) -> None:
     _, key = stage.open_session()
     answer = stage.post(route, body, key)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
     faults = iter(["late_hang_up:1"])
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
@@ -231,7 +243,7 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
     _, key = stage.open_session(TicketRef(1, 0))
     shown = ""

@@ -1,11 +1,13 @@
 """An episode uses no more of the model than its limits say; what was said is kept."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest, SessionLimits, StartSessionRequest
+from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
 QUESTION = [{"role": "user", "content": "hi"}]
@@ -16,14 +18,17 @@ CALLS = {
 }
 
 
-def open_limited(stage, ref=None, **limits):
+def open_limited(stage: Stage, ref: TicketRef | None = None, **limits: int) -> tuple[str, str]:
+    """(session id, key)."""
     request = StartSessionRequest("task", ref, limits=SessionLimits(**limits))
     reply = stage.post("/rl/start_session", request).json()
     return reply["session_id"], reply["api_key"]
 
 
 @pytest.mark.parametrize("route", CALLS)
-def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(stage, route):
+def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(
+    stage: Stage, route: str
+) -> None:
     _, key = open_limited(stage, max_turns=2)
     answers = [stage.post(route, CALLS[route], key) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 400]
@@ -34,7 +39,7 @@ def test_turns_beyond_the_limit_are_refused_in_the_shape_of_the_dialect(stage, r
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 2
 
 
-def test_every_choice_of_a_call_is_a_turn(stage):
+def test_every_choice_of_a_call_is_a_turn(stage: Stage) -> None:
     _, key = open_limited(stage, max_turns=3)
     assert stage.chat(key, QUESTION, n=4).status_code == 400
     assert stage.chat(key, QUESTION, n=3).status_code == 200
@@ -43,25 +48,27 @@ def test_every_choice_of_a_call_is_a_turn(stage):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_choices_that_are_under_way_count(stage, stream):
+def test_choices_that_are_under_way_count(stage: Stage, stream: bool) -> None:
     _, key = open_limited(stage, max_turns=4)
     stage.sglang.script = lambda request: Script(delay_s=0.5)
 
-    def ask(_):
+    def ask(_: int) -> int:
         return stage.chat(key, QUESTION, n=3, stream=stream).status_code
 
     with ThreadPoolExecutor(2) as agents:
         assert sorted(agents.map(ask, range(2))) == [200, 400]
 
 
-def wordy(request):
+def wordy(request: dict[str, Any]) -> Script:
     """Twelve tokens, or as many as it may say."""
     tokens = min(12, request["sampling_params"]["max_new_tokens"])
     return Script("a", output_ids=[5] * tokens, finish="length")
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(stage, stream):
+def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(
+    stage: Stage, stream: bool
+) -> None:
     _, key = open_limited(stage, max_tokens=20)
     stage.sglang.script = wordy
     stage.sglang.requests.clear()
@@ -75,7 +82,7 @@ def test_replies_are_cut_to_the_tokens_that_are_left_and_then_refused(stage, str
     assert "may sample 20 tokens" in refused.json()["error"]["message"]
 
 
-def test_limits_outlive_the_proxy(own_stage):
+def test_limits_outlive_the_proxy(own_stage: Stage) -> None:
     stage, ref = own_stage, TicketRef(7, 1)
     session_id, key = open_limited(stage, ref, max_turns=2)
     assert stage.chat(key, QUESTION).status_code == 200

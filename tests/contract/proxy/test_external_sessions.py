@@ -2,7 +2,10 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 
@@ -12,22 +15,23 @@ from tests.contract.proxy.proxy_stage import Stage
 KEY = "sk-chosen-by-the-client"
 
 
-def start(stage, **more):
+def start(stage: Stage, **more: Any) -> httpx.Response:
     return stage.post("/rl/start_session", {"task_id": "outside", **more})
 
 
-def two_turns(stage, key):
+def two_turns(stage: Stage, key: str) -> tuple[str, str]:
+    """Ids of the interactions."""
     first = stage.ask(key, "hi").json()
     message = first["choices"][0]["message"]
     history = [{"role": "user", "content": "hi"}, message, {"role": "user", "content": "again"}]
     return first["id"], stage.chat(key, history).json()["id"]
 
 
-def export(stage, session_id, **more):
+def export(stage: Stage, session_id: str, **more: Any) -> httpx.Response:
     return stage.post("/export_trajectories", {"session_id": session_id, **more})
 
 
-def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage):
+def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Stage) -> None:
     opened = start(stage).json()
     assert opened["session_id"].startswith("outside-")
     key = opened["api_key"]
@@ -56,7 +60,7 @@ def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage):
     assert stage.ask(key, "hi").status_code == 401
 
 
-def test_concat_exports_a_row_per_leaf(stage):
+def test_concat_exports_a_row_per_leaf(stage: Stage) -> None:
     opened = start(stage).json()
     _, second = two_turns(stage, opened["api_key"])
     stage.finish_session(opened["api_key"], True)
@@ -65,7 +69,7 @@ def test_concat_exports_a_row_per_leaf(stage):
     assert np.sum(interactions[second]["tensor_dict"]["loss_mask"]) == 10
 
 
-def test_an_export_waits_until_the_session_has_ended(stage):
+def test_an_export_waits_until_the_session_has_ended(stage: Stage) -> None:
     opened = start(stage).json()
     stage.ask(opened["api_key"], "hi")
     with ThreadPoolExecutor(1) as pool:
@@ -76,7 +80,7 @@ def test_an_export_waits_until_the_session_has_ended(stage):
         assert exporting.result(10).status_code == 200
 
 
-def test_a_session_without_calls_or_rewards_is_exported_too(stage):
+def test_a_session_without_calls_or_rewards_is_exported_too(stage: Stage) -> None:
     empty = start(stage).json()
     stage.post("/rl/end_session", {}, empty["api_key"])
     assert export(stage, empty["session_id"]).json() == {"interactions": {}}
@@ -87,7 +91,7 @@ def test_a_session_without_calls_or_rewards_is_exported_too(stage):
     assert (one["reward"], one["tensor_dict"]["rewards"]) == (None, [0.0])
 
 
-def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage):
+def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage: Stage) -> None:
     first = start(stage, api_key=KEY).json()
     assert first["api_key"] == KEY
     refused = start(stage, api_key=KEY)
@@ -103,7 +107,7 @@ def test_a_key_may_be_chosen_and_used_again_after_its_session_ended(stage):
     assert start(stage, api_key="short").status_code == 400
 
 
-def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(own_stage):
+def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(own_stage: Stage) -> None:
     stage = own_stage
     opened = start(stage, api_key=KEY).json()
     first, second = two_turns(stage, KEY)
@@ -115,7 +119,7 @@ def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(own_stage)
     assert list(export(stage, opened["session_id"]).json()["interactions"]) == [first, second]
 
 
-def test_only_the_admin_key_opens_exports_and_grants(stage):
+def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:
     opened = start(stage).json()
     for route in ("/rl/start_session", "/export_trajectories", "/grant_capacity"):
         assert stage.post(route, {}, opened["api_key"]).status_code == 401
@@ -125,7 +129,7 @@ def test_only_the_admin_key_opens_exports_and_grants(stage):
     assert export(stage, "outside-0").status_code == 404
 
 
-def test_sessions_are_limited_and_the_limit_can_be_raised(tmp_path):
+def test_sessions_are_limited_and_the_limit_can_be_raised(tmp_path: Path) -> None:
     stage = Stage(tmp_path, proxy={"max_sessions": 2})
     try:
         keys = [start(stage).json()["api_key"] for _ in range(2)]
@@ -140,13 +144,13 @@ def test_sessions_are_limited_and_the_limit_can_be_raised(tmp_path):
 
 
 @pytest.mark.parametrize("style", ["tree", 3])
-def test_an_unknown_style_is_a_fault_of_the_request(stage, style):
+def test_an_unknown_style_is_a_fault_of_the_request(stage: Stage, style: object) -> None:
     opened = start(stage).json()
     assert export(stage, opened["session_id"], style=style).status_code == 400
 
 
 @pytest.mark.parametrize("field", ["seed", "episode"])
-def test_numbers_that_no_journal_could_hold_are_refused(stage, field):
+def test_numbers_that_no_journal_could_hold_are_refused(stage: Stage, field: str) -> None:
     answer = stage.post("/rl/start_session", {"task_id": "try", field: 2**70})
     assert answer.status_code == 400
     assert field in answer.json()["error"]["message"]

@@ -1,9 +1,11 @@
 """A proxy that is asked too much says so, and when to come back."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
@@ -12,13 +14,13 @@ LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout
 
 
 @pytest.fixture(scope="module")
-def small_stage(tmp_path_factory):
+def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("stage"), proxy=LIMITS)
     yield stage
     stage.close()
 
 
-def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_stage):
+def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_stage: Stage) -> None:
     stage = small_stage
     _, key = stage.open_session()
     stage.sglang.requests.clear()
@@ -33,14 +35,14 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_sta
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
         with stage.client(key) as client:
-            messages = [{"role": "user", "content": "patient"}]
+            messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "patient"}]
             reply = client.chat.completions.create(model="m", messages=messages)
         assert reply.choices[0].message.content == "hello world"
         assert [call.result().status_code for call in calls] == [200, 200]
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 3
 
 
-def test_a_stream_that_its_client_left_gives_its_place_back(small_stage):
+def test_a_stream_that_its_client_left_gives_its_place_back(small_stage: Stage) -> None:
     stage = small_stage
     _, key = stage.open_session()
     stage.sglang.script = lambda request: Script(piece_delay_s=0.2)
@@ -59,7 +61,7 @@ def test_a_stream_that_its_client_left_gives_its_place_back(small_stage):
     stage.post("/rl/end_session", {}, key)
 
 
-def test_a_conversation_may_be_only_so_long(small_stage):
+def test_a_conversation_may_be_only_so_long(small_stage: Stage) -> None:
     _, key = small_stage.open_session()
     messages = [{"role": "user", "content": "hi"}] * 6
     refused = small_stage.chat(key, messages)
@@ -70,7 +72,7 @@ def test_a_conversation_may_be_only_so_long(small_stage):
     small_stage.post("/rl/end_session", {}, key)
 
 
-def test_sessions_beyond_the_limit_wait_until_idle_ones_expire(small_stage):
+def test_sessions_beyond_the_limit_wait_until_idle_ones_expire(small_stage: Stage) -> None:
     keys = [small_stage.open_session()[1] for _ in range(3)]
     request = {"task_id": "late"}
     refused = small_stage.post("/rl/start_session", request)

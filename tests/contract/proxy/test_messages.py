@@ -3,20 +3,26 @@
 import asyncio
 import json
 import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import httpx
 import pytest
 from anthropic import Anthropic, APIStatusError, AsyncAnthropic, BadRequestError
+from anthropic.types import MessageParam, TextBlock
 
+from areal_hpc.session.template import Message
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
-QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+QUESTION: list[MessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
 
 
-def ask(stage: Stage, key: str, messages=QUESTION, **more) -> httpx.Response:
+def ask(
+    stage: Stage, key: str, messages: Sequence[Mapping[str, object]] = QUESTION, **more: Any
+) -> httpx.Response:
     return stage.post("/v1/messages", {"messages": messages, "max_tokens": 64, **more}, key)
 
 
@@ -24,7 +30,7 @@ def sdk(stage: Stage, key: str) -> Anthropic:
     return Anthropic(base_url=stage.url, api_key=key, max_retries=0)
 
 
-def events_of(answer: httpx.Response) -> list[dict]:
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The decoded events of a stream, each under the name that it has."""
     assert answer.headers["content-type"] == "text/event-stream"
     events = []
@@ -36,9 +42,9 @@ def events_of(answer: httpx.Response) -> list[dict]:
     return events
 
 
-def put_together(events: list[dict]) -> dict:
+def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     """The message that a stream tells, as Anthropic's documentation puts it together."""
-    message: dict = {}
+    message: dict[str, Any] = {}
     for event in events:
         match event["type"]:
             case "message_start":
@@ -67,11 +73,11 @@ def put_together(events: list[dict]) -> dict:
     return message
 
 
-def decoded(stage: Stage, request: dict) -> str:
+def decoded(stage: Stage, request: dict[str, Any]) -> str:
     return stage.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
 
 
-def test_the_anthropic_sdk_talks_to_the_proxy(stage):
+def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5)
     with sdk(stage, key) as client:
         message = client.messages.create(
@@ -81,7 +87,9 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage):
             messages=QUESTION,
             extra_body={"top_k": 7, "top_p": 0.5},
         )
-    assert [block.text for block in message.content] == ["hello world"]
+    (block,) = message.content
+    assert isinstance(block, TextBlock)
+    assert block.text == "hello world"
     assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
     assert (message.role, message.model) == ("assistant", "tiny")
     (request,) = stage.sglang.requests
@@ -96,7 +104,9 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage):
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(
+    stage: Stage, prefix: str, header: str
+) -> None:
     _, key = stage.open_session()
     value = f"Bearer {key}" if header == "authorization" else key
     for route in ("/messages", "/messages/count_tokens"):
@@ -109,7 +119,7 @@ def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, heade
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stream_tells_the_same_message_as_a_whole_reply(stage, incremental):
+def test_a_stream_tells_the_same_message_as_a_whole_reply(stage: Stage, incremental: bool) -> None:
     stage.sglang.incremental = incremental
     _, key = stage.open_session(TicketRef(1, 0))
     whole = ask(stage, key).json()
@@ -121,7 +131,7 @@ def test_a_stream_tells_the_same_message_as_a_whole_reply(stage, incremental):
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
-def test_the_sdk_reads_a_stream(stage):
+def test_the_sdk_reads_a_stream(stage: Stage) -> None:
     _, key = stage.open_session()
     with (
         sdk(stage, key) as client,
@@ -129,28 +139,33 @@ def test_the_sdk_reads_a_stream(stage):
     ):
         text = "".join(stream.text_stream)
         message = stream.get_final_message()
-    assert text == message.content[0].text == "hello world"
+    block = message.content[0]
+    assert isinstance(block, TextBlock)
+    assert text == block.text == "hello world"
     assert message.usage.output_tokens == len(stage.tokenizer.encode("hello world").ids) + 1
 
 
-def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(stage):
+def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
+    stage: Stage,
+) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
     _, key = stage.open_session()
-    hints = {"cache_control": {"type": "ephemeral"}}
+    hints: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
     header = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
     for turn in range(3):
         system = [
             {"type": "text", "text": header.format(turn, turn)},
             {"type": "text", "text": "You help.", **(hints if turn == 1 else {})},
         ]
-        messages = [
+        history: list[dict[str, Any]] = [
             {"role": "user", "content": [{"type": "text", "text": "one", **hints}]},
             {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
             {"role": "user", "content": "two"},
             {"role": "assistant", "content": "hello"},
             {"role": "user", "content": [{"type": "text", "text": "three"}]},
-        ][: 2 * turn + 1]
+        ]
+        messages = history[: 2 * turn + 1]
         answer = ask(stage, key, messages, system=system, metadata={"user_id": f"u{turn}"})
         assert answer.status_code == 200, answer.text
     first, second, third = (request["input_ids"] for request in stage.sglang.requests)
@@ -159,19 +174,19 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
     assert "billing" not in decoded(stage, stage.sglang.requests[0])
 
 
-def without_clock(message):
+def without_clock(message: Message) -> Message:
     """A normaliser for a client that writes the time into its system prompt."""
     return {**message, "content": message["content"].split(" It is ")[0]}
 
 
-def test_a_users_own_normaliser_lets_conversations_go_on(own_stage):
+def test_a_users_own_normaliser_lets_conversations_go_on(own_stage: Stage) -> None:
     own_stage.stop_proxy()
     normaliser = f"{without_clock.__module__}:{without_clock.__name__}"
     own_stage.configure({**own_stage.config, "proxy": {"message_normaliser": normaliser}})
     own_stage.start_proxy()
     _, key = own_stage.open_session()
     reply = {"role": "assistant", "content": "hello world"}
-    messages = [*QUESTION, reply, {"role": "user", "content": "and 1?"}]
+    messages: list[Mapping[str, object]] = [*QUESTION, reply, {"role": "user", "content": "and 1?"}]
     for turn in (1, 3):
         ask(own_stage, key, messages[:turn], system=f"You help. It is {turn} o'clock.")
     before, after = (request["input_ids"] for request in own_stage.sglang.requests)
@@ -179,7 +194,7 @@ def test_a_users_own_normaliser_lets_conversations_go_on(own_stage):
     assert "o'clock" not in decoded(own_stage, own_stage.sglang.requests[1])
 
 
-def test_a_conversation_may_change_its_dialect(stage):
+def test_a_conversation_may_change_its_dialect(stage: Stage) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
     _, key = stage.open_session()
@@ -193,7 +208,7 @@ def test_a_conversation_may_change_its_dialect(stage):
     assert third[: len(second) + len(letters)] == second + letters
 
 
-def test_a_stop_sequence_is_told_and_a_full_reply_too(stage):
+def test_a_stop_sequence_is_told_and_a_full_reply_too(stage: Stage) -> None:
     _, key = stage.open_session()
     stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
     for stream in (False, True):
@@ -206,7 +221,7 @@ def test_a_stop_sequence_is_told_and_a_full_reply_too(stage):
     assert ask(stage, key).json()["stop_reason"] == "max_tokens"
 
 
-def test_tokens_are_counted_as_the_model_would_read_them(stage):
+def test_tokens_are_counted_as_the_model_would_read_them(stage: Stage) -> None:
     _, key = stage.open_session()
     body = {"messages": QUESTION, "model": "m", "system": "Be brief."}
     counted = stage.post("/v1/messages/count_tokens", body, key).json()["input_tokens"]
@@ -218,16 +233,16 @@ def test_tokens_are_counted_as_the_model_would_read_them(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 1
 
 
-def test_a_schema_for_the_output_becomes_a_grammar(stage):
+def test_a_schema_for_the_output_becomes_a_grammar(stage: Stage) -> None:
     _, key = stage.open_session()
     form = {"type": "json_schema", "schema": {"type": "object"}}
     assert ask(stage, key, output_config={"format": form}).status_code == 200
     assert stage.sglang.requests[0]["sampling_params"]["json_schema"] == '{"type":"object"}'
 
 
-def test_what_promises_nothing_is_accepted(stage):
+def test_what_promises_nothing_is_accepted(stage: Stage) -> None:
     _, key = stage.open_session()
-    asked = {
+    asked: dict[str, Any] = {
         "thinking": {"type": "adaptive"},
         "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
         "service_tier": "auto",
@@ -239,7 +254,7 @@ def test_what_promises_nothing_is_accepted(stage):
     assert first == second
 
 
-def test_results_of_tools_are_messages_of_their_own(stage):
+def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
     _, key = stage.open_session()
     results = [
         {"type": "tool_result", "tool_use_id": "t1", "content": "7"},
@@ -295,7 +310,9 @@ def test_results_of_tools_are_messages_of_their_own(stage):
         ({"system": "x y " * 2000}, "messages"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+def test_what_cannot_be_honoured_is_refused_by_name(
+    stage: Stage, body: dict[str, Any], param: str
+) -> None:
     _, key = stage.open_session()
     answer = ask(stage, key, **{"max_tokens": 64, **body})
     assert answer.status_code == 400, answer.text
@@ -306,15 +323,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
 
 
 @pytest.mark.parametrize("route", ["/v1/messages", "/messages/count_tokens"])
-def test_every_error_has_anthropics_shape(stage, route):
-    def refused(expected: int, **request) -> str:
+def test_every_error_has_anthropics_shape(stage: Stage, route: str) -> None:
+    def refused(expected: int, **request: Any) -> str:
         answer = stage.http.request(**{"method": "POST", "url": f"{stage.url}{route}", **request})
         assert answer.status_code == expected, answer.text
         assert answer.json()["type"] == "error"
-        return answer.json()["error"]["type"]
+        return str(answer.json()["error"]["type"])
 
     _, key = stage.open_session()
-    keyed = {"headers": {"x-api-key": key}}
+    keyed: dict[str, Any] = {"headers": {"x-api-key": key}}
     assert refused(401, headers={"x-api-key": "sk-guess"}) == "authentication_error"
     assert refused(400, content=b"{", **keyed) == "invalid_request_error"
     assert refused(413, content=b" " * 200_000, **keyed) == "request_too_large"
@@ -324,7 +341,7 @@ def test_every_error_has_anthropics_shape(stage, route):
     assert refused(403, json=body, **keyed) == "permission_error"
 
 
-def test_the_sdk_raises_its_own_errors(stage):
+def test_the_sdk_raises_its_own_errors(stage: Stage) -> None:
     _, key = stage.open_session()
     stage.sglang.script = lambda request: Script(fault="400")
     with sdk(stage, key) as client:
@@ -335,7 +352,7 @@ def test_the_sdk_raises_its_own_errors(stage):
             client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True)
 
 
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
     faults = iter(["late_hang_up:1"])
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
@@ -345,7 +362,7 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
     _, key = stage.open_session(TicketRef(1, 0))
 
@@ -371,7 +388,7 @@ def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
     assert len(interaction.reply["content"]) < 500
 
 
-def test_the_anthropic_sdk_lists_the_model(stage):
+def test_the_anthropic_sdk_lists_the_model(stage: Stage) -> None:
     _, key = stage.open_session()
     with sdk(stage, key) as client:
         (model,) = client.models.list()

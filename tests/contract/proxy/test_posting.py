@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import Any, Self
 
 import pytest
 
@@ -9,33 +10,37 @@ from areal_hpc.proxy import upstream
 from areal_hpc.proxy.posting import Connections
 from areal_hpc.proxy.upstream import Upstream
 
+Script = tuple[bytes, bool]
+
 
 class ScriptedServer:
     """Answers each request with the next script: the bytes to send, and whether to hang up."""
 
-    def __init__(self, *scripts):
+    def __init__(self, *scripts: Script) -> None:
         self._scripts = iter(scripts)
-        self.heads = []
-        self.bodies = []
+        self.heads: list[str] = []
+        self.bodies: list[bytes] = []
         self.accepted = 0
         self.left = 0
-        self._serving = []
+        self._serving: list[asyncio.Task[Any]] = []
 
-    async def __aenter__(self):
+    async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/sub"
         self.connections = Connections(self.url, "x-mark: 1\r\n", 2.0)
         return self
 
-    async def __aexit__(self, *error):
+    async def __aexit__(self, *error: object) -> None:
         self.connections.close()
         self._server.close()
         await asyncio.wait_for(asyncio.gather(*self._serving), 5)
 
-    async def _serve(self, reader, writer):
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.accepted += 1
-        self._serving.append(asyncio.current_task())
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.append(task)
         with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
             while True:
                 head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
@@ -52,16 +57,16 @@ class ScriptedServer:
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
 
-    async def ask(self, body=b"{}"):
+    async def ask(self, body: bytes = b"{}") -> tuple[int, bytes]:
         return await self.connections.ask("/generate", body, 5.0)
 
 
-def answer(body, *, extra=b"", status=b"200 OK"):
+def answer(body: bytes, *, extra: bytes = b"", status: bytes = b"200 OK") -> bytes:
     return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, extra, len(body), body)
 
 
-def test_one_connection_carries_calls_that_come_after_one_another():
-    async def run():
+def test_one_connection_carries_calls_that_come_after_one_another() -> None:
+    async def run() -> None:
         scripts = [(answer(b"one"), False), (answer(b"two", status=b"503 Busy"), False)]
         async with ScriptedServer(*scripts) as server:
             assert await server.ask(b'{"a":1}') == (200, b"one")
@@ -76,8 +81,8 @@ def test_one_connection_carries_calls_that_come_after_one_another():
     asyncio.run(run())
 
 
-def test_calls_at_the_same_time_have_a_connection_each():
-    async def run():
+def test_calls_at_the_same_time_have_a_connection_each() -> None:
+    async def run() -> None:
         scripts = [(answer(b"%d" % number), False) for number in range(6)]
         async with ScriptedServer(*scripts) as server:
             assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
@@ -95,8 +100,8 @@ def test_calls_at_the_same_time_have_a_connection_each():
         (answer(b"one") + answer(b"nobody asked"), False),
     ],
 )
-def test_a_connection_that_is_not_sound_is_not_used_again(script):
-    async def run():
+def test_a_connection_that_is_not_sound_is_not_used_again(script: Script) -> None:
+    async def run() -> None:
         async with ScriptedServer(script, (answer(b"two"), False)) as server:
             assert await server.ask() == (200, b"one")
             await asyncio.sleep(0.05)
@@ -106,8 +111,8 @@ def test_a_connection_that_is_not_sound_is_not_used_again(script):
     asyncio.run(run())
 
 
-def test_an_answer_that_is_left_half_read_closes_its_connection():
-    async def run():
+def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
+    async def run() -> None:
         parts = answer(b"x" * 100)[:-50]
         async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
             async with server.connections.post("/generate", b"{}") as half:
@@ -118,8 +123,8 @@ def test_an_answer_that_is_left_half_read_closes_its_connection():
     asyncio.run(run())
 
 
-def test_a_call_that_is_cancelled_closes_its_connection():
-    async def run():
+def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+    async def run() -> None:
         async with ScriptedServer((b"", False), (answer(b"two"), False)) as server:
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.1):
@@ -130,8 +135,8 @@ def test_a_call_that_is_cancelled_closes_its_connection():
     asyncio.run(run())
 
 
-def test_a_preliminary_answer_is_not_the_answer():
-    async def run():
+def test_a_preliminary_answer_is_not_the_answer() -> None:
+    async def run() -> None:
         early = b"HTTP/1.1 103 Early Hints\r\n\r\n"
         async with ScriptedServer((early + answer(b"one"), False)) as server:
             assert await server.ask() == (200, b"one")
@@ -140,8 +145,8 @@ def test_a_preliminary_answer_is_not_the_answer():
 
 
 @pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
-def test_a_server_that_leaves_is_a_connection_error(script):
-    async def run():
+def test_a_server_that_leaves_is_a_connection_error(script: Script) -> None:
+    async def run() -> None:
         async with ScriptedServer(script) as server:
             with pytest.raises(ConnectionError):
                 await server.ask()
@@ -149,8 +154,8 @@ def test_a_server_that_leaves_is_a_connection_error(script):
     asyncio.run(run())
 
 
-def test_an_answer_that_does_not_come_in_time_is_a_timeout():
-    async def run():
+def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
+    async def run() -> None:
         async with ScriptedServer(
             (answer(b"x" * 100)[:-50], False), (answer(b"two"), False)
         ) as server:
@@ -162,12 +167,12 @@ def test_an_answer_that_does_not_come_in_time_is_a_timeout():
     asyncio.run(run())
 
 
-def test_each_call_has_a_time_limit_of_its_own():
-    async def run():
+def test_each_call_has_a_time_limit_of_its_own() -> None:
+    async def run() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
 
-        async def waited_s(server, timeout_s):
+        async def waited_s(server: ScriptedServer, timeout_s: float) -> float:
             with pytest.raises(TimeoutError):
                 await server.connections.ask("/generate", b"{}", timeout_s)
             return loop.time() - began
@@ -180,8 +185,8 @@ def test_each_call_has_a_time_limit_of_its_own():
     asyncio.run(run())
 
 
-def test_what_is_not_http_is_a_connection_error():
-    async def run():
+def test_what_is_not_http_is_a_connection_error() -> None:
+    async def run() -> None:
         async with ScriptedServer(
             (b"SSH-2.0-OpenSSH_9.6\r\n", False), (answer(b"two"), False)
         ) as server:
@@ -192,8 +197,8 @@ def test_what_is_not_http_is_a_connection_error():
     asyncio.run(run())
 
 
-def test_an_answer_that_might_be_read_in_parts_can_be_read_whole():
-    async def run():
+def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None:
+    async def run() -> None:
         body = b"x" * 3_000_000  # more than is held unread
         script = (answer(body, status=b"500 Broken"), False)
         async with (
@@ -207,8 +212,8 @@ def test_an_answer_that_might_be_read_in_parts_can_be_read_whole():
     asyncio.run(run())
 
 
-def test_a_long_answer_read_in_parts_comes_whole():
-    async def run():
+def test_a_long_answer_read_in_parts_comes_whole() -> None:
+    async def run() -> None:
         body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
         chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
         coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
@@ -227,10 +232,10 @@ def test_a_long_answer_read_in_parts_comes_whole():
     asyncio.run(run())
 
 
-def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch):
+def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upstream, "FORGOTTEN_S", 0.05)
 
-    async def run():
+    async def run() -> None:
         scripts = [(answer(b"one"), False)] * 2
         async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
             calls = Upstream()
@@ -248,8 +253,8 @@ def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch):
     asyncio.run(run())
 
 
-def test_a_call_under_way_outlives_the_closing_of_the_others():
-    async def run():
+def test_a_call_under_way_outlives_the_closing_of_the_others() -> None:
+    async def run() -> None:
         async with ScriptedServer((answer(b"one"), False)) as server:
             asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
             await asyncio.sleep(0)

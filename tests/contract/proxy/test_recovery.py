@@ -2,7 +2,10 @@
 
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,26 +19,32 @@ from tests.contract.proxy.scripted_sglang import Script
 REF = TicketRef(7, 2)
 
 
-def finish(stage, *session_ids, ref=REF):
+def finish(stage: Stage, *session_ids: str, ref: TicketRef = REF) -> int:
+    """Rows of the ticket."""
     reply = stage.post("/rl/finish_ticket", FinishTicketRequest(ref, list(session_ids)))
     assert reply.status_code == 200, reply.text
-    return reply.json()["rows"]
+    return int(reply.json()["rows"])
 
 
-def seal(stage):
+def seal(stage: Stage) -> int:
+    """Tickets that were sealed."""
     reply = stage.post("/rl/seal", {})
     assert reply.status_code == 200, reply.text
-    return reply.json()["tickets"]
+    return int(reply.json()["tickets"])
 
 
-def await_(condition, timeout_s=10.0):
+def await_(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
 
 
-def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage):
+def await_settled(stage: Stage) -> None:
+    await_(lambda: stage.ledger.settled)
+
+
+def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage: Stage) -> None:
     stage = own_stage
     stage.sglang.script = lambda request: Script(
         "hello world", versions=[("3.1", 0, 2), ("3.2", 2, 5)]
@@ -63,11 +72,11 @@ def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage):
     assert stray not in stage.http.get(f"{stage.url}/healthz").text
 
 
-def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage):
+def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage: Stage) -> None:
     stage = own_stage
     session_id, key = stage.open_session(REF)
     with stage.client(key) as client:
-        messages = [{"role": "user", "content": "hi"}]
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
         first = client.chat.completions.create(model="m", messages=messages)
         before = stage.url
         stage.kill_proxy()
@@ -102,7 +111,7 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage):
     assert row.loss_mask_T.sum() == 10
 
 
-def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage):
+def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage: Stage) -> None:
     stage = own_stage
     export = ExportSettings("individual", turn_discount=0.5)
     session_id, key = stage.open_session(REF, export=export)
@@ -122,7 +131,7 @@ def test_rows_are_made_as_the_session_was_opened_even_after_a_crash(own_stage):
     assert [row.reward for row in rows] == [0.25, 0.5, 1.0]
 
 
-def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage):
+def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage: Stage) -> None:
     stage = own_stage
     session_id, key = stage.open_session(REF)
     stage.ask(key, "hi")
@@ -140,7 +149,7 @@ def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage):
     assert len(read_index(stage.layout.index_dir)) == 1
 
 
-def test_settling_waits_for_a_ledger_that_is_away(own_stage):
+def test_settling_waits_for_a_ledger_that_is_away(own_stage: Stage) -> None:
     stage = own_stage
     stage.ledger.away = True
     session_id, key = stage.open_session(REF)
@@ -153,11 +162,11 @@ def test_settling_waits_for_a_ledger_that_is_away(own_stage):
     time.sleep(0.5)
     assert stage.ledger.settled == []
     stage.ledger.away = False
-    await_(lambda: stage.ledger.settled)
+    await_settled(stage)
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
 
 
-def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage):
+def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage: Stage) -> None:
     stage = own_stage
     session_id, key = stage.open_session(REF)
     stage.ask(key, "hi")
@@ -171,7 +180,7 @@ def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage):
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
 
 
-def test_a_finished_run_leaves_no_journal_and_an_unfinished_one_does(own_stage):
+def test_a_finished_run_leaves_no_journal_and_an_unfinished_one_does(own_stage: Stage) -> None:
     stage = own_stage
     session_id, key = stage.open_session(REF)
     stage.ask(key, "hi")
@@ -192,7 +201,7 @@ def _ask_in_vain(stage: Stage, key: str) -> None:
         return
 
 
-def test_tickets_are_sealed_by_age_and_by_bytes(tmp_path):
+def test_tickets_are_sealed_by_age_and_by_bytes(tmp_path: Path) -> None:
     for name, shards in (
         ("age", {"seal_after_s": 0.3}),
         ("bytes", {"target_bytes": 4096}),
@@ -203,12 +212,12 @@ def test_tickets_are_sealed_by_age_and_by_bytes(tmp_path):
             stage.ask(key, "hello world " * 100)
             stage.finish_session(key, 1.0)
             finish(stage, session_id)
-            await_(lambda stage=stage: stage.ledger.settled)
+            await_settled(stage)
         finally:
             stage.close()
 
 
-def test_the_journal_forgets_what_is_settled(own_stage):
+def test_the_journal_forgets_what_is_settled(own_stage: Stage) -> None:
     stage = own_stage
     open_id, open_key = stage.open_session(TicketRef(99, 0))
     stage.ask(open_key, "remember me")
@@ -231,7 +240,7 @@ def test_the_journal_forgets_what_is_settled(own_stage):
     assert finish(stage, open_id, ref=TicketRef(99, 0)) == 1
 
 
-def test_evaluation_sessions_are_not_journaled(own_stage):
+def test_evaluation_sessions_are_not_journaled(own_stage: Stage) -> None:
     stage = own_stage
     (journal,) = stage.journal_dir.glob("*/journal")
     _, key = stage.open_session(TicketRef(0, 0, eval_step=4))
@@ -242,12 +251,12 @@ def test_evaluation_sessions_are_not_journaled(own_stage):
     assert journal.stat().st_size == 0
 
 
-def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
+def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage: Stage) -> None:
     stage = own_stage
     first, key = stage.open_session(REF)
     other, _ = stage.open_session(TicketRef(8, 0))
 
-    def status(*ids):
+    def status(*ids: str) -> int:
         return stage.post("/rl/finish_ticket", FinishTicketRequest(REF, list(ids))).status_code
 
     stage.ask(key, "hi")
@@ -267,7 +276,7 @@ def test_tickets_are_finished_only_when_they_can_be_trained_on(own_stage):
     assert stage.post("/rl/end_session", {}, key).status_code == 200
 
 
-def test_a_filtered_ticket_is_forgotten_and_never_sealed(own_stage):
+def test_a_filtered_ticket_is_forgotten_and_never_sealed(own_stage: Stage) -> None:
     stage = own_stage
     _, key = stage.open_session(REF)
     stage.ask(key, "hi")

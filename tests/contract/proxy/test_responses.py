@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import httpx
 import pytest
@@ -16,14 +17,14 @@ QUESTION = "What is 3 + 4?"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
 
 
-def ask(stage: Stage, key: str, asked=QUESTION, **more) -> httpx.Response:
+def ask(stage: Stage, key: str, asked: object = QUESTION, **more: Any) -> httpx.Response:
     return stage.post("/v1/responses", {"input": asked, **more}, key)
 
 
-def events_of(answer: httpx.Response) -> list[dict]:
+def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     """The decoded events of a stream, each under the name that it has, in their order."""
     assert answer.headers["content-type"] == "text/event-stream"
-    events = []
+    events: list[dict[str, Any]] = []
     for block in answer.text.strip().split("\n\n"):
         name, data = block.split("\n")
         event = json.loads(data.removeprefix("data: "))
@@ -33,13 +34,13 @@ def events_of(answer: httpx.Response) -> list[dict]:
     return events
 
 
-def without_names(response: dict) -> dict:
+def without_names(response: dict[str, Any]) -> dict[str, Any]:
     """A response without what differs from one to the next."""
     output = [{**item, "id": None} for item in response["output"]]
     return {**response, "id": None, "created_at": None, "output": output}
 
 
-def decoded(stage: Stage, request: dict) -> str:
+def decoded(stage: Stage, request: dict[str, Any]) -> str:
     return stage.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
 
 
@@ -50,7 +51,7 @@ def speaks_in_letters(stage: Stage) -> list[int]:
     return letters
 
 
-def test_the_openai_sdk_talks_to_the_proxy(stage):
+def test_the_openai_sdk_talks_to_the_proxy(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5)
     with stage.client(key) as client:
         response = client.responses.create(
@@ -66,6 +67,7 @@ def test_the_openai_sdk_talks_to_the_proxy(stage):
     (request,) = stage.sglang.requests
     assert request["sampling_params"]["temperature"] == response.temperature == 0.5
     assert request["sampling_params"]["max_new_tokens"] == 33
+    assert response.usage is not None
     assert response.usage.input_tokens == len(request["input_ids"])
     assert decoded(stage, request).startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>"
@@ -74,7 +76,9 @@ def test_the_openai_sdk_talks_to_the_proxy(stage):
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
 @pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, header):
+def test_both_prefixes_and_both_kinds_of_key_open_a_session(
+    stage: Stage, prefix: str, header: str
+) -> None:
     _, key = stage.open_session()
     value = f"Bearer {key}" if header == "authorization" else key
     url = f"{stage.url}{prefix}/responses"
@@ -84,11 +88,13 @@ def test_both_prefixes_and_both_kinds_of_key_open_a_session(stage, prefix, heade
 
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("finish", ["eos", "length"])
-def test_a_stream_tells_the_same_response_as_a_whole_reply(stage, incremental, finish):
+def test_a_stream_tells_the_same_response_as_a_whole_reply(
+    stage: Stage, incremental: bool, finish: str
+) -> None:
     stage.sglang.incremental = incremental
     stage.sglang.script = lambda request: Script(finish=finish)
     _, key = stage.open_session(TicketRef(1, 0))
-    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    asked: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     whole = ask(stage, key, **asked).json()
     events = events_of(ask(stage, key, stream=True, **asked))
     names = [event["type"].removeprefix("response.") for event in events]
@@ -113,31 +119,33 @@ def test_a_stream_tells_the_same_response_as_a_whole_reply(stage, incremental, f
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
-def test_the_sdk_reads_a_stream(stage):
+def test_the_sdk_reads_a_stream(stage: Stage) -> None:
     _, key = stage.open_session()
     with stage.client(key) as client, client.responses.stream(model="m", input="hi") as stream:
         text = "".join(one.delta for one in stream if one.type == "response.output_text.delta")
         assert text == stream.get_final_response().output_text == "hello world"
 
 
-def test_items_that_come_back_are_continued_with_the_models_own_tokens(stage):
+def test_items_that_come_back_are_continued_with_the_models_own_tokens(stage: Stage) -> None:
     letters = speaks_in_letters(stage)
     _, key = stage.open_session()
-    history = [{"role": "user", "content": QUESTION}]
+    history: list[Any] = [{"role": "user", "content": QUESTION}]
+    said = ""
     with stage.client(key) as client:
         for question in ("and 1?", "and 2?"):
             response = client.responses.create(model="m", input=history, instructions="Add.")
             # As agents hand items back: with ids, states and empty lists, or as a bare text.
+            said = response.output_text
             history += [item.model_dump() for item in response.output]
             history.append({"type": "message", "role": "user", "content": question})
-        history[1] = {"role": "assistant", "content": response.output_text}
+        history[1] = {"role": "assistant", "content": said}
         client.responses.create(model="m", input=history, instructions="Add.")
     first, second, third = (request["input_ids"] for request in stage.sglang.requests)
     assert second[: len(first) + len(letters)] == first + letters
     assert third[: len(second) + len(letters)] == second + letters
 
 
-def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage):
+def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage: Stage) -> None:
     letters = speaks_in_letters(stage)
     _, key = stage.open_session()
     first = ask(stage, key, instructions="Add.").json()["id"]
@@ -152,7 +160,7 @@ def test_a_response_is_continued_by_its_id_and_brings_its_own_instructions(stage
     assert asked.endswith("and 2?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_a_conversation_may_change_its_dialect(stage):
+def test_a_conversation_may_change_its_dialect(stage: Stage) -> None:
     letters = speaks_in_letters(stage)
     _, key = stage.open_session()
     chat = stage.ask(key, QUESTION).json()
@@ -167,7 +175,7 @@ def test_a_conversation_may_change_its_dialect(stage):
     assert third[: len(second) + len(letters)] == second + letters
 
 
-def test_the_items_of_one_reply_are_one_message(stage):
+def test_the_items_of_one_reply_are_one_message(stage: Stage) -> None:
     _, key = stage.open_session()
     call = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
     eight = [{"type": "input_text", "text": "8"}]
@@ -189,7 +197,7 @@ def test_the_items_of_one_reply_are_one_message(stage):
     )
 
 
-def test_a_form_for_the_text_becomes_a_grammar(stage):
+def test_a_form_for_the_text_becomes_a_grammar(stage: Stage) -> None:
     _, key = stage.open_session()
     schema = {"type": "object", "properties": {}}
     for form, sent in [
@@ -240,7 +248,9 @@ def test_a_form_for_the_text_becomes_a_grammar(stage):
         ({"max_tool_calls": 2}, "max_tool_calls"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
+def test_what_cannot_be_honoured_is_refused_by_name(
+    stage: Stage, body: dict[str, Any], param: str
+) -> None:
     _, key = stage.open_session()
     answer = stage.post("/v1/responses", {"input": QUESTION, **body}, key)
     assert answer.status_code == 400, answer.text
@@ -249,7 +259,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(stage, body, param):
     assert stage.sglang.requests == []
 
 
-def test_finished_responses_are_retrieved_until_they_are_deleted(stage):
+def test_finished_responses_are_retrieved_until_they_are_deleted(stage: Stage) -> None:
     _, key = stage.open_session()
     with stage.client(key) as client:
         whole = client.responses.create(model="m", input="hi", instructions="Add.")
@@ -259,7 +269,8 @@ def test_finished_responses_are_retrieved_until_they_are_deleted(stage):
         assert client.responses.retrieve(whole.id) == whole
         found = client.responses.retrieve(streamed.id)
         assert found.output_text == "hello world"
-        assert (found.output[0].id, found.usage) == (streamed.output[0].id, streamed.usage)
+        assert found.output[0].to_dict()["id"] == streamed.output[0].to_dict()["id"]
+        assert found.usage == streamed.usage
         client.responses.delete(whole.id)
         for gone in (client.responses.retrieve, client.responses.delete):
             with pytest.raises(NotFoundError, match=whole.id):
@@ -271,12 +282,12 @@ def test_finished_responses_are_retrieved_until_they_are_deleted(stage):
         assert caught.value.param == "include[]"
 
 
-def test_only_what_is_stored_can_be_retrieved_and_by_its_own_session(stage):
+def test_only_what_is_stored_can_be_retrieved_and_by_its_own_session(stage: Stage) -> None:
     _, key = stage.open_session()
     _, other = stage.open_session()
     stored, hidden = (ask(stage, key, store=store).json()["id"] for store in (True, False))
 
-    def status_of(key, response_id, method="GET"):
+    def status_of(key: str, response_id: str, method: str = "GET") -> int:
         return stage.http.request(
             method, f"{stage.url}/responses/{response_id}", headers={"x-api-key": key}
         ).status_code
@@ -288,7 +299,7 @@ def test_only_what_is_stored_can_be_retrieved_and_by_its_own_session(stage):
     assert status_of(key, stored) == 403
 
 
-def test_a_response_of_another_session_is_unknown(stage):
+def test_a_response_of_another_session_is_unknown(stage: Stage) -> None:
     _, key = stage.open_session()
     _, other = stage.open_session()
     first = ask(stage, key).json()["id"]
@@ -297,7 +308,7 @@ def test_a_response_of_another_session_is_unknown(stage):
     assert caught.value.param == "previous_response_id"
 
 
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
     faults = iter(["late_hang_up:1"])
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
@@ -307,7 +318,7 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
+def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script(fault="400")
     _, key = stage.open_session(TicketRef(1, 0))
     answer = ask(stage, key, stream=True)
@@ -315,7 +326,7 @@ def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
     assert "too warm" in answer.json()["error"]["message"]
 
 
-def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage):
+def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
     _, key = stage.open_session(TicketRef(1, 0))
 

@@ -1,19 +1,24 @@
 """Replicas die while they speak: another goes on, and what is recorded is what was sampled."""
 
 import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.session.tree import ids_of
 from areal_hpc.wire.replicas import ReplicaView
+from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
 
 BEGINNING, END = "hello world the quick", " brown fox jumps"
-ASK = [{"role": "user", "content": "hi"}]
+ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
+Pair = tuple[ScriptedSGLang, ScriptedSGLang]
 
 
 @pytest.fixture
-def pair(stage):
+def pair(stage: Stage) -> Iterator[Pair]:
     """The stage's server, which has the session, and another one."""
     other = ScriptedSGLang(stage.tokenizer, version="1.1")
     stage.loop.run(other.start())
@@ -23,7 +28,9 @@ def pair(stage):
     stage.loop.run(other.stop())
 
 
-def both_serve(stage, home, other, version="1.0"):
+def both_serve(
+    stage: Stage, home: ScriptedSGLang, other: ScriptedSGLang, version: str = "1.0"
+) -> None:
     """`home` dies soon, so the relay calls it failed from then on."""
     stage.relay.replicas = [
         ReplicaView(0, 1, "serving", home.url, version),
@@ -34,9 +41,10 @@ def both_serve(stage, home, other, version="1.0"):
         time.sleep(0.01)
 
 
-def speak(stage, key, **more):
+def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, list[float]]:
     """The text that came, whether it ended well, and the log-probabilities."""
-    text, error, logprobs = "", None, []
+    text, error = "", None
+    logprobs: list[float] = []
     with stage.client(key).with_options(max_retries=0) as client:
         stream = client.chat.completions.create(model="m", messages=ASK, stream=True, **more)
         try:
@@ -50,20 +58,20 @@ def speak(stage, key, **more):
     return text, error, logprobs
 
 
-def resumptions(stage):
+def resumptions(stage: Stage) -> int:
     """How many the proxy counted."""
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_resumptions_total "))
     return int(line.split()[1])
 
 
-def dies_after(pieces, **more):
-    return lambda request: Script(
-        BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2, **more
-    )
+def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
+    return lambda request: Script(BEGINNING + END, fault=f"late_hang_up:{pieces}", piece_tokens=2)
 
 
-def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(stage, pair):
+def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
+    stage: Stage, pair: Pair
+) -> None:
     home, other = pair
     _, key = stage.open_session()
     assert stage.chat(key, ASK).status_code == 200
@@ -93,7 +101,9 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(stage, pair)
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
 
 
-def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(stage, pair):
+def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(
+    stage: Stage, pair: Pair
+) -> None:
     home, other = pair
     _, key = stage.open_session()
     versions = [("0.9", 0, 2), ("1.0", 2, 4)]
@@ -111,11 +121,13 @@ def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named
     assert spans == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
 
 
-def breaks_off(said):
+def breaks_off(said: str) -> Callable[[dict[str, Any]], Script]:
     return lambda request: Script(said, fault="abort", finish="length")
 
 
-def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(stage, pair):
+def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
+    stage: Stage, pair: Pair
+) -> None:
     home, other = pair
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
@@ -132,7 +144,7 @@ def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(stage, 
     assert spans == [(1 << 32, 0, len(said)), (1 << 32 | 1, len(said), recorded.output_tokens)]
 
 
-def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage, pair):
+def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair: Pair) -> None:
     home, other = pair
     _, key = stage.open_session()
     home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
@@ -152,7 +164,9 @@ def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage, pair):
         {"extra_body": {"regex": ".*"}},
     ],
 )
-def test_what_another_replica_cannot_go_on_with_ends_with_an_error(stage, pair, more):
+def test_what_another_replica_cannot_go_on_with_ends_with_an_error(
+    stage: Stage, pair: Pair, more: dict[str, Any]
+) -> None:
     home, other = pair
     _, key = stage.open_session()
     count = len(stage.tokenizer.encode(BEGINNING, add_special_tokens=False).ids)
@@ -165,7 +179,7 @@ def test_what_another_replica_cannot_go_on_with_ends_with_an_error(stage, pair, 
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_tokens_of_an_unknown_version_are_not_gone_on_with(stage, pair):
+def test_tokens_of_an_unknown_version_are_not_gone_on_with(stage: Stage, pair: Pair) -> None:
     home, other = pair
     _, key = stage.open_session()
     home.script = dies_after(2)

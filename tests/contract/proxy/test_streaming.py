@@ -3,18 +3,20 @@
 import asyncio
 import json
 import time
+from typing import Any
 
 import pytest
 from openai import APIError, AsyncOpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
-QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
 
-def events(stage: Stage, key: str, **request) -> list[dict]:
+def events(stage: Stage, key: str, **request: Any) -> list[dict[str, Any]]:
     """The decoded chunks of a streamed reply."""
     answer = stage.chat(key, QUESTION, stream=True, **request)
     assert answer.status_code == 200, answer.text
@@ -24,7 +26,7 @@ def events(stage: Stage, key: str, **request) -> list[dict]:
     return [json.loads(line.removeprefix("data: ")) for line in data]
 
 
-def text_of(chunks: list[dict], choice: int = 0) -> str:
+def text_of(chunks: list[dict[str, Any]], choice: int = 0) -> str:
     return "".join(
         one["delta"].get("content") or ""
         for chunk in chunks
@@ -35,7 +37,9 @@ def text_of(chunks: list[dict], choice: int = 0) -> str:
 
 @pytest.mark.parametrize("incremental", [False, True])
 @pytest.mark.parametrize("piece_tokens", [1, 3, 100])
-def test_the_parts_of_a_reply_make_the_whole(stage, incremental, piece_tokens):
+def test_the_parts_of_a_reply_make_the_whole(
+    stage: Stage, incremental: bool, piece_tokens: int
+) -> None:
     stage.sglang.incremental = incremental
     stage.sglang.script = lambda request: Script("hello wörld 7", piece_tokens=piece_tokens)
     _, key = stage.open_session(TicketRef(1, 0))
@@ -50,7 +54,9 @@ def test_the_parts_of_a_reply_make_the_whole(stage, incremental, piece_tokens):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_streamed_turn_is_continued_with_the_models_own_tokens(stage, incremental):
+def test_a_streamed_turn_is_continued_with_the_models_own_tokens(
+    stage: Stage, incremental: bool
+) -> None:
     stage.sglang.incremental = incremental
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
@@ -62,7 +68,7 @@ def test_a_streamed_turn_is_continued_with_the_models_own_tokens(stage, incremen
     assert after[: len(before) + len(letters)] == before + letters
 
 
-def test_parts_leave_while_the_model_still_speaks(stage):
+def test_parts_leave_while_the_model_still_speaks(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script("one two three four", piece_delay_s=0.1)
     _, key = stage.open_session(TicketRef(1, 0))
     came_at = []
@@ -72,7 +78,7 @@ def test_parts_leave_while_the_model_still_speaks(stage):
     assert came_at[-1] - came_at[0] > 0.3
 
 
-def test_usage_comes_last_and_only_when_asked_for(stage):
+def test_usage_comes_last_and_only_when_asked_for(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     assert all("usage" not in chunk for chunk in events(stage, key))
     *others, last = events(stage, key, stream_options={"include_usage": True})
@@ -83,7 +89,7 @@ def test_usage_comes_last_and_only_when_asked_for(stage):
     assert last["usage"]["total_tokens"] == prompt + last["usage"]["completion_tokens"]
 
 
-def test_streamed_choices_interleave_and_each_ends_once(stage):
+def test_streamed_choices_interleave_and_each_ends_once(stage: Stage) -> None:
     texts = iter(["one one one", "two two", "three"])
     stage.sglang.script = lambda request: Script(next(texts), piece_delay_s=0.01)
     _, key = stage.open_session(TicketRef(1, 0))
@@ -95,7 +101,7 @@ def test_streamed_choices_interleave_and_each_ends_once(stage):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_streamed_logprobs_are_those_of_every_token(stage, incremental):
+def test_streamed_logprobs_are_those_of_every_token(stage: Stage, incremental: bool) -> None:
     stage.sglang.incremental = incremental
     _, key = stage.open_session(TicketRef(1, 0))
     chunks = events(stage, key, logprobs=True, top_logprobs=2)
@@ -106,7 +112,9 @@ def test_streamed_logprobs_are_those_of_every_token(stage, incremental):
 
 
 @pytest.mark.parametrize("incremental", [False, True])
-def test_a_stop_string_is_never_shown_not_even_its_beginning(stage, incremental):
+def test_a_stop_string_is_never_shown_not_even_its_beginning(
+    stage: Stage, incremental: bool
+) -> None:
     stage.sglang.incremental = incremental
     stage.sglang.script = lambda request: Script("3 + 4 STOP", finish="stop:STOP")
     _, key = stage.open_session(TicketRef(1, 0))
@@ -115,7 +123,9 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(stage, incremental)
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(stage):
+def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
+    stage: Stage,
+) -> None:
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
     _, key = stage.open_session(TicketRef(1, 0))
 
@@ -145,7 +155,7 @@ def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
     assert len(interaction.reply["content"]) < 500
 
 
-def test_what_a_client_left_is_not_the_last_completed_reply(stage):
+def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     first = stage.chat(key, QUESTION).json()["id"]
     stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
@@ -161,7 +171,7 @@ def test_what_a_client_left_is_not_the_last_completed_reply(stage):
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).json()["interaction_id"] == first
 
 
-def test_the_end_of_a_reply_comes_after_its_journal_record(stage):
+def test_the_end_of_a_reply_comes_after_its_journal_record(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script("one two", piece_delay_s=0.01)
     _, key = stage.open_session(TicketRef(1, 0))
     with stage.client(key) as client:
@@ -171,7 +181,7 @@ def test_the_end_of_a_reply_comes_after_its_journal_record(stage):
 
 
 @pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
-def test_a_stream_lost_before_it_speaks_is_repeated(stage, fault):
+def test_a_stream_lost_before_it_speaks_is_repeated(stage: Stage, fault: str) -> None:
     faults = iter([fault])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""))
     _, key = stage.open_session(TicketRef(1, 0))
@@ -179,7 +189,7 @@ def test_a_stream_lost_before_it_speaks_is_repeated(stage, fault):
     assert len(stage.sglang.requests) == 2
 
 
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
+def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
     faults = iter(["late_hang_up:1"])
     odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
     stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
@@ -189,7 +199,7 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage):
     assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
-def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
+def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script(fault="400")
     _, key = stage.open_session(TicketRef(1, 0))
     answer = stage.chat(key, QUESTION, stream=True)
@@ -199,18 +209,19 @@ def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage):
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "stream_options")
 
 
-def test_grammars_and_biases_reach_the_engine(stage):
+def test_grammars_and_biases_reach_the_engine(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    for asked, sent in [
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
         ({"response_format": form}, {"json_schema": json.dumps(schema, separators=(",", ":"))}),
         ({"response_format": {"type": "json_object"}}, {"json_schema": '{"type":"object"}'}),
         ({"response_format": {"type": "text"}}, {}),
         ({"regex": "[0-9]+"}, {"regex": "[0-9]+"}),
         ({"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
         ({"logit_bias": {"5": 2.5}}, {"logit_bias": {"5": 2.5}}),
-    ]:
+    ]
+    for asked, sent in cases:
         assert stage.chat(key, QUESTION, **asked).status_code == 200
         params = stage.sglang.requests[-1]["sampling_params"]
         names = {"json_schema", "regex", "ebnf", "logit_bias"}

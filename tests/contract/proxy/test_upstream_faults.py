@@ -6,11 +6,12 @@ import time
 import pytest
 
 from areal_hpc.proxy.job import journal_path
+from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
 
 
 @pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
-def test_a_call_that_a_server_loses_is_repeated(stage, fault):
+def test_a_call_that_a_server_loses_is_repeated(stage: Stage, fault: str) -> None:
     faults = iter([fault])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""))
     _, key = stage.open_session()
@@ -30,7 +31,7 @@ def test_a_call_that_a_server_loses_is_repeated(stage, fault):
         Script(versions=[("unset", 0, 5)]),
     ],
 )
-def test_a_reply_without_sound_versions_is_not_recorded(stage, script):
+def test_a_reply_without_sound_versions_is_not_recorded(stage: Stage, script: Script) -> None:
     scripts = iter([script])
     stage.sglang.script = lambda request: next(scripts, Script())
     _, key = stage.open_session()
@@ -38,7 +39,7 @@ def test_a_reply_without_sound_versions_is_not_recorded(stage, script):
     assert len(stage.sglang.requests) == 2
 
 
-def test_what_the_server_refuses_is_the_requests_fault(stage):
+def test_what_the_server_refuses_is_the_requests_fault(stage: Stage) -> None:
     stage.sglang.script = lambda request: Script(fault="400")
     _, key = stage.open_session()
     answer = stage.ask(key, "hi")
@@ -46,7 +47,7 @@ def test_what_the_server_refuses_is_the_requests_fault(stage):
     assert "too warm" in answer.json()["error"]["message"]
 
 
-def test_requests_wait_while_no_replica_serves(stage):
+def test_requests_wait_while_no_replica_serves(stage: Stage) -> None:
     stage.route_to(stage.sglang.url, state="ready")
     _, key = stage.open_session()
     threading.Timer(0.5, stage.relay.show, [stage.sglang.url]).start()
@@ -55,7 +56,7 @@ def test_requests_wait_while_no_replica_serves(stage):
     assert 0.4 < time.monotonic() - began < 3.0
 
 
-def test_without_any_replica_the_wait_ends_with_503(own_stage):
+def test_without_any_replica_the_wait_ends_with_503(own_stage: Stage) -> None:
     own_stage.stop_proxy()
     config = own_stage.config
     config["proxy"] = {"request_timeout_s": 0.5}
@@ -76,7 +77,7 @@ def test_without_any_replica_the_wait_ends_with_503(own_stage):
     assert own_stage.post("/rl/end_session", {}, key).json()["replicas_serving"] == 1
 
 
-def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage):
+def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stage) -> None:
     second = ScriptedSGLang(stage.tokenizer)
     stage.loop.run(second.start())
     stage.route_to(stage.sglang.url, second.url)
@@ -98,7 +99,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage):
     stage.loop.run(second.stop())
 
 
-def test_the_journal_is_private(stage):
+def test_the_journal_is_private(stage: Stage) -> None:
     from areal_hpc.proxy.job import ProxyJobConfig
 
     path = journal_path(ProxyJobConfig.model_validate(stage.config), stage.admin_key)
@@ -106,7 +107,7 @@ def test_the_journal_is_private(stage):
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_run_that_starts_anew_at_the_same_path_has_a_journal_of_its_own(stage):
+def test_a_run_that_starts_anew_at_the_same_path_has_a_journal_of_its_own(stage: Stage) -> None:
     from areal_hpc.proxy.job import ProxyJobConfig
 
     job = ProxyJobConfig.model_validate(stage.config)
