@@ -84,7 +84,7 @@ class Sessions(RuleBasedStateMachine):
         self.stage = stage
         self.counts = counts
         """Of what happened, over all plays."""
-        self.said: dict[str, str] = {}
+        self.said: dict[str, Any] = {}
         """What the model says."""
         self.played: list[Played] = []
 

@@ -92,7 +92,8 @@ class ElasticRun(KilledRun):
 
 def _command(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        words: list[str] = process.cmdline()
+        return words
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return []
 

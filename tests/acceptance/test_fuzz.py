@@ -19,6 +19,7 @@ import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import run_state_machine_as_test
+from schemathesis.core.result import Ok
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -91,6 +92,7 @@ def write(name: str, counts: dict[str, Any]) -> None:
 def operations(stage: Stage) -> Iterator[Any]:
     document = stage.http.get(f"{stage.url}/openapi.json").json()
     for found in schemathesis.openapi.from_dict(document).get_all_operations():
+        assert isinstance(found, Ok), found
         operation = found.ok()
         if not operation.path.startswith("/v1/"):  # the same code answers both
             yield operation
@@ -127,11 +129,13 @@ def fuzz(stage: Stage, operation: Any) -> dict[str, int]:
             case.body["wait_s"] = 0.01
         send(case)
 
+    allowed: st.SearchStrategy[Any]
     allowed = operation.as_strategy(generation_mode=GenerationMode.POSITIVE)
     examples = settings(QUIET, max_examples=REQUESTS_A_ROUTE)
     examples(given(allowed)(send_allowed))()
     if not operation.body:
         return dict(counts)
+    wrong: st.SearchStrategy[Any]
     wrong = operation.as_strategy(generation_mode=GenerationMode.NEGATIVE)
     examples(given(wrong)(send))()
 
@@ -158,7 +162,10 @@ def test_no_order_of_calls_loses_a_reward(stage: Stage) -> None:
     began = time.monotonic()
     counts: Counter[str] = Counter()
     plays = settings(QUIET, max_examples=SESSION_PLAYS, stateful_step_count=STEPS_A_PLAY)
-    run_state_machine_as_test(lambda: Sessions(stage, counts), settings=plays)
+    run_state_machine_as_test(
+        lambda: Sessions(stage, counts),  # type: ignore[arg-type]  # any factory will do
+        settings=plays,
+    )
     assert counts["rewards_exported"] > 100, counts
     give_up_at = time.monotonic() + HANG_S
     while stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"]:

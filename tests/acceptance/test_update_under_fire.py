@@ -273,12 +273,11 @@ def await_own_end(field: Field, old: str, before: list[ReplicaView], phase: str)
         if phase in UNTOUCHED:
             cell.await_replica(lambda view: view.version == old, timeout_s=START_TIMEOUT_S)
         else:
-            after = cell.await_replica(
-                lambda view, past=past: (
-                    view.incarnation > past.incarnation and view.state == "ready"
-                ),
-                timeout_s=START_TIMEOUT_S,
-            )
+
+            def is_back(view: ReplicaView, past: ReplicaView = past) -> bool:
+                return view.incarnation > past.incarnation and view.state == "ready"
+
+            after = cell.await_replica(is_back, timeout_s=START_TIMEOUT_S)
             assert after.version == ""
     return time.monotonic()
 

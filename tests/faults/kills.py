@@ -165,7 +165,7 @@ class KilledRun(SmallRun):
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
         events = read_json_lines(self.layout.events)
-        later = [
+        later: list[float] = [
             event["time"]
             for event in events
             if event["event"] == "published" and event["replicas"] and event["time"] > struck_at

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from areal_hpc.devcluster import node
 from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Facts, Plan, Settings, plan
+from areal_hpc.devcluster.plan import Daemon, Facts, Node, Plan, Settings, plan
 from areal_hpc.devcluster.state import read_templates
 
 GOLDEN = Path(__file__).with_name("devcluster")
@@ -43,7 +43,7 @@ def without_networks(facts: Facts) -> Facts:
 def describe(made: Plan) -> str:
     """Every file and every process, without what differs between checkouts."""
     parts = [f"==> {path} <==\n{text}" for path, text in made.files.items()]
-    commands = [*made.daemons, *made.nodes]
+    commands: list[Daemon | Node] = [*made.daemons, *made.nodes]
     lines = [f"{part.name}: {' '.join(part.command)}" for part in commands]
     shown = "\n".join(lines).replace(sys.executable, "PYTHON").replace(node.__file__, "node.py")
     environ = "\n".join(f"{key}={value}" for key, value in made.environ.items())

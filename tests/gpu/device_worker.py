@@ -92,7 +92,7 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
 def relative_gap(found: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over the norm of what is expected."""
     expected = expected.float()
-    return ((found.float() - expected).norm() / expected.norm()).item()
+    return float(((found.float() - expected).norm() / expected.norm()).item())
 
 
 def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int) -> dict[str, Any]:
@@ -110,6 +110,7 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     # An intermediate, as in the model: its storage becomes that of the gradient.
+    assert dist.group.WORLD is not None
     values = token_logprobs(logits.view_as(logits), labels, temperature, vocab, dist.group.WORLD)
     (gradient,) = torch.autograd.grad(values.sum(), logits)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
@@ -132,7 +133,7 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
 def hf_logprobs(model: Any, row: Row) -> torch.Tensor:
     """Of every token but the first, float32."""
     ids = torch.from_numpy(row.input_ids_T).long().to(model.device)
-    logits = model(ids[None]).logits[0, :-1].float()
+    logits: torch.Tensor = model(ids[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
@@ -224,7 +225,8 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     buckets = plan_buckets(specs, bucket_bytes=16 << 20)
     buffer = BucketBuffer(largest_bytes(buckets), trainee.policy.device)
     weights = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
-    different, hashes = 0, []
+    different = 0
+    hashes: list[bool] = []
     for bucket in buckets:
         packed = buffer.open(bucket)
         for slot in bucket.slots:

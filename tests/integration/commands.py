@@ -8,7 +8,8 @@ import psutil
 def command_of(process: psutil.Process) -> list[str]:
     """Its command line; empty if it has ended, waited for or not."""
     try:
-        return process.cmdline()
+        words: list[str] = process.cmdline()
+        return words
     except psutil.NoSuchProcess:  # zombies are a kind of these
         return []
 

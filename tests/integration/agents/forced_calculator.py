@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forced_langchain import CallFirst
+from forced_langchain import CallFirst  # type: ignore[import-not-found]  # it lies beside this one
 
 from areal_hpc.workflow.langchain.math_agent import MathToolAgent
 

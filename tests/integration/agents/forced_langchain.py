@@ -11,7 +11,7 @@ from langchain_core.messages import ToolMessage
 from examples.frameworks.langchain_agent import ToolAgent
 
 
-class CallFirst(AgentMiddleware):
+class CallFirst(AgentMiddleware):  # type: ignore[misc]
     """Requires a call until there is a result; `strict` lets the grammar hold its arguments."""
 
     async def awrap_model_call(

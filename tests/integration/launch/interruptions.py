@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
@@ -36,7 +37,7 @@ PHASES: Phases = {
 def interrupt_in_each(run: SmallRun, phases: Phases) -> None:
     """Start the run once a phase and press Ctrl-C in it: it ends in time, and nothing is left."""
     for phase, is_reached in phases.items():
-        seconds = run.interrupt_when(lambda is_reached=is_reached: is_reached(run.layout))
+        seconds = run.interrupt_when(partial(is_reached, run.layout))
         assert seconds <= STOP_LIMIT_S, f"{phase}: {seconds:.1f} s"
         assert run.processes() == [], phase
         for name in ("relay-cell-0.json", "ledger.json"):

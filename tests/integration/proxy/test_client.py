@@ -2,14 +2,16 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from openai.types.chat import ChatCompletionMessageParam
 from transformers import AutoTokenizer
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from tests.integration.proxy.test_real_sglang import scores
 
-QUESTION = {"role": "user", "content": "What is 3 + 4?"}
+QUESTION: ChatCompletionMessageParam = {"role": "user", "content": "What is 3 + 4?"}
 
 
 def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_dir: Path) -> None:
@@ -18,7 +20,8 @@ def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_d
         client = ArealOpenAI(sglang_url, tokenizer, chat_template_type="concat")
         create = client.chat.completions.create
         first = await create(model="m", messages=[QUESTION], max_tokens=12)
-        messages = [QUESTION, first.choices[0].message, {"role": "user", "content": "Sure?"}]
+        reply = first.choices[0].message
+        messages: list[Any] = [QUESTION, reply, {"role": "user", "content": "Sure?"}]
         await create(model="m", messages=messages, max_tokens=12)
         client.set_final_reward(1.0)
         await client.close()

@@ -165,7 +165,7 @@ def test_scripted_streams_are_those_of_the_real_server(
 
 def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
     _, key = stage.open_session(REF)
-    asked = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
+    asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 40, "stop": ["zz"], "logprobs": True}
     messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
     whole = stage.chat(key, messages, **asked).json()["choices"][0]
     with stage.client(key) as client:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
-ADD = {
+ADD: ChatCompletionFunctionToolParam = {
     "type": "function",
     "function": {
         "name": "add",
@@ -27,7 +29,7 @@ ADD = {
         },
     },
 }
-QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 3, "y": 4}}\n</tool_call>'
 UNKNOWN = '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
@@ -106,7 +108,7 @@ def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(
     # As SDKs give it back: other spacing, no nulls, no reasoning.
     arguments = json.dumps({"y": 4, "x": 3}, indent=1)
     call = {**call, "function": {"name": "add", "arguments": arguments}}
-    history = [
+    history: list[Mapping[str, object]] = [
         *QUESTION,
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "7"},
@@ -198,7 +200,7 @@ def test_the_real_engine_calls_the_tool_it_must(
     real.configure({**real.config, **formats})
     real.start_proxy()
     real.route_to(sglang_url)
-    strict = {**ADD, "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
+    strict = {**ADD, "function": {**ADD["function"], "strict": True}}
     _, key = real.open_session()
     for asked in ({}, {"parallel_tool_calls": False}):
         answer = real.chat(

@@ -10,11 +10,15 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from areal_hpc import durable
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards import disk, index, writer
 from tests.unit.shards.sample_trajectories import ticket
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
 
 WATCHED = {
     function.__code__
@@ -29,7 +33,7 @@ WATCHED = {
 def seal_and_die(layout: RunLayout, line_to_die_at: int) -> None:
     lines_seen: set[tuple[str, int]] = set()
 
-    def watch(frame: FrameType, event: str, argument: object) -> object:
+    def watch(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
         if frame.f_code not in WATCHED:
             return None
         lines_seen.add((frame.f_code.co_name, frame.f_lineno))

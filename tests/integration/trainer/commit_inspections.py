@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -36,6 +36,8 @@ from areal_hpc.trainer.optimizer import GradientError, apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
+from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.ledger import BatchManifest
 from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
@@ -343,7 +345,7 @@ def chosen_commit_is_not_there(scenario: Scenario, layout: RunLayout) -> Found:
 
 
 def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
-    def refuse(*_: Any) -> Any:
+    def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         raise ShardError("the shard is damaged")
 
     experience.SHARD_PATIENCE_S = 0.5
@@ -373,7 +375,7 @@ def adamw_fault(scenario: Scenario, layout: RunLayout) -> Found:
             part.optimizer.state.clear()
         sharded.load(policy, optimizer, commit.path)
 
-    mends = {
+    mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),
         "primed moments": mock.patch("areal_hpc.trainer.learner.load_commit", load_unprimed),
         "step count": mock.patch.object(sharded, "_keeping_step", lambda part, load: load),

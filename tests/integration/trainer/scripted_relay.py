@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
 HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -35,7 +35,7 @@ class Replica:
     buckets = 0
 
     def view(self) -> ReplicaView:
-        state = "serving" if self.served else "ready"
+        state: ReplicaState = "serving" if self.served else "ready"
         return ReplicaView(0, 1, state, "http://127.0.0.1:1", self.served)
 
     def call(self, route: str, body: Any) -> tuple[int, object]:

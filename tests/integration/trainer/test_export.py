@@ -105,7 +105,9 @@ def test_a_step_without_a_commit_is_told_apart(findings: dict[str, Findings], ro
 
 
 @pytest.fixture(scope="module")
-def exported(findings: dict[str, Findings], root: Path, tmp_path_factory: Any) -> Path:
+def exported(
+    findings: dict[str, Findings], root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     path = tmp_path_factory.mktemp("exported") / "model"
     export(root, "TP2", "qwen3", path)
     return path

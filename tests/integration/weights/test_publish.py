@@ -84,7 +84,7 @@ def publish(publisher: Publisher, model: Qwen3ForCausalLM) -> UpdateReport:
 def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
     """What transformers gives each output token after the tokens before it."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+        logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
     return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
 
 

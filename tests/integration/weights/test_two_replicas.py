@@ -76,7 +76,7 @@ def publish(publisher: Publisher, version: WeightVersion, model: Qwen3ForCausalL
 
 def logprobs_of(model: Qwen3ForCausalLM, prompt: list[int], output: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
+        logits: torch.Tensor = model(torch.tensor([prompt + output])).logits[0].log_softmax(-1)
     return logits[len(prompt) - 1 : -1].gather(1, torch.tensor(output)[:, None])[:, 0]
 
 
