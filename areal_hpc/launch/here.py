@@ -13,6 +13,7 @@ from areal_hpc.cluster.jobspec import (
     Launch,
     Outcome,
 )
+from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
@@ -20,7 +21,7 @@ from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import held, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.telemetry import EventLog, read_step_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
@@ -106,13 +107,19 @@ def run_stage(
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
+def stand_ins_of(job: str, jobs: Sequence[str]) -> int:
+    """How many of `jobs` could do the work of one of them: cells do that of another cell."""
+    cells = {name for name in jobs if name.startswith("cell-")}
+    return len(cells - {job}) if job in cells else 0
+
+
 def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "without", "fail"]:
     """What to do about a job that ended too early.
 
     Args:
         code: What it ended with; ClusterError's for an end from outside.
         fruitless: Ends in a row, this one included, before which it was of no use.
-        other_cells: Cells that could do its work; 0 for the trainer.
+        other_cells: Cells that could do its work (`stand_ins_of`).
 
     Returns:
         To submit it again, to go on without it, or to let the run fail.
@@ -202,7 +209,7 @@ class _Foreground:
 
     def _step(self) -> int:
         """How far the run is: a step without metrics is as good as none."""
-        rows = read_json_lines(self._layout.metrics)
+        rows = read_step_lines(self._layout.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
     def _watch(self, stage: Stage) -> None:
@@ -227,8 +234,11 @@ class _Foreground:
         step, now = self._step(), time.monotonic()
         is_cell = job is not self._jobs[0]
         was_of_use = step > job.begun_at_step or (is_cell and now - job.submitted_at >= HEALTHY_S)
-        job.fruitless = 0 if was_of_use else job.fruitless + 1
-        decision = decide(failure.code, job.fruitless, len(self._jobs) - 2 if is_cell else 0)
+        # Before the last step there is nothing that its loss could hold up.
+        is_beside = job.spec.name == EVALUATION_CELL and step < self._recipe.trainer.total_steps
+        job.fruitless = 0 if was_of_use or is_beside else job.fruitless + 1
+        stand_ins = stand_ins_of(job.spec.name, [other.spec.name for other in self._jobs])
+        decision = decide(failure.code, job.fruitless, stand_ins)
         if decision == "fail":
             raise failure
         self._reporter.say(f"{decision:8} {failure.problems[0].message.splitlines()[0]}")

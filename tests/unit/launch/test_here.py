@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch.here import FRUITLESS_ENDS, decide
+from areal_hpc.launch.here import FRUITLESS_ENDS, decide, stand_ins_of
 
 KILLED = 137
 
@@ -24,6 +24,12 @@ def test_an_end_from_outside_may_come_to_nothing_a_few_times() -> None:
 def test_one_cell_of_several_can_be_done_without() -> None:
     assert decide(KILLED, fruitless=1, other_cells=1) == "without"
     assert decide(KILLED, fruitless=0, other_cells=1) == "again"
+
+
+def test_only_a_cell_of_training_stands_in_for_another() -> None:
+    jobs = ["trainer", "cell-0", "cell-1", "evaluation"]
+    assert [stand_ins_of(job, jobs) for job in jobs] == [0, 1, 1, 0]
+    assert stand_ins_of("cell-0", ["trainer", "cell-0", "evaluation"]) == 0
 
 
 @pytest.mark.parametrize("other_cells", [0, 3])
