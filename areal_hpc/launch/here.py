@@ -13,7 +13,7 @@ from areal_hpc.cluster.jobspec import (
     Launch,
     Outcome,
 )
-from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
@@ -107,9 +107,24 @@ def run_stage(
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
+def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
+    """What a job was submitted for came of it, in part; pure.
+
+    Args:
+        job: Its name.
+        steps_taken: By the run, since it was submitted.
+        steps_left: To the end of the run.
+        lived_s: How long ago it was submitted.
+    """
+    if job == EVALUATION_CELL and steps_left > 0:
+        return True  # before the last step there is nothing that its loss could hold up
+    is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+    return steps_taken > 0 or (is_cell and lived_s >= HEALTHY_S)
+
+
 def stand_ins_of(job: str, jobs: Sequence[str]) -> int:
     """How many of `jobs` could do the work of one of them: cells do that of another cell."""
-    cells = {name for name in jobs if name.startswith("cell-")}
+    cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
 
 
@@ -232,11 +247,13 @@ class _Foreground:
             JobFailedError: The recipe is at fault, or the run gets no further.
         """
         step, now = self._step(), time.monotonic()
-        is_cell = job is not self._jobs[0]
-        was_of_use = step > job.begun_at_step or (is_cell and now - job.submitted_at >= HEALTHY_S)
-        # Before the last step there is nothing that its loss could hold up.
-        is_beside = job.spec.name == EVALUATION_CELL and step < self._recipe.trainer.total_steps
-        job.fruitless = 0 if was_of_use or is_beside else job.fruitless + 1
+        was_of_use = has_been_of_use(
+            job.spec.name,
+            steps_taken=step - job.begun_at_step,
+            steps_left=self._recipe.trainer.total_steps - step,
+            lived_s=now - job.submitted_at,
+        )
+        job.fruitless = 0 if was_of_use else job.fruitless + 1
         stand_ins = stand_ins_of(job.spec.name, [other.spec.name for other in self._jobs])
         decision = decide(failure.code, job.fruitless, stand_ins)
         if decision == "fail":
