@@ -159,7 +159,7 @@ class RunLayout:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per trained step."""
+        """One JSON object per trained step; what is known of it later only has lines of its own."""
         return self.root / "metrics.jsonl"
 
     @property

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -20,7 +20,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import REPO_PATTERN
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.proxy.config import ProxyConfig
-from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.config import EvaluationConfig, RolloutConfig
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.trainer.config import TrainerConfig, WarmupConfig
 from areal_hpc.weights.config import WeightsConfig
@@ -70,21 +70,6 @@ class WarmupStage(WarmupConfig):
 
     dataset: DatasetConfig
     """Rows `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-
-
-class EvaluationConfig(StageConfig):
-    """How the weights are judged on held-out tasks."""
-
-    every_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps between evaluations; 0 evaluates only the first and the last weights."""
-    tasks: Annotated[int, Field(ge=1)] = 256
-    """Held-out tasks of one evaluation."""
-    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
-    """Generation parameters; greedy unless changed."""
-    workflow: str = ""
-    """Dotted path of another agent that plays held-out tasks; empty: `rollout.workflow`."""
-    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor."""
 
 
 class Recipe(StageConfig):
@@ -240,6 +225,15 @@ def _programs_come_or_an_agent_is_named(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(message, "valid_dataset", "leave it out, and evaluate the export")
 
 
+def _an_evaluation_job_has_tasks(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.evaluation.separate_job and recipe.valid_dataset is None:
+        yield Problem(
+            "there are no held-out tasks that a job of its own could play",
+            "evaluation.separate_job",
+            "add a valid_dataset (which mode online cannot have), or use false",
+        )
+
+
 def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
@@ -337,6 +331,7 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _minibatches_divide_the_batch,
     _experts_fit_the_ranks,
     _programs_come_or_an_agent_is_named,
+    _an_evaluation_job_has_tasks,
     _a_group_has_at_least_two,
     _partial_groups_are_parts,
     _one_thing_mixes_the_tasks,

@@ -48,6 +48,18 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line]
 
 
+def read_step_lines(path: Path) -> list[dict[str, Any]]:
+    """One record for each step, in the order of steps: what several lines say of one is merged.
+
+    Args:
+        path: JSON lines with a key `step`, as metrics are written.
+    """
+    found: dict[int, dict[str, Any]] = {}
+    for line in read_json_lines(path):
+        found.setdefault(line["step"], {}).update(line)
+    return [found[step] for step in sorted(found)]
+
+
 class EventLog:
     """Append-only `events.jsonl`: what happened, when, to which role."""
 

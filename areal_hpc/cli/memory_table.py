@@ -70,8 +70,9 @@ def _trainer_lines(memory: TrainerMemory, recipe: Recipe, of: str) -> Iterator[s
 
 def _serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
     config = recipe.inference
-    replicas = config.cells * config.replicas_per_cell
-    yield f"  serving  {replicas} replicas of {config.tp} GPUs, in {config.cells} cells"
+    cells = config.cells + recipe.evaluation.separate_job
+    replicas = cells * config.replicas_per_cell
+    yield f"  serving  {replicas} replicas of {config.tp} GPUs, in {cells} cells"
     yield f"    {'weights':<12} {memory.weights / GIB:8.2f}"
     if memory.kv_tokens is None:
         yield f"    {'KV cache':<12}     open ({memory.kv_per_token / 1024:.1f} KiB a token)"

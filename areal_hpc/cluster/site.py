@@ -10,6 +10,10 @@ from areal_hpc.config import StageConfig
 
 Positive = Annotated[int, Field(ge=1)]
 FLAG = r"^--[a-z][a-z0-9-]*(=.*)?$"
+CELL_PREFIX = "cell-"
+"""Names of the cells that play training tasks, and of their jobs, are this and a number."""
+EVALUATION_CELL = "evaluation"
+"""The name of the cell, and of its job, that plays nothing but held-out tasks."""
 Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
 
 
@@ -67,6 +71,8 @@ class KindOptions(StageConfig):
     """The trainer's job."""
     cell: JobOptions = JobOptions()
     """Every cell's job."""
+    evaluation: JobOptions = JobOptions()
+    """The job of `evaluation.separate_job`; what `cell` says holds where this is silent."""
     warmup: JobOptions = JobOptions()
     """The warm-up's job; what `trainer` says holds where this is silent."""
 
@@ -133,10 +139,12 @@ class SlurmConfig(JobOptions):
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def options_of(self, job: str) -> JobOptions:
-        """What holds for a job of this name: `trainer`, `warmup`, `cell-3`."""
+        """What holds for a job of this name: `trainer`, `warmup`, `cell-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
-        layers += [self.jobs.cell] if job.startswith("cell-") else [self.jobs.trainer]
+        is_cell = job.startswith(CELL_PREFIX) or job == EVALUATION_CELL
+        layers += [self.jobs.cell] if is_cell else [self.jobs.trainer]
         layers += [self.jobs.warmup] if job == "warmup" else []
+        layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []
         told = {
             name: value
             for layer in layers

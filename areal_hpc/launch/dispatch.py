@@ -105,7 +105,7 @@ def _submit_stages(
                 asked = request.depending_on(dependency) if dependency else request
                 job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready))
                 submitted.append(enter(ready, spec.name, job_id))
-                say(f"job      {spec.name:<9} {job_id:<9} {request.shape}")
+                say(f"job      {spec.name:<10} {job_id:<9} {request.shape}")
             dependency = after_success([_leader(stage, submitted).job_id])
     except BaseException:  # boundary: half a run would wait for its other half, and cost
         take_back([submission.job_id for submission in submitted])

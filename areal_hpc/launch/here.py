@@ -13,6 +13,7 @@ from areal_hpc.cluster.jobspec import (
     Launch,
     Outcome,
 )
+from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
@@ -20,7 +21,7 @@ from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import held, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.telemetry import EventLog, read_step_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
@@ -106,13 +107,34 @@ def run_stage(
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
+def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
+    """What a job was submitted for came of it, in part; pure.
+
+    Args:
+        job: Its name.
+        steps_taken: By the run, since it was submitted.
+        steps_left: To the end of the run.
+        lived_s: How long ago it was submitted.
+    """
+    if job == EVALUATION_CELL and steps_left > 0:
+        return True  # before the last step there is nothing that its loss could hold up
+    is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+    return steps_taken > 0 or (is_cell and lived_s >= HEALTHY_S)
+
+
+def stand_ins_of(job: str, jobs: Sequence[str]) -> int:
+    """How many of `jobs` could do the work of one of them: cells do that of another cell."""
+    cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
+    return len(cells - {job}) if job in cells else 0
+
+
 def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "without", "fail"]:
     """What to do about a job that ended too early.
 
     Args:
         code: What it ended with; ClusterError's for an end from outside.
         fruitless: Ends in a row, this one included, before which it was of no use.
-        other_cells: Cells that could do its work; 0 for the trainer.
+        other_cells: Cells that could do its work (`stand_ins_of`).
 
     Returns:
         To submit it again, to go on without it, or to let the run fail.
@@ -202,7 +224,7 @@ class _Foreground:
 
     def _step(self) -> int:
         """How far the run is: a step without metrics is as good as none."""
-        rows = read_json_lines(self._layout.metrics)
+        rows = read_step_lines(self._layout.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
     def _watch(self, stage: Stage) -> None:
@@ -225,10 +247,15 @@ class _Foreground:
             JobFailedError: The recipe is at fault, or the run gets no further.
         """
         step, now = self._step(), time.monotonic()
-        is_cell = job is not self._jobs[0]
-        was_of_use = step > job.begun_at_step or (is_cell and now - job.submitted_at >= HEALTHY_S)
+        was_of_use = has_been_of_use(
+            job.spec.name,
+            steps_taken=step - job.begun_at_step,
+            steps_left=self._recipe.trainer.total_steps - step,
+            lived_s=now - job.submitted_at,
+        )
         job.fruitless = 0 if was_of_use else job.fruitless + 1
-        decision = decide(failure.code, job.fruitless, len(self._jobs) - 2 if is_cell else 0)
+        stand_ins = stand_ins_of(job.spec.name, [other.spec.name for other in self._jobs])
+        decision = decide(failure.code, job.fruitless, stand_ins)
         if decision == "fail":
             raise failure
         self._reporter.say(f"{decision:8} {failure.problems[0].message.splitlines()[0]}")

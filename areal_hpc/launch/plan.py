@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
+from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
@@ -58,9 +60,7 @@ def plan(recipe: Recipe, layout: RunLayout, facts: Facts) -> Plan:
     reinforcement = Stage(
         name="train",
         leader=_trainer_job(recipe, layout, facts),
-        others=tuple(
-            _cell_job(recipe, layout, facts, index) for index in range(recipe.inference.cells)
-        ),
+        others=_cell_jobs(recipe, layout, facts),
         done_marker=layout.finished,
     )
     if recipe.warmup is None:
@@ -123,6 +123,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "n_samples": recipe.rollout.n_samples,
         "evaluation_every_steps": recipe.evaluation.every_steps,
         "evaluation_tasks": evaluated,
+        "evaluation_cell": recipe.evaluation.separate_job,
         "stop_grace_s": recipe.cluster.stop_grace_s,
     }
     ledger = {
@@ -157,8 +158,23 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
     )
 
 
-def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> JobSpec:
-    cell = {"run_dir": str(layout.root), "cell": cell_name(index)}
+def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec, ...]:
+    """Those of training, and that of evaluation if it has one."""
+    is_apart = recipe.evaluation.separate_job
+    splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
+    jobs = [
+        _cell_job(recipe, layout, facts, cell_name(index), splits)
+        for index in range(recipe.inference.cells)
+    ]
+    if is_apart:
+        jobs.append(_cell_job(recipe, layout, facts, EVALUATION_CELL, ("valid",)))
+    return tuple(jobs)
+
+
+def _cell_job(
+    recipe: Recipe, layout: RunLayout, facts: Facts, name: str, splits: tuple[Split, ...]
+) -> JobSpec:
+    cell = {"run_dir": str(layout.root), "cell": name}
     model = str(policy_model(recipe, layout))
     inference = {
         **cell,
@@ -187,6 +203,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
         "evaluation_workflow": recipe.evaluation.workflow,
         "evaluation_workflow_kwargs": recipe.evaluation.workflow_kwargs,
         "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
+        "splits": list(splits),
         "sys_path": list(facts.sys_path),
         "idle_timeout_s": recipe.cluster.idle_timeout_s,
     }
@@ -197,7 +214,7 @@ def _cell_job(recipe: Recipe, layout: RunLayout, facts: Facts, index: int) -> Jo
     )
     gpus = recipe.inference.replicas_per_cell * recipe.inference.tp // nodes
     return JobSpec(
-        cell_name(index),
+        name,
         "agents",
         [
             _service("inference", "agents", keeper, inference, tasks="first"),

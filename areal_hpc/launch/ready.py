@@ -19,7 +19,7 @@ from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.telemetry import read_step_lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
     if not layout.finished.exists():
         return False
-    rows = read_json_lines(layout.metrics)
+    rows = read_step_lines(layout.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 

@@ -26,7 +26,7 @@ from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.telemetry import read_step_lines
 from areal_hpc.weights.version import Fork
 
 COMPUTED = (
@@ -275,7 +275,7 @@ def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
         yield "compare  nothing: settings differ from the recorded ones in every step"
         return
     recorded, replayed = (
-        {line["step"]: line for line in read_json_lines(layout.metrics)} for layout in (run, out)
+        {line["step"]: line for line in read_step_lines(layout.metrics)} for layout in (run, out)
     )
     known = [step for step in steps if step in recorded and "loss" in recorded[step]]
     if len(known) < len(steps):

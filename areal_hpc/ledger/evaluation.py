@@ -57,14 +57,15 @@ class Evaluation:
         return refs
 
     def report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
-        """Take a cell's word on what it runs of this evaluation; the rest of its leases wait."""
-        for ref in held:
+        """Take a cell's word on what it runs; the rest of its leases here wait."""
+        ours = [ref for ref in held if ref.eval_step == self.step]
+        for ref in ours:
             self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
-        self._give_back(self._leased.pop_unreported(cell, {ref.ticket_id for ref in held}))
+        self._give_back(self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours}))
 
     def settle(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
-        if ref.attempt // ATTEMPTS_PER_EPOCH != self.epoch:
+        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_EPOCH) != (self.step, self.epoch):
             return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False

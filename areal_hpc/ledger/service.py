@@ -103,8 +103,8 @@ class LedgerService:
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_state(layout, self._state)
-        self._evaluations: dict[int, Evaluation] = {}
-        self._evaluated_step, self._batch_wanted_until_s = -1, float("-inf")
+        self._evaluation: Evaluation | None = None
+        self._batch_wanted_until_s = float("-inf")
         self._stopped = layout.finished.exists()
         self._work, self._progress = News(), News()
         self._cells, self._ages = Cells(), forming.AgeCheck()
@@ -144,8 +144,8 @@ class LedgerService:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if ref.eval_step >= 0:
-            if evaluation := self._evaluations.get(ref.eval_step):
-                evaluation.fail(ref, request.reason)
+            if self._evaluation is not None:
+                self._evaluation.fail(ref, request.reason)
         else:
             drop = Drop.asked(request)
             self._stream.note(ref.ticket_id, drop.rewards)
@@ -161,8 +161,9 @@ class LedgerService:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
             raise Refused(400, "an evaluated ticket needs at least one reward, got none")
-        if evaluation := self._evaluations.get(request.ref.eval_step):
-            evaluation.settle(request.ref, sum(request.rewards) / len(request.rewards))
+        if self._evaluation is not None:
+            mean_reward = sum(request.rewards) / len(request.rewards)
+            self._evaluation.settle(request.ref, mean_reward)
         self._spread_news()
         return ACKNOWLEDGED
 
@@ -171,7 +172,7 @@ class LedgerService:
         now_s = self._clock()
         before_s = now_s - self._policy.cell_timeout_s
         lost = self._tickets.expire(now_s)
-        lost += sum(evaluation.expire(before_s) for evaluation in self._evaluations.values())
+        lost += self._evaluation.expire(before_s) if self._evaluation else 0
         if lost:
             log.warning("%d tickets were not reported for %s s", lost, self._policy.cell_timeout_s)
         self._cells.forget_silent(before_s)
@@ -183,10 +184,8 @@ class LedgerService:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
-        # Steps above are trained anew; what began at others goes on once it is asked for again.
-        base = request.base_step
-        self._evaluations = {step: one for step, one in self._evaluations.items() if step <= base}
-        self._evaluated_step = -1
+        if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
+            self._evaluation = None
         log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
         return ACKNOWLEDGED
 
@@ -232,7 +231,7 @@ class LedgerService:
     async def status(self, request: Empty, patience: Patience) -> LedgerStatus:
         """Where everything is."""
         tickets = self._tickets
-        evaluation = self._evaluations.get(self._evaluated_step)
+        evaluation = self._evaluation
         return LedgerStatus(
             epoch=self._state.epoch,
             version_step=tickets.version_step,
@@ -255,19 +254,19 @@ class LedgerService:
         self._cells.hear(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
         self._tickets.report(request.cell, held, request.finished, now_s)
-        for step, evaluation in self._evaluations.items():
-            mine = [ref for ref in request.held if ref.eval_step == step]
-            evaluation.report(request.cell, mine, now_s)
+        if self._evaluation is not None:
+            self._evaluation.report(request.cell, request.held, now_s)
         if request.finished:
             self._spread_news()
 
     def _grant(self, request: LeaseRequest) -> list[TicketGrant]:
         """Evaluation tickets first: the trainer waits for them."""
         now_s, refs = self._clock(), []
-        if evaluation := self._evaluations.get(self._evaluated_step):
-            refs = evaluation.lease(request.cell, request.capacity, now_s)
-        groups = (request.capacity - len(refs)) // self._stream.n_samples
-        refs += self._tickets.lease(request.cell, groups, now_s)
+        if self._evaluation is not None and "valid" in request.splits:
+            refs = self._evaluation.lease(request.cell, request.capacity, now_s)
+        if "train" in request.splits:
+            groups = (request.capacity - len(refs)) // self._stream.n_samples
+            refs += self._tickets.lease(request.cell, groups, now_s)
         return self._stream.grants(refs)
 
     def _is_sealing_urgent(self) -> bool:
@@ -279,10 +278,9 @@ class LedgerService:
 
     def _spread_news(self) -> None:
         self._progress.spread()
-        evaluation = self._evaluations.get(self._evaluated_step)
         if (
             self._stopped
-            or (evaluation is not None and evaluation.pending)
+            or (self._evaluation is not None and self._evaluation.pending)
             or self._tickets.capacity() > 0
             or self._is_sealing_urgent()
         ):
@@ -308,21 +306,20 @@ class LedgerService:
         return manifest
 
     def _follow_evaluation(self, step: int, n_tasks: int) -> tuple[int, float | None]:
-        """Tasks done, and the mean reward once all are. Starts the evaluation if it is new."""
-        evaluation = self._evaluations.get(step)
-        if evaluation is None or evaluation.n_tasks != n_tasks:
+        """Tasks done, and the mean reward once all are. A new one takes the place of the last."""
+        evaluation = self._evaluation
+        if evaluation is None or (evaluation.step, evaluation.n_tasks) != (step, n_tasks):
+            self._evaluation = None
             result = manifests.read_evaluation(self._layout, step)
             if result and result.n_tasks == n_tasks and self._state.keeps(result):
                 return n_tasks, result.mean_reward
             first_attempt, epoch = self._tickets.first_attempt, self._state.epoch
             evaluation = Evaluation(step, n_tasks, epoch=epoch, first_attempt=first_attempt)
-            self._evaluations[step] = evaluation
-        if self._evaluated_step != step:
-            self._evaluated_step = step
+            self._evaluation = evaluation
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
             manifests.write_evaluation(self._layout, EvaluationResult.of(evaluation, mean_reward))
-            del self._evaluations[step]
+            self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
     def _follow_trainer(self, state: LedgerState) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.cluster.commands import ask_slurm
-from areal_hpc.cluster.site import JobOptions, SlurmConfig
+from areal_hpc.cluster.site import EVALUATION_CELL, JobOptions, SlurmConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.preflight.verdicts import Check, fail, ok, warn
 
@@ -57,7 +57,9 @@ def _accounting(config: str) -> Check:
 
 
 def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
-    return {job: slurm.options_of(job) for job in JOB_KINDS}
+    found = {job: slurm.options_of(job) for job in JOB_KINDS}
+    evaluation = slurm.options_of(EVALUATION_CELL)
+    return found if evaluation == found["cell-0"] else {**found, EVALUATION_CELL: evaluation}
 
 
 def _partitions(slurm: SlurmConfig) -> Iterator[Check]:

@@ -100,3 +100,20 @@ class RolloutConfig(StageConfig):
     def least_samples(self) -> int:
         """Episodes that must end well, or their ticket is dropped."""
         return self.n_samples if self.min_samples is None else self.min_samples
+
+
+class EvaluationConfig(StageConfig):
+    """How the weights are judged on held-out tasks."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps between evaluations; 0 evaluates only the first and the last weights."""
+    tasks: Annotated[int, Field(ge=1)] = 256
+    """Held-out tasks of one evaluation."""
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    """Generation parameters; greedy unless changed."""
+    workflow: str = ""
+    """Dotted path of another agent that plays held-out tasks; empty: `rollout.workflow`."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    separate_job: bool = False
+    """A job like that of a cell plays them, and training does not wait for it."""

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from areal_hpc.errors import AgentError, ArealError, RecipeError
 from areal_hpc.rollout.acceptance import Acceptance
@@ -29,6 +29,7 @@ from areal_hpc.wire.ledger import (
     EvaluatedRequest,
     LeaseReply,
     LeaseRequest,
+    Split,
     TicketGrant,
     TicketRef,
 )
@@ -53,8 +54,6 @@ LEASE_TIMEOUT_S = 5.0
 SEAL_TIMEOUT_S = 300.0
 BLOCKED_S = 2.0
 """An event loop that stood still for longer is reported: heartbeats depend on it."""
-
-Split = Literal["train", "valid"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +82,13 @@ class Driver:
         agent: Agent | None,
         evaluation_agent: Agent | None = None,
         tasks: Mapping[Split, TaskSet],
+        splits: tuple[Split, ...] = ("train", "valid"),
         peers: Peers,
         http_client: Any,
         events: EventLog,
         job_start: int = 0,
     ) -> None:
-        """Prepare.
+        """Prepare to take tickets of `splits`.
 
         Raises:
             RecipeError: The filter of groups cannot be imported.
@@ -109,7 +109,7 @@ class Driver:
             for split, one in self._agents.items()
         }
         self._acceptance = Acceptance(rollout)
-        self._tasks = tasks
+        self._tasks, self._splits = tasks, splits
         self._ledger = peers.ledger
         self._proxy = peers.proxy
         self._http_client = http_client
@@ -168,6 +168,7 @@ class Driver:
             finished=self._board.finished,
             wait_s=0.0 if self._busy else IDLE_WAIT_S,
             job_start=self._job_start,
+            splits=self._splits,
         )
         return await self._ledger.call(
             "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s

@@ -19,12 +19,13 @@ from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
-from areal_hpc.rollout.driver import Driver, Peers, Split
+from areal_hpc.rollout.driver import Driver, Peers
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.telemetry import EventLog
+from areal_hpc.wire.ledger import Split
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class RolloutJobConfig(StageConfig):
     run_dir: Path
     """The run directory."""
     cell: str
-    """The cell it drives: `cell-0`, `cell-1`, ..."""
+    """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
     rollout: RolloutConfig
     """The agent and its limits."""
     evaluation_sampling: SamplingConfig
@@ -48,6 +49,8 @@ class RolloutJobConfig(StageConfig):
     """Arguments of its constructor."""
     episode_slots: int
     """Episodes this cell runs at once."""
+    splits: tuple[Split, ...] = ("train", "valid")
+    """What it takes tickets of."""
     sys_path: tuple[str, ...] = ()
     """Folders from which the agent is imported."""
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
@@ -107,6 +110,7 @@ async def _drive(
         agent=agents["train"],
         evaluation_agent=agents["valid"],
         tasks=tasks,
+        splits=job.splits,
         peers=peers,
         http_client=http_client,
         events=EventLog(layout.events, f"driver-{job.cell}"),

@@ -34,6 +34,7 @@ from areal_hpc.trainer.model.huggingface import hf_specs
 from areal_hpc.trainer.rank import run_rank
 from areal_hpc.trainer.ranks import from_rank_zero
 from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
@@ -59,13 +60,15 @@ class TrainerJobConfig(StageConfig):
     weights: WeightsConfig
     """How replicas get new weights."""
     cells: Annotated[int, Field(ge=1)]
-    """Cells to send them to."""
+    """Cells to send them to, that of evaluation not counted."""
     n_samples: Annotated[int, Field(ge=1)]
     """Episodes per ticket."""
     evaluation_every_steps: Annotated[int, Field(ge=0)]
     """Steps between evaluations; 0 evaluates only the first and the last weights."""
     evaluation_tasks: Annotated[int, Field(ge=0)]
     """Held-out tasks per evaluation; 0 never evaluates."""
+    evaluation_cell: bool = False
+    """A cell of their own plays them, and training does not wait for it."""
     stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
     """Time from a stop signal to the kill."""
 
@@ -142,9 +145,9 @@ def _make_conductor(
     metrics = MetricsLog(layout.metrics, layout.tensorboard_dir, version.step)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
     ledger = LedgerPeer(layout.rendezvous_dir, admin_key, version.epoch, lambda: stop.requested)
-    ledger.open_epoch(version.step)
+    beside = SideEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+    ledger.open_epoch(version.step, -1 if beside else version.step)
     backend = "nccl" if device.type == "cuda" else "gloo"
-
     return Conductor(
         job.schedule,
         version,
@@ -158,7 +161,9 @@ def _make_conductor(
             backend,
             device,
             layout.weights_dir,
+            evaluation_cell=job.evaluation_cell,
         ),
+        beside=beside,
         specs=[
             TensorSpec(name, shape, str(dtype).removeprefix("torch."))
             for name, shape, dtype in hf_specs(learner.policy)

@@ -56,9 +56,15 @@ class LedgerPeer:
         self._is_stopping = is_stopping
         self._client: WireClient | None = None
 
-    def open_epoch(self, base_step: int) -> None:
-        """This trainer has taken the epoch and goes on after `base_step`."""
-        self._call("/open_epoch", OpenEpochRequest(self._epoch, base_step), Acknowledged)
+    def open_epoch(self, base_step: int, evaluated_step: int = -1) -> None:
+        """This trainer has taken the epoch and goes on after `base_step`.
+
+        Args:
+            base_step: The step whose weights it has.
+            evaluated_step: Whose evaluation, if it is under way, may go on.
+        """
+        request = OpenEpochRequest(self._epoch, base_step, evaluated_step)
+        self._call("/open_epoch", request, Acknowledged)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""

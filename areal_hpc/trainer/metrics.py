@@ -9,12 +9,15 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.telemetry import append_json_line, read_json_lines
+from areal_hpc.telemetry import append_json_line, read_step_lines
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
 
 Line = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
+
+EVALUATION = "eval/reward"
+"""The mean reward of the held-out tasks."""
 
 
 def finite(line: Line) -> Line:
@@ -62,7 +65,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
         self._path = path
-        kept = {line["step"]: line for line in read_json_lines(path) if line["step"] <= resume_step}
+        kept = {line["step"]: line for line in read_step_lines(path) if line["step"] <= resume_step}
+        self.judged_step = max((step for step in kept if EVALUATION in kept[step]), default=-1)
+        """The newest step with an evaluation's reward; -1 when there is none."""
         self.reopened: Line = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
@@ -77,7 +82,10 @@ class MetricsLog:
         self._held: list[tuple[int, Line]] | None = None
 
     def write(self, step: int, values: Line) -> None:
-        """Append the line of one step, or keep it for later after a `hold`."""
+        """Append a line of one step, or keep it for later after a `hold`.
+
+        A step whose evaluation ends after its line was written gets another line.
+        """
         if self._held is not None:
             self._held.append((step, values))
             return

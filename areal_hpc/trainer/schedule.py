@@ -39,6 +39,15 @@ class Schedule:
         regular = every > 0 and step % every == 0
         return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
 
+    def evaluated_steps(self, after: int, until: int) -> list[int]:
+        """The steps above `after`, up to `until`, whose weights are judged, in order."""
+        if not self.evaluation_tasks:
+            return []
+        every = self.evaluation_every_steps
+        regular = range((after // every + 1) * every, until + 1, every) if every else ()
+        ends = (step for step in (0, self.total_steps) if after < step <= until)
+        return sorted({*regular, *ends})
+
     def commits(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""
         return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)

@@ -13,10 +13,12 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_hpc.layout import RunLayout
-from areal_hpc.view.snapshot import Snapshot, read_snapshot
+from areal_hpc.view.snapshot import EVALUATION, Snapshot, read_snapshot
 
 WARMUP_LINES = 10
 """Lines a warm-up prints."""
+LATE = ("step", EVALUATION)
+"""Of a step that was told before its evaluation was over."""
 REFRESH_S = 1.0
 """Shortest time between two looks at the run."""
 
@@ -38,6 +40,7 @@ class PlainReporter:
         before = read_snapshot(layout)
         self._last_step = _last_step(before.steps)
         self._last_warmup = _last_step(before.warmup)
+        self._evaluated = {step for step, _ in before.evaluations}
         self._looked_at = 0.0
 
     def say(self, message: str) -> None:
@@ -65,6 +68,9 @@ class PlainReporter:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
                 self.say(step_line(row, self._total_steps))
+            elif EVALUATION in row and row["step"] not in self._evaluated:
+                self.say(step_line({name: row[name] for name in LATE}, self._total_steps))
+        self._evaluated = {step for step, _ in snapshot.evaluations}
 
     def close(self) -> None:
         """Print what the last look missed."""
@@ -133,7 +139,7 @@ def warmup_line(row: dict[str, Any], total: int) -> str:
 
 def step_line(row: dict[str, Any], total: int) -> str:
     """One trained step, for people."""
-    evaluated = f"  held-out {row['eval/reward']:.3f}" if "eval/reward" in row else ""
+    evaluated = f"  held-out {row[EVALUATION]:.3f}" if EVALUATION in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
     metered = row["logprob/metered_tokens"]

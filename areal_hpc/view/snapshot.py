@@ -8,9 +8,12 @@ from typing import Any
 from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.telemetry import read_json_lines, read_step_lines
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
+
+EVALUATION = "eval/reward"
+"""Of the held-out tasks; in a step's record once it was evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +21,7 @@ class Snapshot:
     """Everything a progress display needs."""
 
     steps: tuple[dict[str, Any], ...]
-    """Rows of `metrics.jsonl`, oldest first."""
+    """What `metrics.jsonl` says of each step, oldest first."""
     warmup: tuple[dict[str, Any], ...]
     """Rows of `warmup_metrics.jsonl`, oldest first."""
     ledger: LedgerStatus | None
@@ -27,13 +30,13 @@ class Snapshot:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out reward) of every evaluated step."""
-        return [(row["step"], row["eval/reward"]) for row in self.steps if "eval/reward" in row]
+        return [(row["step"], row[EVALUATION]) for row in self.steps if EVALUATION in row]
 
 
 def read_snapshot(layout: RunLayout, *, ask_ledger: bool = False) -> Snapshot:
     """Look at a run without touching it."""
     return Snapshot(
-        tuple(read_json_lines(layout.metrics)),
+        tuple(read_step_lines(layout.metrics)),
         tuple(read_json_lines(layout.warmup_metrics)),
         _ledger_status(layout) if ask_ledger else None,
     )

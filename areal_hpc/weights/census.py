@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from areal_hpc.cluster.rendezvous import find
+from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import ClusterError
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.http import WireClient
@@ -28,16 +29,20 @@ class Census:
 
     Args:
         rendezvous_dir: Where the cells' relays are published.
-        cells: How many cells the run has.
+        cells: How many cells the run has, that of evaluation not counted.
         admin_key: The run's secret for control routes.
+        evaluation_cell: It has one.
     """
 
-    def __init__(self, rendezvous_dir: Path, cells: int, admin_key: str) -> None:
+    def __init__(
+        self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False
+    ) -> None:
         self._rendezvous_dir = rendezvous_dir
         self._cells = [f"cell-{index}" for index in range(cells)]
+        self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._admin_key = admin_key
         self._pool = ThreadPoolExecutor(
-            min(_QUESTIONS_AT_ONCE, max(1, cells)), thread_name_prefix="census"
+            min(_QUESTIONS_AT_ONCE, max(1, len(self._cells))), thread_name_prefix="census"
         )
         self._clients: dict[str, WireClient] = {}
         """By relay address; making one takes tens of milliseconds."""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.weights.broadcast import Broadcast
-from areal_hpc.weights.census import Census
+from areal_hpc.weights.census import Census, Found
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.disk import Disk
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
@@ -19,16 +20,26 @@ from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
 
 
+def lacking(found: Found, version: WeightVersion) -> list[ReplicaKey]:
+    """The replicas that are up and do not serve `version`. Pure."""
+    return [
+        key
+        for key, view in found
+        if view.state == "ready" or (view.state == "serving" and view.version != str(version))
+    ]
+
+
 class Publisher:
     """Finds replicas that lack the current weights and sends them.
 
     Args:
         rendezvous_dir: Where the cells' relays are published.
-        cells: How many cells the run has.
+        cells: How many cells the run has, that of evaluation not counted.
         admin_key: The run's secret for control routes.
         backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.
         device: Where buckets are packed; must suit the backend.
         weights_dir: Where `weights.transport=disk` writes; on storage that the cells see.
+        evaluation_cell: The run has one.
     """
 
     def __init__(
@@ -40,9 +51,11 @@ class Publisher:
         backend: str,
         device: torch.device,
         weights_dir: Path,
+        *,
+        evaluation_cell: bool = False,
     ) -> None:
         self._bucket_bytes = config.bucket_bytes
-        self._census = Census(rendezvous_dir, cells, admin_key)
+        self._census = Census(rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell)
         self._transport: Transport[Any] = (
             Disk(config, admin_key, device, weights_dir)
             if config.transport == "disk"
@@ -52,16 +65,19 @@ class Publisher:
         self._buckets: list[Bucket] = []
         self.stalls: list[Stall] = []
         """What the last update of each replica cost, as known when `outdated` was last asked."""
+        self.evaluation_replicas: Found = []
+        """Those of the evaluation cell as they were then; none when it did not answer."""
 
     def outdated(self, version: WeightVersion) -> list[ReplicaKey]:
-        """Replicas that are up and do not serve `version`. Unreachable cells are left out."""
+        """Replicas of training that are up and do not serve `version`.
+
+        Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
+        """
         found = self._census.take()
+        self.evaluation_replicas = [one for one in found if one[0].cell == EVALUATION_CELL]
+        found = [one for one in found if one[0].cell != EVALUATION_CELL]
         self.stalls = [view.stall for _, view in found if view.stall is not None]
-        return [
-            key
-            for key, view in found
-            if view.state == "ready" or (view.state == "serving" and view.version != str(version))
-        ]
+        return lacking(found, version)
 
     def publish(
         self,

@@ -23,8 +23,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-TRAIN: Literal["train"] = "train"
-EVAL: Literal["eval"] = "eval"
+Split = Literal["train", "valid"]
+"""A task set: of training tickets, or of evaluation tickets."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
 NO_VERSION = -1
@@ -67,6 +67,8 @@ class LeaseRequest(Struct, frozen=True):
     job_start: int = 0
     """Which start of its job the cell is in, as Slurm may leave an older one alive on a node that
     it lost; 0 where starts are not counted."""
+    splits: tuple[Split, ...] = ("train", "valid")
+    """What the driver takes tickets of."""
 
 
 class LeaseReply(Struct, frozen=True):
@@ -127,6 +129,8 @@ class OpenEpochRequest(Struct, frozen=True):
 
     epoch: int
     base_step: int
+    evaluated_step: int = -1
+    """An evaluation of this step that is under way goes on. Any other is given up."""
 
 
 class BatchRequest(Struct, frozen=True):

@@ -45,6 +45,27 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     assert steps_in(capsys.readouterr().out) == [1]
 
 
+def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = RunLayout(tmp_path)
+    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    append_json_line(layout.metrics, {"step": 1, **STEP})
+    append_json_line(layout.metrics, {"step": 2, **STEP})
+    reporter.report_new_steps()
+    append_json_line(layout.metrics, {"step": 1, "eval/reward": 0.25})
+    reporter.report_new_steps()
+    append_json_line(layout.metrics, {"step": 3, **STEP, "eval/reward": 0.75})
+    reporter.close()
+    told = capsys.readouterr().out.splitlines()
+    assert steps_in("\n".join(told)) == [1, 2, 1, 3]
+    assert told[2].split() == ["step", "1/3", "held-out", "0.250"]
+    assert "reward 0.500  held-out 0.750" in told[3]
+    snapshot = read_snapshot(layout)
+    assert snapshot.evaluations == [(1, 0.25), (3, 0.75)]
+    assert snapshot.steps[-1]["step"] == 3
+
+
 def test_what_an_earlier_launch_told_is_not_told_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

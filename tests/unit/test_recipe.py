@@ -79,6 +79,16 @@ def test_an_agent_is_named_unless_programs_come() -> None:
     assert recipe.rollout.workflow == ""
 
 
+@pytest.mark.parametrize("mode", ["inline", "online"])
+def test_an_evaluation_job_needs_tasks_to_play(mode: str) -> None:
+    overrides = ["valid_dataset=null", "evaluation.separate_job=true"]
+    overrides += ["rollout.agent.mode=online", "rollout.workflow=''"] if mode == "online" else []
+    with pytest.raises(RecipeError) as caught:
+        load(QUICKSTART, overrides)
+    assert [problem.key for problem in caught.value.problems] == ["evaluation.separate_job"]
+    assert "no held-out tasks" in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [

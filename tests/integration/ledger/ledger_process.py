@@ -29,6 +29,7 @@ from areal_hpc.wire.ledger import (
     PublishRequest,
     SettledTicket,
     SettleRequest,
+    Split,
     TicketGrant,
     TicketRef,
 )
@@ -113,9 +114,10 @@ class LedgerProcess:
         held: list[TicketRef] | None = None,
         finished: list[TicketRef] | None = None,
         wait_s: float = 0.0,
+        splits: tuple[Split, ...] = ("train", "valid"),
     ) -> LeaseReply:
         capacity = tickets * int(self.config["n_samples"])
-        request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s)
+        request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s, splits=splits)
         return self.call("/lease", request, LeaseReply)
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
@@ -152,8 +154,9 @@ class LedgerProcess:
 
     # The trainer
 
-    def open_epoch(self, epoch: int = 1, base_step: int = 0) -> None:
-        self.call("/open_epoch", OpenEpochRequest(epoch, base_step), Acknowledged)
+    def open_epoch(self, epoch: int = 1, base_step: int = 0, evaluated_step: int = -1) -> None:
+        request = OpenEpochRequest(epoch, base_step, evaluated_step)
+        self.call("/open_epoch", request, Acknowledged)
 
     def batch(self, step: int, epoch: int = 1, wait_s: float = 0.0) -> BatchReply:
         return self.call("/batch", BatchRequest(epoch, step, wait_s), BatchReply)

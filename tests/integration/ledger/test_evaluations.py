@@ -13,6 +13,7 @@ from areal_hpc.wire.ledger import (
     EvaluatedRequest,
     EvaluateReply,
     EvaluateRequest,
+    LeaseReply,
     TicketRef,
 )
 from tests.integration.ledger.ledger_process import LedgerProcess
@@ -80,3 +81,45 @@ def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) 
     ledger.open_epoch(3, base_step=1)
     ask = EvaluateRequest(3, 1, 1, 0.0)
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.75
+
+
+def settle(ledger: LedgerProcess, ref: TicketRef, reward: float) -> None:
+    ledger.call("/evaluated", EvaluatedRequest("evaluation", ref, [reward]), Acknowledged)
+
+
+def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    ledger.call("/evaluate", EvaluateRequest(1, 0, 3, 0.0), EvaluateReply)
+    trained = ledger.lease("cell-0", splits=("train",)).grants
+    assert [(grant.ref.eval_step, grant.n_samples) for grant in trained] == [(-1, 4), (-1, 4)]
+    judged = ledger.lease("evaluation", splits=("valid",)).grants
+    assert [(grant.ref.eval_step, grant.task_index) for grant in judged] == [(0, 0), (0, 1), (0, 2)]
+    assert ledger.lease("evaluation", held=[one.ref for one in judged], splits=("valid",)) == (
+        LeaseReply()
+    )
+
+
+def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: LedgerProcess) -> None:
+    ledger.open_epoch()
+    first, second = EvaluateRequest(1, 0, 2, 0.0), EvaluateRequest(1, 1, 2, 0.0)
+    ledger.call("/evaluate", first, EvaluateReply)
+    given_up = [grant.ref for grant in ledger.lease(splits=("valid",)).grants]
+    settle(ledger, given_up[0], 1.0)
+    assert ledger.call("/evaluate", first, EvaluateReply) == EvaluateReply(1, 2)
+    assert ledger.call("/evaluate", second, EvaluateReply) == EvaluateReply(0, 2)
+    settle(ledger, given_up[1], 1.0)  # its episode may have gone on with other weights
+    assert ledger.call("/evaluate", second, EvaluateReply) == EvaluateReply(0, 2)
+    assert ledger.call("/evaluate", first, EvaluateReply) == EvaluateReply(0, 2)
+    assert not ledger.layout.evaluation(0).exists()
+
+
+@pytest.mark.parametrize(("evaluated_step", "done"), [(0, 1), (-1, 0)])
+def test_an_evaluation_outlives_its_trainer_only_where_the_next_one_says_so(
+    ledger: LedgerProcess, evaluated_step: int, done: int
+) -> None:
+    ledger.open_epoch()
+    ledger.call("/evaluate", EvaluateRequest(1, 0, 2, 0.0), EvaluateReply)
+    settle(ledger, ledger.lease(splits=("valid",)).grants[0].ref, 1.0)
+    ledger.open_epoch(2, evaluated_step=evaluated_step)
+    again = EvaluateRequest(2, 0, 2, 0.0)
+    assert ledger.call("/evaluate", again, EvaluateReply) == EvaluateReply(done, 2)

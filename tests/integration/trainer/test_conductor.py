@@ -22,6 +22,7 @@ from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
@@ -39,15 +40,17 @@ class Ledger(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))
-        reply: object = Acknowledged()
-        if self.path == "/batch":
-            request = msgspec.json.decode(body, type=BatchRequest)
-            reply = BatchReply(BatchManifest(request.step, request.epoch, []))
-        content = msgspec.json.encode(reply)
+        content = msgspec.json.encode(self.reply(body))
         self.send_response(200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
+
+    def reply(self, body: bytes) -> object:
+        if self.path == "/batch":
+            request = msgspec.json.decode(body, type=BatchRequest)
+            return BatchReply(BatchManifest(request.step, request.epoch, []))
+        return Acknowledged()
 
     def log_message(self, *args: object) -> None:
         """Nothing on standard error."""
@@ -59,8 +62,8 @@ def stack() -> Iterator[ExitStack]:
         yield stack
 
 
-def start_ledger(stack: ExitStack, directory: Path) -> None:
-    server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ledger))
+def start_ledger(stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger) -> None:
+    server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     stack.callback(thread.join)
@@ -68,21 +71,37 @@ def start_ledger(stack: ExitStack, directory: Path) -> None:
     rendezvous.publish(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
 
 
-def start_relay(stack: ExitStack, directory: Path, cell: str, hang_s: float = 0.0) -> None:
+def start_relay(
+    stack: ExitStack, directory: Path, cell: str, hang_s: float = 0.0
+) -> subprocess.Popen[bytes]:
     module = "tests.integration.trainer.scripted_relay"
     command = [sys.executable, "-m", module, cell, str(directory), str(hang_s)]
     process = subprocess.Popen(command, cwd=REPOSITORY)
     stack.callback(process.wait)
     stack.callback(process.kill)
+    return process
 
 
-def make_conductor(stack: ExitStack, directory: Path, cells: int) -> Conductor:
+def make_conductor(
+    stack: ExitStack,
+    directory: Path,
+    cells: int,
+    schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
+    beside: SideEvaluation | None = None,
+) -> Conductor:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
     publisher = Publisher(
-        weights, directory, cells, "key", "gloo", torch.device("cpu"), directory / "weights"
+        weights,
+        directory,
+        cells,
+        "key",
+        "gloo",
+        torch.device("cpu"),
+        directory / "weights",
+        evaluation_cell=beside is not None,
     )
     conductor = Conductor(
-        Schedule(1000, 1000, 0, 0, 0),
+        schedule,
         WeightVersion(1, 0),
         {},
         ledger=LedgerPeer(directory, "key", 1, lambda: False),
@@ -92,6 +111,7 @@ def make_conductor(stack: ExitStack, directory: Path, cells: int) -> Conductor:
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=StopRequest(),
         fence=lambda: None,
+        beside=beside,
     )
     stack.callback(conductor.close)
     return conductor

@@ -35,6 +35,15 @@ def test_the_warm_up_has_the_trainers_options_unless_it_has_its_own() -> None:
     assert (slurm.options_of("warmup").qos, slurm.options_of("warmup").mem) == ("long", "1G")
 
 
+def test_the_evaluation_job_has_the_cells_options_unless_it_has_its_own() -> None:
+    slurm = SlurmConfig.model_validate(
+        {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}}
+    )
+    options = slurm.options_of("evaluation")
+    assert (options.partition, options.mem) == ("low", "1G")
+    assert slurm.options_of("cell-0").mem == "9G"
+
+
 def test_options_survive_being_written_and_read() -> None:
     slurm = SlurmConfig.model_validate({"mem": "8G", "jobs": {"cell": {"time_min": 5}}})
     again = SlurmConfig.model_validate(slurm.model_dump(mode="json"))

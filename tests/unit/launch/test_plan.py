@@ -72,6 +72,31 @@ def test_evaluation_never_asks_for_more_tasks_than_there_are() -> None:
     assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks
 
 
+def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
+    train = planned().stages[1]
+    assert train.leader.processes[1].config["evaluation_cell"] is False
+    assert [job.processes[-1].config["splits"] for job in train.others] == [["train", "valid"]]
+    train = planned("evaluation.separate_job=true", "inference.cells=2").stages[1]
+    assert train.leader.processes[1].config["evaluation_cell"] is True
+    assert train.leader.processes[1].config["cells"] == 2
+    assert {job.name: job.processes[-1].config["splits"] for job in train.others} == {
+        "cell-0": ["train"],
+        "cell-1": ["train"],
+        "evaluation": ["valid"],
+    }
+
+
+def test_the_evaluation_job_is_shaped_like_a_cell() -> None:
+    overrides = ("evaluation.separate_job=true", "inference.tp=4", "inference.nodes_per_replica=2")
+    devices = ("inference.device=cuda", "trainer.device=cuda")
+    cell, evaluation = planned(*overrides, *devices).stages[1].others
+    assert (evaluation.tasks, evaluation.gpus_per_task) == (cell.tasks, cell.gpus_per_task)
+    assert [process.name for process in evaluation.processes] == [
+        process.name for process in cell.processes
+    ]
+    assert {process.config["cell"] for process in evaluation.processes} == {"evaluation"}
+
+
 def test_the_same_recipe_gives_the_same_plan() -> None:
     assert planned() == planned()
 

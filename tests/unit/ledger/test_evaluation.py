@@ -27,6 +27,18 @@ def test_a_result_for_a_task_that_is_not_evaluated_is_ignored() -> None:
     assert not Evaluation(step=0, n_tasks=1).settle(TicketRef(1, 1, 0), 1.0)
 
 
+def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
+    """Episodes of one that was given up go on for a while, maybe on later weights."""
+    evaluation = Evaluation(step=7, n_tasks=1)
+    (ref,) = evaluation.lease("a", 1, 0.0)
+    given_up = TicketRef(ref.ticket_id, ref.attempt, eval_step=5)
+    assert not evaluation.settle(given_up, 1.0)
+    evaluation.fail(given_up, "timed out")
+    assert evaluation.rewards == {}
+    evaluation.report("a", [given_up], 1.0)
+    assert evaluation.pending == 1
+
+
 def test_tasks_of_a_silent_cell_are_leased_again() -> None:
     evaluation = Evaluation(step=0, n_tasks=2)
     (lost,) = evaluation.lease("a", 1, 0.0)

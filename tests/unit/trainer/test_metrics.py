@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.telemetry import read_json_lines, read_step_lines
 from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls, finite
 from areal_hpc.wire.replicas import Stall
 
@@ -28,6 +28,30 @@ def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
         {"step": 3, "loss": 3.0, "eval/reward": 0.5},
         {"step": 4, "loss": 40.0},
     ]
+
+
+def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = MetricsLog(path, None, 0)
+    assert first.judged_step == -1
+    for step in range(5):
+        first.write(step, {"loss": float(step)})
+    first.write(1, {"eval/reward": 0.25})
+    first.write(3, {"eval/reward": 0.5})
+    first.write(4, {"eval/reward": 0.75})
+    assert [line["step"] for line in read_json_lines(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
+    expected = [
+        {"step": 0, "loss": 0.0},
+        {"step": 1, "loss": 1.0, "eval/reward": 0.25},
+        {"step": 2, "loss": 2.0},
+        {"step": 3, "loss": 3.0, "eval/reward": 0.5},
+    ]
+    assert read_step_lines(path) == [*expected, {"step": 4, "loss": 4.0, "eval/reward": 0.75}]
+    resumed = MetricsLog(path, None, 3)
+    assert resumed.judged_step == 3
+    assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
+    assert read_json_lines(path) == expected[:3]
+    assert MetricsLog(path, None, 2).judged_step == 1
 
 
 def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:

@@ -1,0 +1,100 @@
+"""A run whose held-out tasks are played by a job of their own, with kills on the way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_hpc.layout import RunLayout
+from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.weights.version import WeightVersion
+from tests.integration.launch.interruptions import trained_steps
+from tests.integration.launch.small_run import SmallRun, await_none_left
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS = 12
+TASKS = 128
+"""Enough for training to go on while they are played."""
+
+
+def begun(layout: RunLayout) -> list[dict[str, Any]]:
+    """The evaluations that began, in order."""
+    return [one for one in read_json_lines(layout.events) if one["event"] == "evaluation_begun"]
+
+
+def step_of(event: dict[str, Any]) -> int:
+    return WeightVersion.parse(event["version"]).step
+
+
+def rewards(layout: RunLayout) -> dict[int, float]:
+    """Those in the metrics, by step."""
+    lines = read_step_lines(layout.metrics)
+    return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+
+
+def is_judging_earlier_weights(layout: RunLayout) -> bool:
+    """Training has gone on while an evaluation is under way."""
+    events = begun(layout)
+    if not events or step_of(events[-1]) in rewards(layout):
+        return False
+    return step_of(events[-1]) < trained_steps(layout)
+
+
+def process_of(layout: RunLayout, config: str) -> psutil.Process:
+    """The one that runs by a configuration such as `evaluation/inference`."""
+    path = str(layout.jobs_dir / f"{config}.json")
+    for process in psutil.process_iter(["cmdline"]):
+        if path in (process.info["cmdline"] or ()):
+            return process
+    raise AssertionError(f"nothing runs by {path}")
+
+
+def server_of(keeper: psutil.Process) -> psutil.Process:
+    """Its SGLang."""
+    return next(one for one in keeper.children() if "sglang" in " ".join(one.cmdline()))
+
+
+def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_server(
+    tmp_path: Path,
+) -> None:
+    run = SmallRun(
+        tmp_path / "runs",
+        "evaluation.separate_job=true",
+        f"evaluation.tasks={TASKS}",
+        f"valid_dataset.kwargs.size={TASKS}",
+        f"trainer.total_steps={STEPS}",
+    )
+    layout = run.layout
+    run.start()
+    run.await_true(lambda: is_judging_earlier_weights(layout))
+    process_of(layout, "trainer/trainer").kill()
+    run.await_true(lambda: begun(layout)[-1]["version"].startswith("2."))
+    run.await_true(lambda: is_judging_earlier_weights(layout))
+    judged = begun(layout)[-1]
+    server_of(process_of(layout, "evaluation/inference")).kill()
+    assert run.wait(400) == 0, run.said()
+
+    lines = read_step_lines(layout.metrics)
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    found = rewards(layout)
+    assert STEPS in found, run.said()
+    for step, reward in found.items():
+        result = json.loads(layout.evaluation(step).read_bytes())
+        assert (result["n_tasks"], result["mean_reward"]) == (TASKS, reward)
+        assert result["failures"] == {}
+    assert set(found) <= {step_of(event) for event in begun(layout)}
+    given_up = [event["given_up"] for event in begun(layout) if event["given_up"]]
+    assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
+    assert {path.name for path in layout.log_dir(1).glob("*")} == {
+        "cell-0",
+        "evaluation",
+        "trainer",
+        "warmup",
+    }
+    assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
+    await_none_left(run, 20.0)

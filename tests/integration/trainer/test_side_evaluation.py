@@ -1,0 +1,170 @@
+"""An evaluation cell beside training: what it is given, what the ledger hears, what is written."""
+
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from areal_hpc.cluster import rendezvous
+from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
+from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
+from areal_hpc.wire.replicas import ReplicaList
+from tests.integration.trainer.test_conductor import (
+    SPECS,
+    Ledger,
+    make_conductor,
+    start_ledger,
+    start_relay,
+)
+
+TASKS = 8
+LIMIT_S = 60.0
+
+
+class Court:
+    """A run whose evaluation cell takes as long as the test wants it to."""
+
+    def __init__(self, stack: ExitStack, directory: Path, total_steps: int) -> None:
+        self.stack, self.directory = stack, directory
+        self.rewards: dict[int, float] = {}
+        """Of the evaluations that are over, by step."""
+        self.asked: list[tuple[int, str]] = []
+        """Each step that the ledger was first asked to evaluate, and what the cell served then."""
+        self.step, self._finished = 0, False
+        court = self
+
+        class Judge(Ledger):
+            def reply(self, body: bytes) -> object:
+                if self.path != "/evaluate":
+                    return super().reply(body)
+                step = msgspec.json.decode(body, type=EvaluateRequest).step
+                if step not in [known for known, _ in court.asked]:
+                    court.asked.append((step, court.served()))
+                return EvaluateReply(0, TASKS, court.rewards.get(step))
+
+        start_ledger(stack, directory, Judge)
+        start_relay(stack, directory, "cell-0")
+        self.evaluation_cell = self.start_evaluation_cell()
+        rendezvous.await_endpoint(directory, "relay-cell-0", 60)
+        schedule = Schedule(total_steps, 1000, 0, 2, TASKS)
+        beside = SideEvaluation(schedule, -1)
+        self.conductor: Conductor = make_conductor(stack, directory, 1, schedule, beside)
+
+    def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
+        before = rendezvous.find(self.directory, "relay-evaluation")
+        process = start_relay(self.stack, self.directory, "evaluation")
+        give_up_at = time.monotonic() + LIMIT_S
+        while rendezvous.find(self.directory, "relay-evaluation") == before:
+            assert time.monotonic() < give_up_at
+            time.sleep(0.05)
+        return process
+
+    def served(self) -> str:
+        """The version that the evaluation cell serves."""
+        endpoint = rendezvous.find(self.directory, "relay-evaluation")
+        assert endpoint is not None
+        client = WireClient(endpoint.url, "key", timeout_s=5.0)
+        try:
+            return client.get("/replicas", ReplicaList).replicas[0].version
+        finally:
+            client.close()
+
+    def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
+        """Do what the conductor says, but train no step above `most_steps`."""
+        give_up_at = time.monotonic() + LIMIT_S
+        while not until():
+            assert time.monotonic() < give_up_at
+            match self.conductor.next():
+                case Publish():
+                    self.conductor.publish(iter([(SPECS[0].name, torch.ones(16))]))
+                case Train(manifest) if manifest.step <= most_steps:
+                    self.step = manifest.step
+                    self.conductor.trained(WeightVersion(1, self.step), {})
+                case Train() | Idle():
+                    pass
+                case Commit():
+                    self.conductor.commit_begun(0.0)
+                    self.conductor.committed(0.0)
+                case Export():
+                    self.conductor.exported()
+                case Stop(finished):
+                    self._finished = finished
+                    return
+
+    def is_finished(self) -> bool:
+        """The conductor has said that the run is complete."""
+        return self._finished
+
+    def written(self) -> dict[int, float]:
+        """Rewards in the metrics, by step."""
+        lines = read_step_lines(self.directory / "metrics.jsonl")
+        return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    court = Court(stack, tmp_path, total_steps=6)
+    court.follow(lambda: court.step == 5, most_steps=5)
+    assert court.served() == "1.0"
+    assert [step for step, _ in court.asked] == [0]
+    court.rewards[0] = 0.25
+    court.follow(lambda: len(court.asked) == 2, most_steps=5)
+    assert court.asked[1] == (5, "1.5"), "steps 2 and 4 are left out, no episode is granted early"
+    court.follow(lambda: court.step == 6)
+    court.follow(lambda: len(read_step_lines(tmp_path / "metrics.jsonl")) == 7)
+    assert court.served() == "1.5"
+    court.rewards[5] = 0.5
+    court.follow(lambda: len(court.asked) == 3)
+    assert court.asked[2] == (6, "1.6")
+    assert not court.is_finished()
+    court.rewards[6] = 0.75
+    court.follow(lambda: court.is_finished())
+    assert court.is_finished()
+    assert court.written() == {0: 0.25, 5: 0.5, 6: 0.75}
+    begun = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] != "published"]
+    assert [(event["version"], event["left_out"]) for event in begun] == [
+        ("1.0", []),
+        ("1.5", [2, 4]),
+        ("1.6", []),
+    ]
+
+
+def test_weights_that_are_lost_give_way_to_the_present_ones(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    court = Court(stack, tmp_path, total_steps=1000)
+    court.follow(lambda: court.step == 3, most_steps=3)
+    assert [step for step, _ in court.asked] == [0]
+    court.evaluation_cell.kill()
+    court.evaluation_cell.wait()
+    court.follow(lambda: court.step == 40, most_steps=40)
+    assert [step for step, _ in court.asked] == [0], "a cell that is away holds up nothing"
+    court.start_evaluation_cell()
+    court.follow(lambda: len(court.asked) == 2, most_steps=40)
+    assert court.asked[1] == (40, ""), "before it can play anything on these weights"
+    court.follow(lambda: court.served() == "1.40", most_steps=40)
+    court.rewards |= {0: 0.25, 40: 0.5}
+    court.follow(lambda: court.step == 42)
+    court.follow(lambda: len(court.asked) == 3)
+    assert court.written() == {40: 0.5}
+    (given_up,) = [e for e in read_json_lines(tmp_path / "events.jsonl") if e.get("given_up")]
+    assert given_up["given_up"] == "1.0"
+    assert given_up["left_out"] == list(range(0, 40, 2))
