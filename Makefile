@@ -6,7 +6,7 @@ export OMP_NUM_THREADS := 1
 TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
-# Those of tests/slurm wait for Slurm most of the time; those of tests/integration take both cores.
+# Two at a time: most tests wait for Slurm, for a start or for a time to pass most of the time.
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
 
 .DEFAULT_GOAL := help
@@ -32,7 +32,7 @@ demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 star
 test: frameworks check ## everything that needs no GPU: the checks, then all tests
 	@scripts/install_slurm.sh && code=0 || code=$$?; \
 	case $$code in 0) slurm=tests/slurm ;; 78) slurm= ;; *) exit $$code ;; esac; \
-	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/contract $$slurm && $(PYTEST) tests/integration && \
+	$(PYTEST) $(SIDE_BY_SIDE) tests/unit tests/contract tests/integration $$slurm && \
 	{ [ -n "$$slurm" ] || echo "NOT TESTED here: Slurm (tests/slurm), for the reason at the top"; }
 
 check: setup ## style, types and import contracts
