@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,8 @@ def server_of(keeper: psutil.Process) -> psutil.Process:
     return next(one for one in keeper.children() if engine in one.cmdline())
 
 
-def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_server(
-    tmp_path: Path,
-) -> None:
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[SmallRun]:
     run = SmallRun(
         tmp_path / "runs",
         "evaluation.separate_job=true",
@@ -70,6 +70,15 @@ def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_
         f"valid_dataset.kwargs.size={TASKS}",
         f"trainer.total_steps={STEPS}",
     )
+    yield run
+    if run.process is not None and run.process.poll() is None:  # the test failed on the way
+        run.press_ctrl_c()
+    await_none_left(run, 20.0)
+
+
+def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_server(
+    run: SmallRun,
+) -> None:
     layout = run.layout
     run.start()
     run.await_true(lambda: is_judging_earlier_weights(layout))
@@ -91,7 +100,7 @@ def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_
     assert set(found) <= {step_of(event) for event in begun(layout)}
     given_up = [event["given_up"] for event in begun(layout) if event["given_up"]]
     assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
+    assert layout.attempts() == [1]
     logged = {path.name for path in layout.log_dir(1).glob("*")}
-    assert logged == {"cell-0", "evaluation", "trainer"}
+    assert logged == {"cell-0", "evaluation", "trainer", "warmup"}
     assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
-    await_none_left(run, 20.0)
