@@ -33,13 +33,14 @@ FEW = 16
 CALLS = "trace=%file,ftruncate,fsync,fdatasync,getdents64,fchmod"
 """What a file system's metadata server hears of, and syncs."""
 TRACED = re.compile(r"^\d+ +(?P<at>\d+\.\d+) (?P<call>\w+)\((?P<rest>.*)$")
-FAST = Tempo(1.4, 4, 8, 1.0, with_shards=False)
+FAST = Tempo(5.6, 16, 8, 1.0, with_shards=False)
 SLOW = Tempo(14.0, 2, 8, 10.0, with_shards=True)
 
 
 def settings_of(nodes: int, tempo: Tempo, run_in_s: float, measured_s: float) -> Settings:
-    """A batch is half a ticket a node: a step follows a step about as fast at any size."""
-    return Settings(nodes, max(1, nodes // 2), run_in_s, measured_s, tempo)
+    """A batch is a quarter of what runs at once, so that admission holds nobody up."""
+    batch_size = max(1, nodes * tempo.tickets_at_once // 4)
+    return Settings(nodes, batch_size, run_in_s, measured_s, tempo)
 
 
 def run(settings: Settings, run_dir: Path, prefix: Sequence[str] = ()) -> dict[str, Any]:
