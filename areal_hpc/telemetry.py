@@ -13,6 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+EVALUATION = "eval/reward"
+"""The metric of a step that was evaluated: the mean reward of the held-out tasks."""
+
 
 def set_up_logging(level: int = logging.INFO) -> None:
     """One line per record on standard error, which the supervisor redirects to the role's log."""

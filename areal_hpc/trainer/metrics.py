@@ -9,15 +9,12 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.telemetry import append_json_line, read_step_lines
+from areal_hpc.telemetry import EVALUATION, append_json_line, read_step_lines
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
 
 Line = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
-
-EVALUATION = "eval/reward"
-"""The mean reward of the held-out tasks."""
 
 
 def finite(line: Line) -> Line:

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_hpc.layout import RunLayout
-from areal_hpc.view.snapshot import EVALUATION, Snapshot, read_snapshot
+from areal_hpc.telemetry import EVALUATION
+from areal_hpc.view.snapshot import Snapshot, read_snapshot
 
 WARMUP_LINES = 10
 """Lines a warm-up prints."""

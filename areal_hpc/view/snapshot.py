@@ -8,12 +8,9 @@ from typing import Any
 from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.telemetry import EVALUATION, read_json_lines, read_step_lines
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
-
-EVALUATION = "eval/reward"
-"""Of the held-out tasks; in a step's record once it was evaluated."""
 
 
 @dataclass(frozen=True, slots=True)
