@@ -10,7 +10,8 @@ from openai.types.chat import ChatCompletionMessageParam
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
 
-LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 1.0}
+LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
+"""A session outlives the second that the SDK waits before it repeats a call."""
 
 
 @pytest.fixture(scope="module")

@@ -49,8 +49,7 @@ def theatre(tmp_path_factory: pytest.TempPathFactory) -> Theatre:
 
 def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     model_dir = mktemp("tiny") / "model"
-    make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=CONTEXT_TOKENS)
-    let_replies_end(model_dir)
+    make_talking_model(model_dir)
     log_path = mktemp("sglang") / "log"
     url = _open.enter_context(
         serving(model_dir, log_path, "--weight-version", VERSION, context_tokens=CONTEXT_TOKENS)
@@ -65,15 +64,18 @@ def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     return Theatre(stage, url)
 
 
-def let_replies_end(model_dir: Path) -> None:
-    """Have the random model write text, and end it at every tenth token but never before the first.
+def make_talking_model(model_dir: Path) -> None:
+    """A random model that writes text, and ends it at every tenth token but never before the first.
 
-    Left alone it ends a reply at every four hundredth token, and most of its tokens are no text:
+    Left alone one ends a reply at every four hundredth token, and most of its tokens are no text:
     now and then a reply reached its limit, which the Agents SDK takes for an error, or was empty,
-    which CAMEL takes for none. So two numbers of the residual stream are left alone by the layers
-    and are the same after every token but one; the output layer, which is the embedding, reads
-    the first for the turn's end and the second for what is no text.
+    which CAMEL takes for none, or a grammar that allows any white space got nothing else. So two
+    numbers of the residual stream are left alone by the layers and are the same after every token
+    but one; the output layer reads the first for the turn's end and the second for what is no text.
     """
+    make_tiny_model(
+        model_dir, TRAINING_TEXT * 20, seed=5, tie=False, max_position_embeddings=CONTEXT_TOKENS
+    )
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     turn_end, before_replies = tokenizer.token_to_id(TURN_END), tokenizer.encode("\n").ids[0]
     words = [tokenizer.decode([token]).strip() for token in range(tokenizer.get_vocab_size())]
@@ -82,10 +84,10 @@ def let_replies_end(model_dir: Path) -> None:
     for name, weight in weights.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weight[:2] = 0.0
-    embedding = weights["model.embed_tokens.weight"]
+    embedding, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
     embedding[:, :2] = 1.0
     embedding[before_replies, 0] = -0.5
-    embedding[no_text, 1] = -2.0
-    embedding[before_replies, 1] = 1.0
-    embedding[turn_end, :2] = 2.2, 1.0
+    head[:, :2] = 1.0
+    head[no_text, 1] = -20.0
+    head[turn_end, :2] = 2.2, 1.0
     save_file(weights, model_dir / "model.safetensors", metadata={"format": "pt"})

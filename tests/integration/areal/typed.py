@@ -9,13 +9,11 @@ from pathlib import Path
 
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_json_lines
-from areal_hpc.tiny_model import make_tiny_model
 from tests.contract.document_commands import COMMANDS, OWN_MODULE, overrides
 from tests.contract.documents import blocks
-from tests.integration.agents.conftest import let_replies_end
+from tests.integration.agents.conftest import make_talking_model
 from tests.integration.agents.theatre import CHECKOUT, python_of
 from tests.integration.launch.small_run import processes_of
-from tests.unit.session.chatml import TRAINING_TEXT
 
 BLOCKS = {block.key: block for block in blocks()}
 TASKS = [
@@ -27,8 +25,7 @@ TASKS = [
 def make_inputs(folder: Path) -> tuple[Path, Path]:
     """A model that writes text and ends, and a folder of tasks."""
     model_dir, data_dir = folder / "model", folder / "data"
-    make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=4096)
-    let_replies_end(model_dir)
+    make_talking_model(model_dir)
     data_dir.mkdir()
     for split in ("train", "test"):
         (data_dir / f"{split}.jsonl").write_text("\n".join(map(json.dumps, TASKS)))

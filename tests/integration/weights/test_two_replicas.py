@@ -108,11 +108,14 @@ def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
         replies: list[dict[str, Any]] = []
         prompt = [next(FIRST_IDS), 7, 8, 9]
         sampling = {"max_new_tokens": 900, "temperature": 1.0, "ignore_eos": True}
+        speaking = threading.Event()
         writer = threading.Thread(
-            target=lambda: replies.append(cell.generate(prompt, 1, **sampling))
+            target=lambda: replies.append(
+                cell.generate_live(prompt, lambda tokens: speaking.set(), 1, **sampling)
+            )
         )
         writer.start()
-        time.sleep(0.4)
+        assert speaking.wait(60)
         publish(publisher, new, tiny_qwen3(4)).raise_if_failed()
         writer.join()
         meta = replies[0]["meta_info"]
