@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.weights.bucket import BucketBuffer, largest_bytes, unpack
+from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 
 TIMEOUT_S = 120.0
@@ -44,12 +44,17 @@ def read_specs(path: Path) -> list[TensorSpec]:
     return [TensorSpec(name, tuple(shape), dtype) for name, shape, dtype in held]
 
 
-def receive(group: dist.ProcessGroup, buckets: list[Bucket], buffer: BucketBuffer) -> None:
-    """Every bucket, unpacked."""
+def receive(
+    group: dist.ProcessGroup, buckets: list[Bucket], buffers: PackingBuffers, *, packed: bool
+) -> None:
+    """Every bucket, as a replica takes it in."""
     for bucket in buckets:
-        packed = buffer.open(bucket)
-        dist.broadcast(packed.flat, src=0, group=group)
-        unpack(bucket, packed.flat)
+        held = buffers.open(bucket)
+        messages = [held.flat] if packed else held.tensors.values()
+        works = [dist.broadcast(one, src=0, group=group, async_op=True) for one in messages]
+        for work in works:
+            work.wait()
+        assert len(held.tensors) == len(bucket.slots)
 
 
 def main() -> None:
@@ -59,15 +64,15 @@ def main() -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     buckets = plan_buckets(read_specs(Path(config["specs"])), config["bucket_bytes"])
-    buffer = BucketBuffer(largest_bytes(buckets), device)
+    buffers = PackingBuffers(device)
     group = join(config["name"], config["port"], config["backend"])
     done = torch.zeros(1, device=device)
     for line in sys.stdin:
         if line.strip() == "codec":
-            receive(group, buckets, buffer)
+            receive(group, buckets, buffers, packed=config["packed"])
         else:
             for bucket in buckets:
-                dist.broadcast(buffer.open(bucket).flat, src=0, group=group)
+                dist.broadcast(buffers.open(bucket).flat, src=0, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.broadcast(done, src=1, group=group)

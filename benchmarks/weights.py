@@ -1,6 +1,6 @@
 """New weights from the trainer's end to a replica, against a bare broadcast of the same bytes.
 
-- codec: parameters into buckets, each packed while the one before it travels, and unpacked by a
+- codec: parameters into buckets, each filled while the one before it travels, to tensors in a
   second process. Its peer is `torch.distributed.broadcast` of buffers that are there already, to a
   receiver that does nothing with them.
 - into SGLang: the same model, sent into a real replica that generates meanwhile: buckets, loading,
@@ -32,10 +32,11 @@ from safetensors.torch import load_file
 
 from areal_hpc.layout import RunLayout
 from areal_hpc.tiny_model import make_tiny_model
-from areal_hpc.weights.bucket import PackedBucket
+from areal_hpc.weights.broadcast import goes_in_place
+from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.group import UpdateGroup
-from areal_hpc.weights.pipeline import Pipeline, Wait
+from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from benchmarks._pairs import (
     Samples,
@@ -99,7 +100,8 @@ class Sender:
             torch.ones(bucket.size_bytes, dtype=torch.uint8, device=self.device)
             for bucket in self._buckets
         ]
-        self._pipeline = Pipeline(self.device)
+        packed = not goes_in_place(backend, replicas_per_group=1)
+        self._open_bucket = PackingBuffers(self.device).open if packed else BucketInPlace
         self._pool = ThreadPoolExecutor(1)
         self._group = UpdateGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
         self._done = torch.zeros(1, device=self.device)
@@ -111,6 +113,7 @@ class Sender:
             "bucket_bytes": bucket_bytes,
             "device": "cuda:1" if is_nccl else "cpu",
             "backend": backend,
+            "packed": packed,
             "name": self._group.name,
             "port": self._group.port,
         }
@@ -132,13 +135,13 @@ class Sender:
         self._order("bare", send)
 
     def codec(self) -> None:
-        """Gather, pack and send, as a publisher does."""
+        """Fill buckets and send them, as a publisher does."""
 
-        def ship(packed: PackedBucket) -> Wait:
-            return self._pool.submit(self._group.broadcast, packed.flat, no_refusal).result
+        def ship(full: OpenBucket) -> Wait:
+            return self._pool.submit(self._group.broadcast, full.messages, no_refusal).result
 
         arrivals = iter(self._weights.items())
-        self._order("codec", lambda: self._pipeline.run(self._buckets, arrivals, ship))
+        self._order("codec", lambda: send_all(self._buckets, arrivals, self._open_bucket, ship))
 
     def _order(self, what: str, send: Callable[[], object]) -> None:
         assert self._peer.stdin is not None

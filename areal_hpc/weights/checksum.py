@@ -13,7 +13,7 @@ Experts of mixtures are not compared: their layout after loading depends on the 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -46,8 +46,7 @@ def rank_digests(
             fused.setdefault(fused_name(name), []).append((name, tensor))
     return {
         name: frozenset(
-            _hash(torch.cat(pieces) if len(pieces) > 1 else pieces[0], replica_device)
-            for pieces in _held_by(name, parts, tp_rank, tp)
+            _hash(pieces, replica_device) for pieces in _held_by(name, parts, tp_rank, tp)
         )
         for name, parts in fused.items()
     }
@@ -124,16 +123,19 @@ def _pad_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
 
 
-def _hash(tensor: torch.Tensor, replica_device: str) -> str:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-    value = sha_hash(flat) if replica_device == "cpu" else word_hash(flat)
+def _hash(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
+    """Of the pieces one below the other, as one tensor."""
+    flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
+    value = sha_hash(*flats) if replica_device == "cpu" else word_hash(torch.cat(flats))
     return f"{value:016x}"
 
 
-def sha_hash(flat: torch.Tensor) -> int:
-    """The first eight bytes of SHA-256 of a uint8 vector, as a big-endian number."""
-    digest = hashlib.sha256(flat.cpu().numpy().data).digest()
-    return int.from_bytes(digest[:8], "big")
+def sha_hash(*flats: torch.Tensor) -> int:
+    """The first eight bytes of SHA-256 of uint8 vectors end to end, as a big-endian number."""
+    digest = hashlib.sha256()
+    for flat in flats:
+        digest.update(flat.cpu().numpy().data)
+    return int.from_bytes(digest.digest()[:8], "big")
 
 
 def word_hash(flat: torch.Tensor, *, seed: int = 0x243F6A88, tile_words: int = 8192) -> int:

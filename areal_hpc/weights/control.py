@@ -148,12 +148,15 @@ class ReplicaControl:
         """Forget an update group."""
         self._post("destroy_weights_update_group", {"group_name": name}, self._prompt_s)
 
-    def receive(self, bucket: Bucket, group_name: str, version: WeightVersion | None) -> None:
+    def receive(
+        self, bucket: Bucket, group_name: str, version: WeightVersion | None, *, packed: bool
+    ) -> None:
         """Receive and load one bucket. Returns when it is loaded.
 
         Args:
             bucket: What is about to be broadcast.
             group_name: The update group it comes through.
+            packed: It is one message; else each of its parameters is.
             version: Set with the last bucket: tokens sampled from now on carry it.
         """
         specs = [slot.spec for slot in bucket.slots]
@@ -164,7 +167,7 @@ class ReplicaControl:
                 "dtypes": [spec.dtype for spec in specs],
                 "shapes": [spec.shape for spec in specs],
                 "group_name": group_name,
-                "load_format": "flattened_bucket",
+                "load_format": "flattened_bucket" if packed else None,
                 "flush_cache": False,  # once, when all weights are there
                 "weight_version": str(version) if version else None,
             },

@@ -23,11 +23,11 @@ from areal_hpc.durable import sync_path
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt
-from areal_hpc.weights.bucket import PackedBucket
+from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.delta import MANIFEST, Bytes, FileEntry, FolderManifest, encode
-from areal_hpc.weights.pipeline import Wait
+from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import ITEM_BYTES, Bucket
 from areal_hpc.weights.swap import Swap
 from areal_hpc.weights.transport import Expected, Order, Transport
@@ -195,6 +195,7 @@ class Disk(Transport[DiskSwap]):
     ) -> None:
         super().__init__(config, admin_key, device)
         self._root = root
+        self._buffers = PackingBuffers(device)
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
         self._old: list[Bytes] = []
@@ -237,8 +238,12 @@ class Disk(Transport[DiskSwap]):
             return self._pool.submit(folder.write, packed, next(pairs, None)).result
 
         try:
-            self._pipeline.run(
-                order.buckets, order.arrivals, ship, lambda packed: self._watch(expected, packed)
+            send_all(
+                order.buckets,
+                order.arrivals,
+                self._buffers.open,
+                ship,
+                lambda packed: self._watch(expected, packed),
             )
             folder.put_in_place()
         except StorageRefusedError:

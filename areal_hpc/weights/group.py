@@ -12,8 +12,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import TypeVar
 
@@ -25,7 +25,10 @@ from areal_hpc.errors import WeightSyncError
 
 Result = TypeVar("Result")
 
+_LOOK_S = 0.02
+"""How often members are asked whether they refuse."""
 _POLL_S = 0.0002
+"""How often NCCL is asked."""
 
 
 class UpdateGroup:
@@ -61,7 +64,12 @@ class UpdateGroup:
         """
         # The constructor blocks in C++; a thread of its own lets a refusal end the wait.
         forming = _start_daemon(self._construct)
-        self._await(forming.done, refused, "the group did not form")
+        self._await(
+            lambda wait_s: not wait([forming], wait_s).not_done,
+            refused,
+            "the group did not form",
+            _LOOK_S,
+        )
         try:
             self._group = forming.result()
         except RuntimeError as error:
@@ -83,11 +91,11 @@ class UpdateGroup:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 
-    def broadcast(self, flat: torch.Tensor, refused: Callable[[], bool]) -> None:
-        """Send a packed bucket from here to every member.
+    def broadcast(self, messages: Sequence[torch.Tensor], refused: Callable[[], bool]) -> None:
+        """Send a full bucket from here to every member.
 
         Args:
-            flat: uint8, on the device of the group's backend.
+            messages: Contiguous, on the device of the group's backend.
             refused: True when a member answered that it will not receive.
 
         Raises:
@@ -95,22 +103,39 @@ class UpdateGroup:
         """
         assert self._group is not None, "join first"
         try:
-            work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
-            self._await(work.is_completed, refused, "the broadcast did not complete")
-            work.wait()
+            works = [
+                dist.broadcast(message, src=0, group=self._group, async_op=True)
+                for message in messages
+            ]
+            self._await_all(works, refused)
+            for work in works:
+                work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error
 
-    def _await(self, done: Callable[[], bool], refused: Callable[[], bool], trouble: str) -> None:
+    def _await_all(self, works: Sequence[dist.Work], refused: Callable[[], bool]) -> None:
+        """Gloo tells when a message has left; NCCL only that it is queued, and must be asked."""
+        trouble = "the broadcast did not complete"
+        left = [_told_by(work) for work in works]
+        self._await(lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S)
+        self._await(lambda wait_s: _are_over(works, wait_s), refused, trouble, _POLL_S)
+
+    def _await(
+        self,
+        done: Callable[[float], bool],
+        refused: Callable[[], bool],
+        trouble: str,
+        look_s: float,
+    ) -> None:
+        """Wait until `done`, which may itself wait for as long as it is told, is true."""
         give_up_at = time.monotonic() + self._timeout_s
-        while not done():
+        while not done(look_s):
             if refused():
                 raise WeightSyncError(f"{trouble}: a member refused (group {self.name})")
             if time.monotonic() >= give_up_at:
                 raise WeightSyncError(
                     f"{trouble} within {self._timeout_s:.0f} s (group {self.name})"
                 )
-            time.sleep(_POLL_S)
 
     def close(self) -> None:
         """Leave in order. Only when nothing is under way, else this waits for it."""
@@ -127,6 +152,20 @@ class UpdateGroup:
         group, self._group = self._group, None
         if group is not None:
             _start_daemon(lambda: _destroy(group))
+
+
+def _told_by(work: dist.Work) -> Future[None]:
+    """Is done when torch says that the operation is, well or not."""
+    told: Future[None] = Future()
+    work.get_future().add_done_callback(lambda _: told.set_result(None))
+    return told
+
+
+def _are_over(works: Sequence[dist.Work], wait_s: float) -> bool:
+    if all(work.is_completed() for work in works):
+        return True
+    time.sleep(wait_s)
+    return False
 
 
 def _destroy(group: dist.ProcessGroup) -> None:

@@ -16,9 +16,10 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.bucket import PackedBucket
+from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, compare
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
@@ -48,7 +49,7 @@ class Swap:
         self._config = config
         self.load_s = 0.0
         """Seconds of this update in which the members loaded what they had received."""
-        self._calls = ThreadPoolExecutor(len(members), thread_name_prefix=f"swap-{name}")
+        self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"swap-{name}")
 
     @property
     def keys(self) -> tuple[ReplicaKey, ...]:
@@ -156,6 +157,9 @@ class GroupSwap(Swap):
     ) -> None:
         super().__init__(members, config, group.name)
         self._group = group
+        self._loading: list[Future[float]] = []
+        """Of the bucket sent last: when each member had loaded it."""
+        self._sent_at = 0.0
 
     def join(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
@@ -177,30 +181,56 @@ class GroupSwap(Swap):
             )
             offset += member.key.tp
         self._together(joining, group.join)
+        for call in joining:
+            call.result()
 
     def pause(self) -> None:
         """Stop generation and open the update session."""
         super().pause()
+        self._loading = []
         self._all(lambda member: member.begin())
 
-    def send(self, packed: PackedBucket, version: WeightVersion | None) -> None:
-        """Broadcast one bucket and wait until every member has loaded it.
+    def send(self, full: OpenBucket, version: WeightVersion | None) -> None:
+        """Broadcast one bucket and wait until every member has loaded the one before it.
+
+        A member alone is called to receive while it still loads, so that it begins at once. Of
+        several, one may hear of a bucket before it hears of the one before, so they are not.
 
         Args:
-            packed: A full bucket; it must not change before this returns.
+            full: The bucket; it must not change before this returns.
             version: With the last bucket, the version that is now complete.
         """
-        name = self._group.name
-        receiving: list[Future[object]] = [
-            self._calls.submit(member.receive, packed.bucket, name, version)
-            for member in self._members
+        if len(self._members) > 1:
+            self._await_loaded()
+        before = self._loading
+        receiving = [
+            self._calls.submit(self._receive, member, full, version) for member in self._members
         ]
-        self.load_s += self._together(
-            receiving, lambda refused: self._group.broadcast(packed.flat, refused=refused)
+        self._together(
+            receiving,
+            lambda refused: self._group.broadcast(
+                full.messages, lambda: refused() or _failed(before)
+            ),
         )
+        sent_at = time.monotonic()
+        self._await_loaded()
+        self._loading, self._sent_at = receiving, sent_at
+
+    def _receive(
+        self, member: ReplicaControl, full: OpenBucket, version: WeightVersion | None
+    ) -> float:
+        member.receive(full.bucket, self._group.name, version, packed=full.packed)
+        return time.monotonic()
+
+    def _await_loaded(self) -> None:
+        """Wait until the bucket sent last is loaded."""
+        loaded_at = [call.result() for call in self._loading]
+        self.load_s += max(0.0, max(loaded_at, default=0.0) - self._sent_at)
+        self._loading = []
 
     def end(self) -> None:
         """Close the update session: the server finishes what it loaded."""
+        self._await_loaded()
         began = time.monotonic()
         self._all(lambda member: member.end())
         self.load_s += time.monotonic() - began
@@ -227,31 +257,24 @@ class GroupSwap(Swap):
         self._group.abandon()
 
     def _together(
-        self, calls: Sequence[Future[object]], own_part: Callable[[Callable[[], bool]], None]
-    ) -> float:
-        """Take this rank's part in a collective while the members are called to take theirs.
-
-        Returns:
-            Seconds for which the members were waited for after this rank's part.
-        """
-
-        def refused() -> bool:
-            return any(call.done() and call.exception() is not None for call in calls)
-
+        self,
+        calls: Sequence[Future[Any]],
+        own_part: Callable[[Callable[[], bool]], None],
+    ) -> None:
+        """Take this rank's part in a collective while the members are called to take theirs."""
         try:
-            own_part(refused)
+            own_part(lambda: _failed(calls))
         except WeightSyncError as error:
+            for call in self._loading:
+                if _failed([call]):
+                    call.result()
             missing = "; ".join(self._missing(calls)) or "all members answered"
             raise WeightSyncError(
                 f"{error.problems[0].message}: {missing}",
                 hint="read the logs of those cells in logs/latest",
             ) from error
-        began = time.monotonic()
-        for call in calls:
-            call.result()
-        return time.monotonic() - began
 
-    def _missing(self, calls: Sequence[Future[object]]) -> Iterator[str]:
+    def _missing(self, calls: Sequence[Future[Any]]) -> Iterator[str]:
         """The members that refused or have not answered, and their ranks in the group."""
         first_rank = 1
         for member, call in zip(self._members, calls, strict=True):
@@ -265,3 +288,7 @@ class GroupSwap(Swap):
                 call.result()
             except WeightSyncError as refusal:
                 yield f"{ranks}: {refusal.problems[0].message}"
+
+
+def _failed(calls: Sequence[Future[Any]]) -> bool:
+    return any(call.done() and call.exception() is not None for call in calls)

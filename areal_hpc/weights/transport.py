@@ -12,12 +12,11 @@ import torch
 
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, SwapT
-from areal_hpc.weights.bucket import PackedBucket, unpack
+from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, rank_digests
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.deadlines import step_s
-from areal_hpc.weights.pipeline import Pipeline
 from areal_hpc.weights.plan import Bucket
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.version import WeightVersion
@@ -57,9 +56,9 @@ class Expected:
         }
         self._replica_device = replica_device
 
-    def note(self, packed: PackedBucket) -> None:
+    def note(self, full: OpenBucket) -> None:
         """Add those of one bucket."""
-        tensors = unpack(packed.bucket, packed.flat)
+        tensors = full.tensors
         for (tp, rank), digests in self.digests.items():
             digests.update(rank_digests(tensors, rank, tp, self._replica_device))
 
@@ -70,14 +69,13 @@ class Transport(ABC, Generic[SwapT]):
     Args:
         config: The recipe's section.
         admin_key: The run's secret for control routes.
-        device: Where buckets are packed.
+        device: Where the trainer's weights are.
     """
 
     def __init__(self, config: WeightsConfig, admin_key: str, device: torch.device) -> None:
         self._config = config
         self._admin_key = admin_key
         self._replica_device = device.type
-        self._pipeline = Pipeline(device)
         self._pool = ThreadPoolExecutor(_GROUPS_AT_ONCE, thread_name_prefix="publisher")
 
     def update(self, order: Order) -> UpdateReport:
@@ -123,9 +121,9 @@ class Transport(ABC, Generic[SwapT]):
     def _control(self, key: ReplicaKey, version: WeightVersion) -> ReplicaControl:
         return ReplicaControl(key, self._admin_key, version.epoch, self._config.update_timeout_s)
 
-    def _watch(self, expected: Expected, packed: PackedBucket) -> None:
+    def _watch(self, expected: Expected, full: OpenBucket) -> None:
         if self._config.verify_checksum:
-            expected.note(packed)
+            expected.note(full)
 
     def close(self) -> None:
         """Replicas go on serving what they have."""

@@ -16,7 +16,7 @@ import torch
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
 from areal_hpc.trainer.parallel import close_world
-from areal_hpc.weights.bucket import BucketBuffer, largest_bytes
+from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from benchmarks import _learning as learning
@@ -47,14 +47,14 @@ class Bench:
         ]
         self.buckets = plan_buckets(specs, BUCKET_BYTES)
         self.bytes = sum(bucket.size_bytes for bucket in self.buckets)
-        self.buffer = BucketBuffer(largest_bytes(self.buckets), device)
+        self.buffers = PackingBuffers(device)
         self.weights = {name: tensor.clone() for name, tensor in export_hf(policy)}
         self.source = torch.zeros(-(-self.bytes // 8), dtype=torch.int64, device=device)
         self.target = torch.empty_like(self.source)
 
     def pack(self) -> None:
         for bucket in self.buckets:
-            packed = self.buffer.open(bucket)
+            packed = self.buffers.open(bucket)
             for slot in bucket.slots:
                 packed.place(slot.spec.name, self.weights[slot.spec.name])
         synchronize(self.device)
@@ -65,7 +65,7 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            word_hash(self.buffer.open(bucket).flat)
+            word_hash(self.buffers.open(bucket).flat)
 
     def add_up(self) -> None:
         self.source.sum().item()

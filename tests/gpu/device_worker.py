@@ -24,7 +24,7 @@ from areal_hpc.trainer.model.logprobs import token_logprobs
 from areal_hpc.trainer.model.segments import plan_segments
 from areal_hpc.trainer.parallel import close_world
 from areal_hpc.trainer.step import MicroBatch, Tally, run_passes
-from areal_hpc.weights.bucket import BucketBuffer, largest_bytes, unpack
+from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from benchmarks._learning import (
@@ -223,15 +223,15 @@ def codec(trainee: Trainee) -> dict[str, Any]:
         for name, shape, dtype in hf_specs(trainee.policy)
     ]
     buckets = plan_buckets(specs, bucket_bytes=16 << 20)
-    buffer = BucketBuffer(largest_bytes(buckets), trainee.policy.device)
+    buffers = PackingBuffers(trainee.policy.device)
     weights = {name: tensor.clone() for name, tensor in export_hf(trainee.policy)}
     different = 0
     hashes: list[bool] = []
     for bucket in buckets:
-        packed = buffer.open(bucket)
+        packed = buffers.open(bucket)
         for slot in bucket.slots:
             packed.place(slot.spec.name, weights[slot.spec.name])
-        found = unpack(bucket, packed.flat)
+        found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
             hashes.append(word_hash(packed.flat) == word_hash(packed.flat.cpu()))

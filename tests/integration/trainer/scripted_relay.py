@@ -2,13 +2,14 @@
 
 It speaks the wire of `areal_hpc.wire.replicas` and takes its part in update groups, but has no
 model. With `HANG_S` it answers the joining of a group after so long, with an error. In the folder
-`HELD` it notes each bucket that it received, and all but the last wait there until let go.
+`HELD` it notes each bucket that it is called for, and all but the last wait there until let go.
 """
 
 import http.server
+import itertools
 import json
-import math
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -33,6 +34,10 @@ class Replica:
     version = served = ""
     group: Any = None
     buckets = 0
+
+    def __init__(self) -> None:
+        self.calls = itertools.count(1)
+        self.at_work = threading.Lock()
 
     def view(self) -> ReplicaView:
         state: ReplicaState = "serving" if self.served else "ready"
@@ -72,16 +77,25 @@ class Replica:
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(body["world_size"])}
 
     def receive(self, body: Any) -> None:
-        sizes = (
-            math.prod(shape) * getattr(torch, dtype).itemsize
-            for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
-        )
-        dist.broadcast(torch.empty(sum(sizes), dtype=torch.uint8), src=0, group=self.group)
-        self.version = body["weight_version"] or self.version
+        """One bucket after the other, as SGLang takes them in."""
+        if HELD is not None:
+            (HELD / f"called-{next(self.calls)}").touch()
+        with self.at_work:
+            messages = [
+                torch.empty(shape, dtype=getattr(torch, dtype))
+                for shape, dtype in zip(body["shapes"], body["dtypes"], strict=True)
+            ]
+            if body["load_format"] == "flattened_bucket":
+                messages = [torch.empty(sum(one.nbytes for one in messages), dtype=torch.uint8)]
+            for message in messages:
+                dist.broadcast(message, src=0, group=self.group)
+            self.load(body["weight_version"])
+
+    def load(self, version: str | None) -> None:
+        self.version = version or self.version
         if HELD is not None:
             self.buckets += 1
-            (HELD / f"received-{self.buckets}").touch()
-            if not body["weight_version"]:
+            if not version:
                 await_file(HELD / f"go-{self.buckets}")
 
 

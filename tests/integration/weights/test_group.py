@@ -57,7 +57,7 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
         group.join(lambda: False)
         began = time.monotonic()
         with pytest.raises(WeightSyncError, match=r"did not complete within 2 s|Timed out"):
-            group.broadcast(torch.zeros(64 << 20, dtype=torch.uint8), lambda: False)
+            group.broadcast([torch.zeros(64 << 20, dtype=torch.uint8)], lambda: False)
         group.abandon()
         assert time.monotonic() - began < 3
         peer.kill()

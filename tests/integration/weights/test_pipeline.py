@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.version import WeightVersion
 
 REPOSITORY = Path(__file__).parents[3]
@@ -52,6 +54,15 @@ def publishing(directory: Path, update_timeout_s: float, **weights: Any) -> Iter
         publisher.close()
 
 
+def await_outdated(publisher: Publisher, version: WeightVersion) -> list[ReplicaKey]:
+    """The replica; a relay that is slow once is asked again."""
+    give_up_at = time.monotonic() + 20
+    while not (replicas := publisher.outdated(version)):
+        assert time.monotonic() < give_up_at
+        time.sleep(0.05)
+    return replicas
+
+
 def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
     tmp_path: Path,
 ) -> None:
@@ -61,23 +72,41 @@ def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
     def gathered() -> Iterator[tuple[str, torch.Tensor]]:
         for at, spec in enumerate(SPECS):
             if at > 1:
-                assert (held / f"received-{at - 1}").exists(), "two buckets at most at a time"
+                assert (held / f"called-{at - 1}").exists(), "two buckets at most at a time"
             if at > 0:
                 (held / f"go-{at}").touch()  # only now may the bucket before this one be loaded
             yield spec.name, torch.ones(spec.shape)
 
     with scripted_relay(tmp_path, "0", str(held)), publishing(tmp_path, 15) as publisher:
         version = WeightVersion(1, 0)
-        replicas = publisher.outdated(version)
+        replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
         publisher.publish(version, SPECS, gathered(), replicas).raise_if_failed()
         assert publisher.outdated(version) == []
 
 
+def test_a_replica_is_called_for_a_bucket_while_it_loads_the_one_before(tmp_path: Path) -> None:
+    held = tmp_path / "held"
+    held.mkdir()
+
+    def let_go() -> None:
+        for number in range(1, len(SPECS)):
+            while not (held / f"called-{number + 1}").exists():
+                time.sleep(0.01)
+            (held / f"go-{number}").touch()
+
+    with scripted_relay(tmp_path, "0", str(held)), publishing(tmp_path, 15) as publisher:
+        version = WeightVersion(1, 0)
+        replicas = await_outdated(publisher, version)
+        weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
+        threading.Thread(target=let_go, daemon=True).start()
+        publisher.publish(version, SPECS, weights, replicas).raise_if_failed()
+
+
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
     with scripted_relay(tmp_path, "6"), publishing(tmp_path, 2.0) as publisher:
         version = WeightVersion(1, 0)
-        (key,) = publisher.outdated(version)
+        (key,) = await_outdated(publisher, version)
         weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
         report = publisher.publish(version, SPECS, weights, [key])
     message = str(report.failed[key])
@@ -89,8 +118,7 @@ def test_changes_are_written_only_for_cells_that_hold_the_version_before(tmp_pat
     def publish(publisher: Publisher, step: int) -> set[str]:
         """Kinds of the files that were written."""
         version = WeightVersion(1, step)
-        while not (replicas := publisher.outdated(version)):
-            time.sleep(0.05)
+        replicas = await_outdated(publisher, version)
         weights = ((spec.name, torch.arange(BUCKET_BYTES // 4).float()) for spec in SPECS)
         publisher.publish(version, SPECS, weights, replicas).raise_if_failed()
         (folder,) = (tmp_path / "weights").iterdir()

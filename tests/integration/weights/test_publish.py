@@ -10,7 +10,7 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.bucket import BucketBuffer, unpack
+from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import rank_digests
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
@@ -276,10 +276,10 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publishe
     version, model = next_version(), tiny_qwen3(4)
     (key,) = publisher.outdated(version)
     (bucket,) = plan_buckets(specs_of(model), 1 << 30)
-    packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+    packed = PackingBuffers(CPU).open(bucket)
     for name, tensor in model.state_dict().items():
         packed.place(name, tensor)
-    expected = {(1, 0): rank_digests(unpack(bucket, packed.flat), 0, 1, "cpu")}
+    expected = {(1, 0): rank_digests(packed.tensors, 0, 1, "cpu")}
     target = "model.layers.1.self_attn.k_proj.weight"
     slot = next(slot for slot in bucket.slots if slot.spec.name == target)
     packed.flat[slot.offset] ^= 1

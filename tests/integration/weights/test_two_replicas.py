@@ -90,9 +90,11 @@ def assert_serves(cell: Cell, index: int, model: Qwen3ForCausalLM, version: Weig
     assert (sampled - logprobs_of(model, prompt, reply["output_ids"])).abs().max() <= 1e-4
 
 
-def test_two_replicas_share_one_group(cell: Cell) -> None:
-    with publishing(cell, replicas_per_group=2) as publisher:
-        for step in range(2):  # the second update uses the group that stands
+@pytest.mark.parametrize("replicas_per_group", [1, 2])
+def test_two_replicas_are_updated_at_once(cell: Cell, replicas_per_group: int) -> None:
+    """Each in a group of its own, and both in one, where buckets are packed."""
+    with publishing(cell, replicas_per_group=replicas_per_group) as publisher:
+        for step in range(2):  # the second update uses the groups that stand
             version, model = WeightVersion(cell.epoch, step), tiny_qwen3(step + 1)
             report = publish(publisher, version, model)
             report.raise_if_failed()

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.bucket import BucketBuffer, unpack
+from areal_hpc.weights.bucket import BucketInPlace, PackingBuffers, unpack
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def only_bucket() -> Bucket:
 
 def test_packing_and_unpacking_are_inverse_in_any_order_of_arrival() -> None:
     bucket = only_bucket()
-    packed = BucketBuffer(1000, CPU).open(bucket)
+    packed = PackingBuffers(CPU).open(bucket)
     for name in reversed(TENSORS):
         assert not packed.is_full
         packed.place(name, TENSORS[name])
@@ -37,11 +37,38 @@ def test_packing_and_unpacking_are_inverse_in_any_order_of_arrival() -> None:
 
 def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
     bucket = only_bucket()
-    packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+    packed = PackingBuffers(CPU).open(bucket)
     for name, tensor in TENSORS.items():
         packed.place(name, tensor)
     named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
     assert torch.equal(packed.flat, torch.cat(named))
+
+
+def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
+    bucket, buffers = only_bucket(), PackingBuffers(CPU)
+    held = [buffers.open(bucket).flat.fill_(number) for number in (1, 2, 3)]
+    assert held[0].data_ptr() == held[2].data_ptr(), "two buffers, used in turn"
+    assert held[1].unique().tolist() == [2]
+
+
+def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
+    full = BucketInPlace(only_bucket())
+    for name, tensor in reversed(TENSORS.items()):
+        full.place(name, tensor)
+    assert full.is_full
+    for slot, message in zip(full.bucket.slots, full.messages, strict=True):
+        assert message.data_ptr() == TENSORS[slot.spec.name].data_ptr(), "without a copy"
+        assert full.tensors[slot.spec.name] is message
+
+
+def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
+    (bucket,) = plan_buckets([TensorSpec("w", (3, 2), "float32")], 1)
+    full = BucketInPlace(bucket)
+    scattered = torch.arange(6.0).reshape(2, 3).T
+    full.place("w", scattered)
+    (message,) = full.messages
+    assert message.is_contiguous()
+    assert torch.equal(message, scattered)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +82,7 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
 def test_a_parameter_that_breaks_its_promise_is_refused(
     name: str, tensor: torch.Tensor, message: str
 ) -> None:
-    packed = BucketBuffer(1000, CPU).open(only_bucket())
+    packed = PackingBuffers(CPU).open(only_bucket())
     with pytest.raises(WeightSyncError, match=message):
         packed.place(name, tensor)
 

@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.inference.local_weights import LocalWeights
-from areal_hpc.weights.bucket import BucketBuffer, PackedBucket
+from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.delta import Bytes
 from areal_hpc.weights.disk import WeightsFolder
@@ -34,7 +34,7 @@ def filled(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
 
 def packed_in(specs: list[TensorSpec]) -> Iterator[PackedBucket]:
     for bucket in plan_buckets(specs, 512):
-        packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+        packed = PackingBuffers(CPU).open(bucket)
         for slot in bucket.slots:
             at = specs.index(slot.spec)
             packed.place(slot.spec.name, filled(slot.spec.shape, slot.spec.dtype, at))
@@ -88,7 +88,7 @@ def write_version(root: Path, step: int, base: int | None, change: int, old: lis
     """Version 1.<step> of one bfloat16 bucket, of which `change` values are not those of zeros."""
     spec = TensorSpec("norm.weight", (4096,), "bfloat16")
     (bucket,) = plan_buckets([spec], 1 << 20)
-    packed = BucketBuffer(bucket.size_bytes, CPU).open(bucket)
+    packed = PackingBuffers(CPU).open(bucket)
     weights = torch.zeros(4096, dtype=torch.bfloat16)
     weights[:change] = 1.0
     packed.place(spec.name, weights)
