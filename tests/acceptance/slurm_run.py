@@ -96,7 +96,7 @@ class SlurmRun:
         assert asked.returncode in codes, asked.stdout + asked.stderr
         return asked.stdout
 
-    def submit(self) -> None:
+    def submit(self, *overrides: str) -> None:
         """Hand all jobs to Slurm. What a node keeps for itself is in a folder of its name."""
         place = f"{self.scratch}/$SLURMD_NODENAME"
         setup = f"export OMP_NUM_THREADS=1,export SLURM_TMPDIR={place},mkdir -p {place}"
@@ -105,6 +105,7 @@ class SlurmRun:
             f"cluster.fileroot={self.layout.root.parents[1]}",
             f"cluster.slurm.jobs.cell.setup=[{setup}]",
             f"rollout.workflow_kwargs.food={self._food}",
+            *overrides,
         )
 
     def learn(self, timeout_s: float) -> list[float]:
@@ -112,8 +113,7 @@ class SlurmRun:
         fileroot = f"cluster.fileroot={self.layout.root.parents[1]}"
         recipe = "recipes/quickstart_slurm.yaml"
         self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
-        rows = read_json_lines(self.layout.metrics)
-        return [row["eval/reward"] for row in rows if "eval/reward" in row]
+        return [reward for _, reward in self.judged()]
 
     def sighting(self, job: str) -> Sighting:
         """What `status`, `why` and `logs` say now; all of them must work."""
@@ -174,6 +174,11 @@ class SlurmRun:
         """What happened."""
         rows = read_json_lines(self.layout.events)
         return [row for row in rows if row["event"] == name and row["time"] > since]
+
+    def judged(self) -> list[tuple[int, float]]:
+        """Steps whose weights were evaluated, and the held-out rewards."""
+        rows = read_json_lines(self.layout.metrics)
+        return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
     def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
         """When which weights went to how many replicas."""

@@ -1,9 +1,9 @@
 """What Slurm does to runs on purpose or by accident, done to runs with the real trainer and SGLang.
 
-First the recipe runs to its end, undisturbed. Then two runs, on five nodes of which a run needs
-four: one has all that befalls its trainer, one event after
-another, the other all that befalls its cells. Each is then cancelled, resumed and finished. After
-every event the audit must find no ticket lost and none trained twice. Writes
+First the recipe runs to its end, undisturbed. Then three runs, on five nodes of which a run needs
+four: one has all that befalls its trainer, one event after another, another all that befalls its
+cells. Each is then cancelled, resumed and finished. The third has an evaluation job, on the fifth
+node. After every event the audit must find no ticket lost and none trained twice. Writes
 `benchmarks/results/slurm_events.json` and the tables of `docs/operating.md`.
 """
 
@@ -59,6 +59,10 @@ def test_the_quick_start_learns_over_four_nodes(run: SlurmRun) -> None:
     assert rewards[-1] >= 0.80
 
 
+def is_away(run: SlurmRun, job: str) -> bool:
+    return run.state(job) not in STOPPING
+
+
 def preempt(run: SlurmRun, job: str) -> float:
     """Want one of the job's nodes for a moment, with higher priority; when that was."""
     whole = ("--partition=priority", "--exclusive", f"--nodelist={run.nodes(job)[-1]}")
@@ -73,7 +77,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     job_id, starts, restarts = run.job_id("trainer"), run.starts("trainer"), run.restarts("trainer")
     before = run.version
     struck_at = strike()
-    run.await_true(lambda: run.starts("trainer") > starts or run.state("trainer") not in STOPPING)
+    run.await_true(lambda: run.starts("trainer") > starts or is_away(run, "trainer"))
     sighting = run.sighting("trainer")
     resumed, stepped_at = run.await_epoch_after(before)
     lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
@@ -147,7 +151,7 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     node, starts, restarts = run.nodes(cell)[0], run.starts(cell), run.restarts(cell)
     struck_at = time.time()
     strike(cell, node)
-    run.await_true(lambda: run.starts(cell) > starts or run.state(cell) not in STOPPING)
+    run.await_true(lambda: run.starts(cell) > starts or is_away(run, cell))
     sighting = run.sighting(cell)
     run.await_true(lambda: run.starts(cell) > starts)
     again_at = run.started_at(cell)
@@ -239,6 +243,35 @@ def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
     befalls_cell(run, "node lost", "cell-1", lambda cell, node: lose(run, node))
     cell_is_cancelled(run, "cell-0")
     cancel_and_finish(run)
+
+
+def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
+    often = ("evaluation.every_steps=2", "evaluation.tasks=64")
+    run.submit("evaluation.separate_job=true", *often)
+    run.await_true(lambda: len(run.judged()) >= 2)
+    starts, begun = run.starts("evaluation"), len(run.events("evaluation_begun"))
+    run.await_true(lambda: len(run.events("evaluation_begun")) > begun)
+    struck_at = preempt(run, "evaluation")
+    run.await_true(lambda: run.starts("evaluation") > starts or is_away(run, "evaluation"))
+    sighting = run.sighting("evaluation")
+    run.await_true(lambda: run.starts("evaluation") > starts)
+    judged = len(run.judged())
+    run.await_true(lambda: len(run.judged()) > judged)
+    row: Row = {
+        "status": sighting.state,
+        "why": sighting.why,
+        "restarts": run.restarts("evaluation"),
+        "steps_meanwhile": len({one.step for _, one, _ in run.published(struck_at)}),
+        "recovery_s": round(time.time() - struck_at, 1),
+        "audit": run.audited(),
+    }
+    record("events", {"evaluation preempted": row})
+    steps = [step for step, _ in run.judged()]
+    assert row["restarts"] == 1
+    assert row["steps_meanwhile"] > 0, "training never waits"
+    assert len(set(steps)) == len(steps), "no step is judged twice"
+    run.areal_hpc("cancel", str(run.layout.root))
+    run.await_none_left()
 
 
 def cancel_and_finish(run: SlurmRun) -> None:

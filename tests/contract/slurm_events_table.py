@@ -25,6 +25,7 @@ EVENTS = {
     "out of memory": "an agent takes all memory of its cell",
     "node lost": "a cell's node is lost, with the journal on it",
     "cell cancelled": "`scancel` of a cell's job",
+    "evaluation preempted": "the evaluation job is preempted in an evaluation",
     "cancelled": "`areal-hpc cancel`",
     "resumed": "`areal-hpc resume`, after that",
 }
