@@ -52,6 +52,8 @@ _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
 """How long a call may go on whose caller has left."""
 _START_TIMEOUT_S = 10.0
+_KEPT_S = 3.0
+"""For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
 class _Refusal(Exception):
@@ -241,7 +243,10 @@ class RelayApp:
     def _session(self) -> aiohttp.ClientSession:
         if self._upstream is None:
             # Each call has a limit of its own.
-            self._upstream = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
+            self._upstream = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
         return self._upstream
 
     async def close(self) -> None:
@@ -303,7 +308,14 @@ class RelayServer:
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(
-                app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                # Longer than trainers keep a connection: one closed just as it is used again
+                # would leave a replica out of an update.
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=1,
             )
         )
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
