@@ -7,7 +7,7 @@ TRAIN := .venvs/train/bin
 AGENTS := .venvs/agents/bin
 PYTEST := $(TRAIN)/python -m pytest
 # Two at a time: most tests wait for Slurm, for a start or for a time to pass most of the time.
-SIDE_BY_SIDE := --numprocesses 2 --dist loadfile
+SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup frameworks slurm demo test check lint format unit contract integration \
