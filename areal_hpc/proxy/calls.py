@@ -142,11 +142,12 @@ class ModelCaller:
             RequestRefused: The call cannot be answered.
         """
         self._admit()
-        self._began(session, call.n)
+        self._began(session, call.n)  # each reply ends by itself
         try:
             prompt = await self._prompts.prepare(session, call, answer_id)
-        finally:
+        except BaseException:
             self._ended(session, call.n)
+            raise
         live = LiveAnswers(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
             task = asyncio.ensure_future(self._speak(prompt, choice, live))
@@ -184,7 +185,6 @@ class ModelCaller:
         def may_repeat() -> bool:
             return resumption.is_possible and not live.abandoned
 
-        self._began(prompt.session, 1)
         try:
             generation = await self._routed(prompt, choice, generate, may_repeat)
             if reader is not None:
