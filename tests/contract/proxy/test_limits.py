@@ -4,9 +4,10 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-import httpx
 import pytest
+from openai import DefaultHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.contract.proxy.proxy_stage import Stage
@@ -39,12 +40,12 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_sta
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
 
-        def let_calls_end(answer: httpx.Response) -> None:
+        def let_calls_end(answer: Any) -> None:
             if answer.status_code == 429:
                 gate.set()
 
         with (
-            httpx.Client(event_hooks={"response": [let_calls_end]}) as http_client,
+            DefaultHttpxClient(event_hooks={"response": [let_calls_end]}) as http_client,
             stage.client(key).with_options(http_client=http_client) as client,
         ):
             messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "patient"}]
