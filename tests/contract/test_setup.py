@@ -149,7 +149,7 @@ def test_a_terminated_set_up_stops_its_installer(tree: Tree) -> None:
         time.sleep(0.02)
     process.terminate()
     # The output's pipe closes only when every process that holds it is gone.
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert process.returncode == 130
     assert tree.set_up("agents")[0] == 0
     assert tree.builds() == ["agents", "agents"]

@@ -74,7 +74,7 @@ class Devcluster:
         """Cancel every job, and return when none is left."""
         self.slurm("scancel", "--partition=scavenger")
         self.slurm("scancel", "--partition=priority")
-        wait_for(lambda: self.slurm("squeue", "-h") == "", 30)
+        wait_for(lambda: self.slurm("squeue", "-h") == "", 60)
 
     def node_state(self, node: str) -> str:
         listed = self.slurm("sinfo", "-h", f"--nodes={node}", "-p", "scavenger", "-o", "%T")

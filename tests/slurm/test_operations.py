@@ -80,9 +80,9 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert run.layout.cancelled.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
     follower.send_signal(signal.SIGINT)
-    follower.communicate(timeout=20)
+    follower.communicate(timeout=60)
     assert follower.returncode == 0
-    wait_for(lambda: processes_of(run) == [], 20)
+    wait_for(lambda: processes_of(run) == [], 60)
 
 
 def test_the_first_traceback_across_ranks_is_named(run: OperatedRun) -> None:

@@ -116,7 +116,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
     wait_for(lambda: len(run.submissions) == 4, 60)
     time.sleep(1)  # it watches now
     waiting.send_signal(signal.SIGINT)
-    shown, _ = waiting.communicate(timeout=30)
+    shown, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 130, shown
     assert "detached; the jobs go on" in shown
     script = (run.layout.jobs_dir / "cell-1" / "job.sbatch").read_text()
@@ -131,7 +131,7 @@ def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submittin
     refused = run.submit("cluster.slurm.jobs.cell.constraint=unheard_of")
     assert refused.returncode == 78
     assert "Slurm refused the job cell-0" in refused.stderr
-    wait_for(lambda: cluster.slurm("squeue", "-h") == "", 20)
+    wait_for(lambda: cluster.slurm("squeue", "-h") == "", 60)
 
 
 SWEEP = ("--array", "warmup.optimizer.lr=1e-3,3e-3")

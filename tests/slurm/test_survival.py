@@ -9,7 +9,7 @@ from areal_hpc.telemetry import read_json_lines
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
 
-RESTART_S = 40.0
+RESTART_S = 60.0
 """Within this a requeued job runs again on a busy machine: six seconds are Slurm's."""
 SAFE = ("--partition=priority", "--requeue")
 

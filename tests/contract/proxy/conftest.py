@@ -13,7 +13,7 @@ from tests.contract.proxy.scripted_sglang import Script
 def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(
         tmp_path_factory.mktemp("stage"),
-        proxy={"max_request_bytes": 100_000, "request_timeout_s": 10.0},
+        proxy={"max_request_bytes": 100_000, "request_timeout_s": 30.0},
     )
     yield stage
     stage.close()

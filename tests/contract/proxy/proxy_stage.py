@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -33,6 +35,9 @@ from tests.contract.proxy.scripted_sglang import (
     StandInRelay,
 )
 from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
+
+PATIENCE_S = 60.0
+"""What does not happen in such a time never will: it costs nothing where it does."""
 
 
 class Stage:
@@ -72,7 +77,7 @@ class Stage:
                 "shards": {**shards, **config.get("shards", {})},
             }
         )
-        self.http = httpx.Client(timeout=30.0, trust_env=False)
+        self.http = httpx.Client(timeout=PATIENCE_S, trust_env=False)
         self._process: subprocess.Popen[bytes] | None = None
         self.start_proxy()
 
@@ -113,7 +118,7 @@ class Stage:
                 stdout=log_file,
                 stderr=log_file,
             )
-        give_up_at = time.monotonic() + 30
+        give_up_at = time.monotonic() + PATIENCE_S
         while True:
             assert self._process.poll() is None, self.log
             assert time.monotonic() < give_up_at, self.log
@@ -134,13 +139,11 @@ class Stage:
         self._process.kill()
         self._process.wait()
 
-    def stop_proxy(self) -> float:
-        """SIGTERM; how many seconds it took to end."""
+    def stop_proxy(self) -> None:
+        """SIGTERM."""
         assert self._process is not None
-        began = time.monotonic()
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(10) == 0, self.log
-        return time.monotonic() - began
+        assert self._process.wait(PATIENCE_S) == 0, self.log
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -166,6 +169,22 @@ class Stage:
             if isinstance(one, InteractionAdded) and one.session_id == session_id
         ]
 
+    def await_journaled(self, key: str, count: int = 1) -> list[Interaction]:
+        """The same, once there are so many."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while len(found := self.journaled(key)) < count:
+            assert time.monotonic() < give_up_at, self.log
+            time.sleep(0.02)
+        return found
+
+    def catch_up(self) -> None:
+        """Return when the proxy has read all that came before, the end of connections included.
+
+        It takes connections, and what comes by them, in turn: these two are the last.
+        """
+        for _ in range(2):
+            httpx.get(f"{self.url}/healthz", timeout=PATIENCE_S, trust_env=False)
+
     # A driver's calls -----------------------------------------------------------------------
 
     def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
@@ -174,6 +193,15 @@ class Stage:
             content=msgspec.json.encode(body),
             headers={"authorization": f"Bearer {key or self.admin_key}"},
         )
+
+    def begin(self, route: str, body: Any) -> http.client.HTTPConnection:
+        """A call that waits at the proxy on return; its answer comes by this connection."""
+        parts = urlsplit(self.url)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)
+        headers = {"authorization": f"Bearer {self.admin_key}"}
+        connection.request("POST", route, msgspec.json.encode(body), headers)
+        self.catch_up()
+        return connection
 
     def open_session(
         self,

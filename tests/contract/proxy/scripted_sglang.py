@@ -41,6 +41,14 @@ class Script:
     piece_tokens: int = 1
     """Tokens in each piece of a stream."""
     piece_delay_s: float = 0.0
+    gate: threading.Event | None = None
+    """Until it is set nothing is said, or nothing after the first piece of a stream."""
+
+
+TALKATIVE = Script("word " * 1000, piece_delay_s=0.02)
+"""Whoever hangs up on it does so long before its end."""
+MUCH_CHARS = 1000
+"""It has said less when a hang-up reaches it, even on a machine that stops for seconds."""
 
 
 @dataclass
@@ -58,6 +66,7 @@ class ScriptedSGLang:
     """The authorization of each request, if it had one."""
     url: str = ""
     _runner: web.AppRunner | None = None
+    _has_stopped: bool = False
 
     async def start(self, port: int = 0) -> None:
         app = web.Application(client_max_size=1 << 28)
@@ -65,9 +74,11 @@ class ScriptedSGLang:
         app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/model_info", self._info)
         self._runner, self.url = await _listen(app, port)
+        self._has_stopped = False
 
     async def stop(self) -> None:
         assert self._runner is not None
+        self._has_stopped = True
         await self._runner.cleanup()
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -96,6 +107,7 @@ class ScriptedSGLang:
             return web.Response(text="<html>")
         if body.get("stream"):
             return await self._stream(request, body, script)
+        await self._opened(script.gate)
         return web.json_response(self._payload(body, script))
 
     async def _stream(
@@ -116,8 +128,13 @@ class ScriptedSGLang:
             if piece["meta_info"]["finish_reason"] is not None:
                 break
             await asyncio.sleep(script.piece_delay_s)
+            await self._opened(script.gate)
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _opened(self, gate: threading.Event | None) -> None:
+        while gate is not None and not gate.is_set() and not self._has_stopped:
+            await asyncio.sleep(0.005)
 
     def pieces(self, body: dict[str, Any], script: Script) -> Iterator[dict[str, Any]]:
         """The events of a stream, as SGLang writes them."""

@@ -54,7 +54,7 @@ class LoneProxy:
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(10) == 0, self.log.read_text()
+        assert self.process.wait(60) == 0, self.log.read_text()
         self.stdout.close()
 
     def kill(self) -> None:
@@ -66,7 +66,7 @@ class LoneProxy:
     def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
         key = key or self.key_file.read_text()
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=20)
+        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=60)
 
     def open_session(self) -> tuple[str, str]:
         """(session id, key)."""
@@ -169,8 +169,8 @@ def test_a_stop_signal_lets_open_calls_end_and_takes_no_new_ones(
         while not sglang.requests:
             time.sleep(0.01)
         proxy.process.send_signal(signal.SIGTERM)
-        assert call.result(10).status_code == 200
-    assert proxy.process.wait(10) == 0
+        assert call.result(60).status_code == 200
+    assert proxy.process.wait(60) == 0
     with pytest.raises(httpx.ConnectError):
         proxy.post("/rl/start_session", {"task_id": "late"})
     proxy.stdout.close()
@@ -201,15 +201,13 @@ def test_a_stream_goes_on_at_another_upstream(
     proxy = lone(tmp_path, sglang.url, other.url)
     while httpx.get(f"{proxy.url}/healthz").json()["replicas_serving"] < 2:
         time.sleep(0.02)
+    scripts = iter([Script("hello world the quick", fault="late_hang_up:3"), Script(" brown fox")])
     for server in (sglang, other):
-        server.script = lambda request: Script("hello world the quick", fault="late_hang_up:3")
+        server.script = lambda request: next(scripts)
     _, key = proxy.open_session()
     with OpenAI(base_url=f"{proxy.url}/v1", api_key=key) as agent:
-        for chunk in agent.chat.completions.create(model="any", messages=HELLO, stream=True):
-            if chunk.choices and chunk.choices[0].delta.content:
-                for server in (sglang, other):
-                    server.script = lambda request: Script(" brown fox")
-    assert chunk.choices[0].finish_reason == "stop"
+        chunks = [*agent.chat.completions.create(model="any", messages=HELLO, stream=True)]
+    assert chunks[-1].choices[0].finish_reason == "stop"
     (first,), (second,) = sglang.requests, other.requests
     assert len(second["input_ids"]) == len(first["input_ids"]) + 3
     proxy.stop()
@@ -237,7 +235,7 @@ def test_what_is_wrong_with_the_command_line_is_said(
         ],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=60,
         env={**os.environ},
     )
     assert done.returncode == 78, done.stderr

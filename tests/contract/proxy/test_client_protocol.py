@@ -14,7 +14,7 @@ def client(stage: Stage) -> Iterator[socket.socket]:
     """A connection that reads what has come, packet by packet."""
     parts = urlsplit(stage.url)
     assert parts.port is not None
-    with socket.create_connection((parts.hostname, parts.port), timeout=5) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
         yield connection
 
 

@@ -1,7 +1,6 @@
 """Plain prompts: OpenAI's legacy completions, and tokens as SGLang's own routes give them."""
 
 import json
-import time
 from typing import Any
 
 import httpx
@@ -10,7 +9,7 @@ from openai import APIError
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
 
 PROMPT = "What is 3 + 4?"
 
@@ -244,7 +243,7 @@ def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
 
 
 def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
-    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    stage.sglang.script = lambda request: TALKATIVE
     _, key = stage.open_session(TicketRef(1, 0))
     shown = ""
     with (
@@ -255,9 +254,6 @@ def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None
             shown += chunk.choices[0].text
             if len(shown) > 20:
                 break
-    give_up_at = time.monotonic() + 5
-    while not (recorded := stage.journaled(key)) and time.monotonic() < give_up_at:
-        time.sleep(0.02)
-    (interaction,) = recorded
+    (interaction,) = stage.await_journaled(key)
     assert interaction.finish_reason == "abort"
     assert interaction.reply["content"].startswith(shown)

@@ -1,14 +1,17 @@
 """A proxy that is asked too much says so, and when to come back."""
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
+from openai import DefaultHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
 from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
 
 LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
 """A session outlives the second that the SDK waits before it repeats a call."""
@@ -25,7 +28,8 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_sta
     stage = small_stage
     _, key = stage.open_session()
     stage.sglang.requests.clear()
-    stage.sglang.script = lambda request: Script(delay_s=1.0)
+    gate = threading.Event()
+    stage.sglang.script = lambda request: Script(gate=gate)
     with ThreadPoolExecutor(2) as agents:
         calls = [agents.submit(stage.ask, key, f"call {number}") for number in range(2)]
         while len(stage.sglang.requests) < 2:
@@ -35,7 +39,15 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_sta
             assert refused.status_code == 429
             assert refused.json()["error"]["type"] == "rate_limit_error"
             assert refused.headers["retry-after"] == "1"
-        with stage.client(key) as client:
+
+        def let_calls_end(answer: Any) -> None:
+            if answer.status_code == 429:
+                gate.set()
+
+        with (
+            DefaultHttpxClient(event_hooks={"response": [let_calls_end]}) as http_client,
+            stage.client(key).with_options(http_client=http_client) as client,
+        ):
             messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "patient"}]
             reply = client.chat.completions.create(model="m", messages=messages)
         assert reply.choices[0].message.content == "hello world"
@@ -46,7 +58,7 @@ def test_more_calls_than_may_be_are_sent_back_and_the_sdk_repeats_them(small_sta
 def test_a_stream_that_its_client_left_gives_its_place_back(small_stage: Stage) -> None:
     stage = small_stage
     _, key = stage.open_session()
-    stage.sglang.script = lambda request: Script(piece_delay_s=0.2)
+    stage.sglang.script = lambda request: TALKATIVE
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     headers = {"authorization": f"Bearer {key}"}
     for _ in range(2):
@@ -56,7 +68,7 @@ def test_a_stream_that_its_client_left_gives_its_place_back(small_stage: Stage) 
             assert answer.status_code == 200, answer.read()
             next(answer.iter_lines())
     stage.sglang.script = lambda request: Script()
-    give_up_at = time.monotonic() + 5
+    give_up_at = time.monotonic() + 15  # it would speak for longer
     while stage.ask(key, "hi").status_code != 200:
         assert time.monotonic() < give_up_at
     stage.post("/rl/end_session", {}, key)
@@ -78,7 +90,7 @@ def test_sessions_beyond_the_limit_wait_until_idle_ones_expire(small_stage: Stag
     request = {"task_id": "late"}
     refused = small_stage.post("/rl/start_session", request)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    give_up_at = time.monotonic() + 15
+    give_up_at = time.monotonic() + 60
     while small_stage.post("/rl/start_session", request).status_code != 200:
         assert time.monotonic() < give_up_at
         time.sleep(0.2)

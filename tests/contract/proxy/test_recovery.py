@@ -15,6 +15,7 @@ from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
+from tests.fair_clock import FairClock
 
 REF = TicketRef(7, 2)
 
@@ -33,7 +34,7 @@ def seal(stage: Stage) -> int:
     return int(reply.json()["tickets"])
 
 
-def await_(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+def await_(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     give_up_at = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < give_up_at
@@ -85,7 +86,7 @@ def test_a_session_survives_kill_9_and_its_ticket_is_sealed_once(own_stage: Stag
             second = agent.submit(client.chat.completions.create, model="m", messages=messages)
             time.sleep(0.3)
             stage.start_proxy()
-            assert second.result(20).choices[0].message.content == "hello world"
+            assert second.result(60).choices[0].message.content == "hello world"
     assert stage.url == before
     first_ids, second_ids = (request["input_ids"] for request in stage.sglang.requests)
     assert second_ids[: len(first_ids) + 5][: len(first_ids)] == first_ids
@@ -172,11 +173,14 @@ def test_sigterm_seals_what_is_finished_within_three_seconds(own_stage: Stage) -
     stage.ask(key, "hi")
     stage.finish_session(key, 1.0)
     finish(stage, session_id)
-    stage.sglang.script = lambda request: Script(delay_s=4.0)
+    stage.sglang.script = lambda request: Script(gate=threading.Event())
     _, busy = stage.open_session(TicketRef(8, 0))
     threading.Thread(target=_ask_in_vain, args=(stage, busy), daemon=True).start()
     await_(lambda: len(stage.sglang.requests) == 2)
-    assert stage.stop_proxy() < 3.0
+    with FairClock() as clock:
+        began = time.monotonic()
+        stage.stop_proxy()
+        assert clock.since(began) < 3.0
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from typing import Any
 
 import httpx
@@ -11,7 +10,7 @@ from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
 
 QUESTION = "What is 3 + 4?"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}
@@ -327,7 +326,7 @@ def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage: Stage) ->
 
 
 def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
-    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    stage.sglang.script = lambda request: TALKATIVE
     _, key = stage.open_session(TicketRef(1, 0))
 
     async def read_a_little() -> str:
@@ -342,9 +341,6 @@ def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None
         return shown
 
     shown = asyncio.run(read_a_little())
-    give_up_at = time.monotonic() + 5
-    while not (recorded := stage.journaled(key)) and time.monotonic() < give_up_at:
-        time.sleep(0.02)
-    (interaction,) = recorded
+    (interaction,) = stage.await_journaled(key)
     assert interaction.finish_reason == "abort"
     assert interaction.reply["content"].startswith(shown)

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-import time
+import threading
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.contract.proxy.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -69,13 +69,17 @@ def test_a_streamed_turn_is_continued_with_the_models_own_tokens(
 
 
 def test_parts_leave_while_the_model_still_speaks(stage: Stage) -> None:
-    stage.sglang.script = lambda request: Script("one two three four", piece_delay_s=0.1)
+    gate = threading.Event()
+    stage.sglang.script = lambda request: Script("one two three four", gate=gate)
     _, key = stage.open_session(TicketRef(1, 0))
-    came_at = []
+    text = ""
     with stage.client(key) as client:
-        for _ in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
-            came_at.append(time.monotonic())
-    assert came_at[-1] - came_at[0] > 0.3
+        for chunk in client.chat.completions.create(model="m", messages=QUESTION, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            if text and not gate.is_set():
+                assert len(text) < len("one two three four")
+                gate.set()  # only now does it say more
+    assert text == "one two three four"
 
 
 def test_usage_comes_last_and_only_when_asked_for(stage: Stage) -> None:
@@ -126,7 +130,7 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(
 def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
     stage: Stage,
 ) -> None:
-    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    stage.sglang.script = lambda request: TALKATIVE
     _, key = stage.open_session(TicketRef(1, 0))
 
     async def read_a_little() -> str:
@@ -142,32 +146,24 @@ def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
 
     shown = asyncio.run(read_a_little())
     (request,) = stage.sglang.requests
-    give_up_at = time.monotonic() + 5
-    while True:
-        recorded = stage.journaled(key)
-        if recorded or time.monotonic() > give_up_at:
-            break
-        time.sleep(0.02)
-    (interaction,) = recorded
+    (interaction,) = stage.await_journaled(key)
     assert stage.sglang.aborted == [request["rid"]]
     assert interaction.finish_reason == "abort"
     assert interaction.reply["content"].startswith(shown)
-    assert len(interaction.reply["content"]) < 500
+    assert len(interaction.reply["content"]) < MUCH_CHARS
 
 
 def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     first = stage.chat(key, QUESTION).json()["id"]
-    stage.sglang.script = lambda request: Script("word " * 200, piece_delay_s=0.02)
+    stage.sglang.script = lambda request: TALKATIVE
     with (
         stage.client(key) as client,
         client.chat.completions.create(model="m", messages=QUESTION, stream=True) as stream,
     ):
         next(iter(stream))
         next(iter(stream))
-    give_up_at = time.monotonic() + 5
-    while len(stage.journaled(key)) < 2 and time.monotonic() < give_up_at:
-        time.sleep(0.02)
+    stage.await_journaled(key, 2)
     assert stage.post("/rl/set_reward", {"reward": 1.0}, key).json()["interaction_id"] == first
 
 

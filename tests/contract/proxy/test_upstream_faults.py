@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -50,10 +51,14 @@ def test_what_the_server_refuses_is_the_requests_fault(stage: Stage) -> None:
 def test_requests_wait_while_no_replica_serves(stage: Stage) -> None:
     stage.route_to(stage.sglang.url, state="ready")
     _, key = stage.open_session()
-    threading.Timer(0.5, stage.relay.show, [stage.sglang.url]).start()
-    began = time.monotonic()
-    assert stage.ask(key, "hi").status_code == 200
-    assert 0.4 < time.monotonic() - began < 3.0
+    with ThreadPoolExecutor(1) as agent:
+        call = agent.submit(stage.ask, key, "hi")
+        time.sleep(0.4)
+        assert not call.done()
+        polls = stage.relay.polls
+        stage.relay.show(stage.sglang.url)
+        assert call.result().status_code == 200
+    assert stage.relay.polls - polls <= 2, "answered as soon as the proxy knows"
 
 
 def test_without_any_replica_the_wait_ends_with_503(own_stage: Stage) -> None:
@@ -69,10 +74,9 @@ def test_without_any_replica_the_wait_ends_with_503(own_stage: Stage) -> None:
     assert answer.json()["error"]["type"] == "server_error"
     ended = own_stage.post("/rl/end_session", {}, key).json()
     assert ended["replicas_serving"] == 0, "its driver blames no agent for that"
-    own_stage.relay.show(own_stage.sglang.url)
+    own_stage.route_to(own_stage.sglang.url)
     _, key = own_stage.open_session()
-    own_stage.sglang.script = lambda request: Script(delay_s=2.0)
-    time.sleep(0.3)
+    own_stage.sglang.script = lambda request: Script(gate=threading.Event())
     assert own_stage.ask(key, "hi").status_code == 504
     assert own_stage.post("/rl/end_session", {}, key).json()["replicas_serving"] == 1
 

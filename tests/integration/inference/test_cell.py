@@ -7,6 +7,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.fair_clock import FairClock
 from tests.integration.commands import is_scheduler
 from tests.integration.inference.cell import Cell, alive, running_cell, tiny_qwen3
 
@@ -78,11 +79,13 @@ def test_a_pause_whose_sender_vanished_ends_with_the_weights_it_found(cell: Cell
 def test_a_change_of_weights_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
     before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
     cell.control("serve", {"version": f"{cell.epoch}.2"})
+    began = time.monotonic()
     for route in ("pause_generation", "begin_weight_update"):
         body = {"mode": "retract"} if route == "pause_generation" else {}
         assert cell.control(route, body, deadline_s="1.0").status_code == 200
-    assert cell.replica().state == "ready"
+    assert cell.replica().state != "serving"
     after = cell.await_replica(lambda view: view.incarnation > before.incarnation)
+    assert time.monotonic() - began >= 1.0
     after = cell.await_replica(lambda view: view.state != "starting")
     assert (after.incarnation, after.state, after.version) == (before.incarnation + 1, "ready", "")
     died = [event for event in cell.events() if event["event"] == "replica_died"]
@@ -104,10 +107,11 @@ def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell) -> None:
 def test_stopping_takes_less_than_three_seconds(tmp_path: Path) -> None:
     with running_cell(tmp_path, tiny_qwen3(0)) as starting:
         engine = engine_with_children(starting)
-        began = time.monotonic()
-        starting.job.send_signal(signal.SIGTERM)
-        assert starting.job.wait(10) == 0
-    assert time.monotonic() - began < 3
+        with FairClock() as clock:
+            began = time.monotonic()
+            starting.job.send_signal(signal.SIGTERM)
+            assert starting.job.wait(60) == 0
+            assert clock.since(began) < 3
     assert alive(engine) == []
 
 
@@ -132,7 +136,7 @@ def engine_with_children(cell: Cell) -> list[psutil.Process]:
 
 
 def await_end(processes: list[psutil.Process]) -> None:
-    give_up_at = time.monotonic() + 5
+    give_up_at = time.monotonic() + 60
     while alive(processes) and time.monotonic() < give_up_at:
         time.sleep(0.05)
     assert alive(processes) == []

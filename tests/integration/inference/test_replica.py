@@ -1,11 +1,12 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
+import http.client
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.parse import urlsplit
 
-import httpx
 import psutil
 import pytest
 
@@ -37,6 +38,9 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Ready).serve_fo
 """
 FACTS = {"BYSTANDER_S": 60.0, "HEALTH_S": 0.0, "POST_S": 0.0, "CONTINUE": 200}
 
+PATIENCE_S = 60.0
+"""What does not happen in such a time never will."""
+
 Make = Callable[..., Replica]
 
 
@@ -65,7 +69,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
             **{  # type: ignore[arg-type]  # all of them numbers
-                "startup_timeout_s": 20,
+                "startup_timeout_s": 60,
                 "health_timeout_s": 60,
                 "max_restarts": 3,
                 **options,
@@ -81,7 +85,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
 
 def tick_until(replica: Replica, wanted: Callable[[ReplicaView], bool]) -> ReplicaView:
-    give_up_at = time.monotonic() + 30
+    give_up_at = time.monotonic() + PATIENCE_S
     while not wanted(replica.view()):
         assert time.monotonic() < give_up_at, replica.view()
         replica.tick()
@@ -111,6 +115,15 @@ def tick_for(replica: Replica, seconds: float) -> None:
     stop_at = time.monotonic() + seconds
     while time.monotonic() < stop_at:
         replica.tick()
+        time.sleep(0.01)
+    replica.tick()
+
+
+def await_said(log: Path, words: str) -> None:
+    """Wait for what a server says, without a tick."""
+    give_up_at = time.monotonic() + PATIENCE_S
+    while words not in log.read_text():
+        assert time.monotonic() < give_up_at, log.read_text()
         time.sleep(0.01)
 
 
@@ -154,10 +167,14 @@ def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:
         tick_until(replica, is_ready)
 
 
-def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(make: Make) -> None:
-    silent = "import time; print('loading', flush=True); time.sleep(60)"
-    replica = make(program(silent), startup_timeout_s=2.0, max_restarts=1)
-    with pytest.raises(ClusterError, match=r"not ready within 2 s, after 1 restarts[^$]*loading"):
+def test_a_server_that_never_gets_ready_ends_the_cell_with_its_last_words(
+    make: Make, tmp_path: Path
+) -> None:
+    silent = "import time; print('loading', flush=True); time.sleep(600)"
+    replica = make(program(silent), startup_timeout_s=1.0, max_restarts=1)
+    tick_until(replica, lambda view: view.incarnation == 2)
+    await_said(tmp_path / "replica-0.2.log", "loading")
+    with pytest.raises(ClusterError, match=r"not ready within 1 s, after 1 restarts[^$]*loading"):
         tick_until(replica, is_ready)
     assert replica.view().state == "failed"
 
@@ -178,10 +195,13 @@ def test_a_child_that_comes_and_goes_is_no_loss(make: Make) -> None:
 
 def test_a_silent_server_is_replaced(make: Make) -> None:
     replica = make(server(HEALTH_S=60.0), health_timeout_s=1.0)
-    tick_until(replica, is_ready)
-    began = time.monotonic()
+    began = 0.0
+    while replica.view().state != "ready":
+        began = time.monotonic()
+        replica.tick()
+        time.sleep(0.01)
     tick_until(replica, lambda view: view.state == "starting")
-    assert 0.9 <= time.monotonic() - began < 3
+    assert 1.0 <= time.monotonic() - began < 10
 
 
 def test_silence_in_an_update_is_no_death(make: Make) -> None:
@@ -268,12 +288,12 @@ def test_fencing_and_pausing_again_do_not_put_off_the_end(make: Make) -> None:
     tick_until(replica, is_ready)
     began = time.monotonic()
     relay(replica, "begin_weight_update", 0.4)
-    while replica.view().state == "ready" and time.monotonic() - began < 5:
+    while replica.view().state == "ready" and time.monotonic() - began < 20:
         replica.fence(caller(replica, deadline_s=0.4), FenceRequest())
         relay(replica, "pause_generation", 0.4)
         replica.tick()
         time.sleep(0.02)
-    assert 0.4 <= time.monotonic() - began < 2
+    assert 0.4 <= time.monotonic() - began < 10
 
 
 def test_accepted_calls_put_off_the_end_and_serving_cancels_it(make: Make) -> None:
@@ -281,9 +301,10 @@ def test_accepted_calls_put_off_the_end_and_serving_cancels_it(make: Make) -> No
     tick_until(replica, is_ready)
     relay(replica, "pause_generation", 0.3)
     relay(replica, "begin_weight_update", 0.3)
-    for _ in range(4):
-        tick_for(replica, 0.15)
-        relay(replica, "update_weights_from_distributed", 0.3)
+    relay(replica, "update_weights_from_distributed", 60)
+    tick_for(replica, 0.5)
+    assert replica.view().incarnation == 1
+    relay(replica, "update_weights_from_distributed", 0.3)
     relay(replica, "continue_generation", 0.3)
     replica.serve(caller(replica), ServeRequest("1.4"))
     tick_for(replica, 0.4)
@@ -314,15 +335,11 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
         "x-areal-epoch": "1",
         "x-areal-deadline-s": "100",
     }
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{relay_server.url}/replicas/0/init_weights_update_group",
-            content=b"{}",
-            headers=headers,
-            timeout=2.0,
-            trust_env=False,
-        )
+    leaver = http.client.HTTPConnection(urlsplit(relay_server.url).netloc, timeout=PATIENCE_S)
+    leaver.request("POST", "/replicas/0/init_weights_update_group", b"{}", headers)
+    await_said(tmp_path / "replica-0.1.log", "asked for /init_weights_update_group")
     began = time.monotonic()
+    leaver.close()
     tick_until(replica, lambda view: view.state == "starting")
-    assert 3 < time.monotonic() - began < 10
+    assert 3 < time.monotonic() - began < 30
     relay_server.stop()

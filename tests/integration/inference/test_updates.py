@@ -77,7 +77,7 @@ class Stage:
             "x-areal-epoch": str(epoch),
         }
         url = f"{self.relay.url}/replicas/0/{route}"
-        return httpx.post(url, json=body or {}, headers=headers, timeout=20, trust_env=False)
+        return httpx.post(url, json=body or {}, headers=headers, timeout=60, trust_env=False)
 
     def asked(self) -> list[str]:
         text = (self.directory / "replica-0.1.log").read_text()
@@ -133,7 +133,7 @@ def test_an_update_from_disk_is_a_change_of_weights_until_it_is_verified(tmp_pat
         stage.call("continue_generation")
         assert stage.replica.view().version == "", "nobody has vouched for these weights"
         stage.call("serve", {"version": "1.3"})
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + 60
         while (stall := stage.replica.view().stall) is None:
             assert time.monotonic() < give_up_at
             time.sleep(0.02)

@@ -74,7 +74,7 @@ def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
     programs = Programs(run)
     with programs.at_work():
         run.finish()
-    await_none_left(run, 5.0)
+    await_none_left(run, 20.0)
     trained = [row for row in read_json_lines(run.layout.metrics) if row["step"] > 0]
     assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
     assert all(row["tokens/trained"] > 0 for row in trained)

@@ -24,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
     run = SmallRun(tmp_path_factory.mktemp("small") / "runs")
     run.finish()
     yield run
-    await_none_left(run, 5.0)
+    await_none_left(run, 20.0)
 
 
 def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -36,6 +38,8 @@ from areal_hpc.wire.ledger import (
 
 Reply = TypeVar("Reply")
 
+PATIENCE_S = 60.0
+"""What does not happen in such a time never will."""
 START = "import json, sys; from areal_hpc.ledger.job import run; run(json.loads(sys.argv[1]))"
 
 
@@ -63,7 +67,7 @@ class LedgerProcess:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", START, json.dumps(self.config)])
-        give_up_at = time.monotonic() + 20
+        give_up_at = time.monotonic() + PATIENCE_S
         while True:
             endpoint = rendezvous.find(self.layout.rendezvous_dir, "ledger")
             if endpoint is not None and endpoint.pid == self.process.pid:
@@ -72,7 +76,9 @@ class LedgerProcess:
             assert time.monotonic() < give_up_at, "the ledger did not start"
             time.sleep(0.01)
         self.url = endpoint.url
-        self.client = WireClient(endpoint.url, self.layout.admin_key.read_text())
+        self.client = WireClient(
+            endpoint.url, self.layout.admin_key.read_text(), timeout_s=PATIENCE_S
+        )
         # Not closed before the end: another thread may be in the middle of a call.
         self.clients.append(self.client)
 
@@ -81,7 +87,9 @@ class LedgerProcess:
         self.process.kill()
         self.process.wait()
 
-    def restart(self) -> None:
+    def restart(self, **settings: Any) -> None:
+        """The next incarnation; from it on these settings hold."""
+        self.config |= settings
         self.kill()
         self.start()
 
@@ -105,6 +113,19 @@ class LedgerProcess:
 
         return self.threads.submit(timed)
 
+    def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
+        """A call that waits at the ledger on return; its answer comes by this connection."""
+        connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
+        headers = {"authorization": f"Bearer {self.layout.admin_key.read_text()}"}
+        connection.request("POST", route, msgspec.json.encode(request), headers)
+        self.catch_up()
+        return connection
+
+    def catch_up(self) -> None:
+        """Return when the ledger has read all that came before, the end of connections included."""
+        for _ in range(2):
+            self.status()
+
     # Cells
 
     def lease(
@@ -121,7 +142,11 @@ class LedgerProcess:
         return self.call("/lease", request, LeaseReply)
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
-        return self.lease(cell, tickets, wait_s=1.0).grants
+        """What a cell gets that asks again, as cells do, while there is nothing for it."""
+        give_up_at = time.monotonic() + PATIENCE_S
+        while not (granted := self.lease(cell, tickets, wait_s=1.0).grants):
+            assert time.monotonic() < give_up_at, "nothing is granted"
+        return granted
 
     def seal(self, refs: list[TicketRef], cell: str = "cell-0") -> list[SettledTicket]:
         """What a proxy does before it settles: a shard with an index line."""

@@ -27,7 +27,6 @@ def test_groups_that_are_over_decide_what_is_drawn_next(tmp_path: Path) -> None:
         n_train_tasks=4,
         curriculum=f"{HERE}:untried",
         sys_path=[str(REPOSITORY)],
-        cell_timeout_s=1.5,
     )
     try:
         ledger.open_epoch()
@@ -38,7 +37,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(tmp_path: Path) -> None:
         ledger.settle(ledger.seal([grant.ref for grant in trained]))
         drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
         ledger.call("/drop", drop, Acknowledged)
-        ledger.restart()
+        ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
         assert ledger.batch(1).settled == 1
         second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]
         assert not set(second) & set(first)

@@ -21,7 +21,7 @@ from tests.integration.ledger.ledger_process import LedgerProcess
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    process = LedgerProcess(tmp_path, cell_timeout_s=1.5, total_steps=2)
+    process = LedgerProcess(tmp_path, total_steps=2)
     yield process
     process.close()
 

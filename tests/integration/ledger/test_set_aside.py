@@ -33,7 +33,7 @@ def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
 
 @pytest.fixture
 def strict_ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
-    yield from start(tmp_path, stale_groups="requeue", cell_timeout_s=1.5)
+    yield from start(tmp_path, stale_groups="requeue")
 
 
 def sealed(ledger: LedgerProcess, refs: list[TicketRef], step: int) -> list[SettledTicket]:
@@ -58,7 +58,8 @@ def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(
     too_old = sealed(ledger, [slow], 0)
     assert ledger.batch(3).manifest is None
     assert (ledger.status().settled, ledger.status().requeued) == (0, 1)
-    ledger.restart()  # the index still has the rows that were set aside
+    # The index still has the rows that were set aside. It listens for a third of the timeout.
+    ledger.restart(cell_timeout_s=1.5)
     ledger.settle(too_old)
     assert ledger.batch(3).settled == 0
     again = [one.ref for one in ledger.grants("cell-1", tickets=2)]

@@ -30,7 +30,7 @@ class Blocking:
             answer.read()
         match data.get("then"):
             case "hang":
-                time.sleep(60)
+                time.sleep(600)
             case "crash":
                 os._exit(7)
             case "raise":

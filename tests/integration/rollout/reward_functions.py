@@ -13,10 +13,11 @@ def always_true(**anything: object) -> bool:
     return True
 
 
-def sleeps(seconds: float, note: str) -> float:
+def waits(sign: str, note: str) -> float:
     with Path(note).open("a") as file:
         file.write(f"{os.getpid()}\n")
-    time.sleep(seconds)
+    while not Path(sign).exists():
+        time.sleep(0.01)
     return 1.0
 
 

@@ -84,6 +84,8 @@ class LedgerScript:
     filtered: dict[TicketRef, str] = field(default_factory=dict)
     evaluated: dict[TicketRef, list[float]] = field(default_factory=dict)
     requests: list[LeaseRequest] = field(default_factory=list)
+    heard_at_s: list[float] = field(default_factory=list)
+    """When each of them came, by the clock of the event loop."""
     seal_now: bool = False
     pause_s: float = 0.25
     stop_when_done: bool = True
@@ -110,6 +112,7 @@ class StandInLedger(Service):
         asked = msgspec.json.decode(await request.read(), type=LeaseRequest)
         script = self.script
         script.requests.append(asked)
+        script.heard_at_s.append(asyncio.get_running_loop().time())
         for ref in asked.finished:
             if script.leased.pop(ref, None):
                 script.finished.add(ref)

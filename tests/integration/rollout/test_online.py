@@ -58,7 +58,7 @@ def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
         visits = [visit(stage, driver, 0)]
         with ThreadPoolExecutor(GROUP) as programs:
             visits += programs.map(partial(visit, stage, driver), range(1, GROUP + 1))
-        assert driver.wait(30) == 0
+        assert driver.wait(60) == 0
         assert [seen for seen, _ in visits] == [task] * (GROUP + 1)
         assert script.finished == {ref}
         judged = [session_id for _, session_id in visits[1:]]

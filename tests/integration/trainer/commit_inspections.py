@@ -106,8 +106,8 @@ def second_commit_waits(scenario: Scenario, layout: RunLayout) -> Found:
     os.kill(writer, signal.SIGSTOP)
     learner.begin_commit({})
     step(learner, layout, 3)
-    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     began = time.monotonic()
+    threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
     learner.begin_commit({})
     waited_s = time.monotonic() - began
     visible = "step_00000002" in names(layout)

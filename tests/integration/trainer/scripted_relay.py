@@ -25,7 +25,7 @@ from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
 HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
-HELD_AT_MOST_S = 20.0
+HELD_AT_MOST_S = 60.0
 
 
 class Replica:
@@ -72,7 +72,7 @@ class Replica:
             c10d.Backend("gloo"),
             c10d.PrefixStore(body["group_name"], store),
             group_name=c10d.GroupName(body["group_name"]),
-            timeout=timedelta(seconds=20),
+            timeout=timedelta(seconds=60),
         )
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(body["world_size"])}
 

@@ -82,7 +82,7 @@ def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == STOPPED_EXIT_CODE
+    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
     stopped_at = read_json_lines(layout.warmup_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
     assert not layout.export("warmup").exists()

@@ -13,6 +13,7 @@ import pytest
 from areal_hpc.cluster import rendezvous
 from areal_hpc.weights.census import Census
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from tests.fair_clock import FairClock
 
 
 class Relay(http.server.BaseHTTPRequestHandler):
@@ -54,14 +55,15 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     rendezvous.publish(tmp_path, "relay-cell-1", silent_url)
     census = Census(tmp_path, 2, "key")
     waits_s = []
-    for _ in range(4):
-        began = time.monotonic()
-        assert [key.cell for key, _ in census.take()] == ["cell-0"]
-        waits_s.append(time.monotonic() - began)
+    with FairClock() as clock:
+        for _ in range(4):
+            began = time.monotonic()
+            assert [key.cell for key, _ in census.take()] == ["cell-0"]
+            waits_s.append(clock.since(began))
     assert waits_s[0] < 1.5
     assert max(waits_s[1:]) < 0.3
     rendezvous.publish(tmp_path, "relay-cell-1", relay_url)
-    give_up_at = time.monotonic() + 10
+    give_up_at = time.monotonic() + 60
     while {key.cell for key, _ in census.take()} != {"cell-0", "cell-1"}:
         assert time.monotonic() < give_up_at
         time.sleep(0.1)
