@@ -305,6 +305,7 @@ class RelayServer:
         # every answer would wait 40 ms for a delayed acknowledgement.
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         self._socket.bind((host, 0))
+        self._socket.listen()  # from here on callers wait, and none is refused
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = uvicorn.Server(
             uvicorn.Config(

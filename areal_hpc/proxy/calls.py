@@ -145,7 +145,7 @@ class ModelCaller:
         self._began(session, call.n)  # each reply ends by itself
         try:
             prompt = await self._prompts.prepare(session, call, answer_id)
-        except BaseException:
+        except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self._ended(session, call.n)
             raise
         live = LiveAnswers(call.n, prompt.prompt_tokens)

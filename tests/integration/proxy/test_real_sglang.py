@@ -102,9 +102,12 @@ def scores(url: str, ids: list[int], temperature: float) -> np.ndarray[Any, Any]
 @pytest.mark.parametrize(
     ("script", "sampling"),
     [
-        (Script("hello world", finish="length"), {"max_new_tokens": 2}),
+        (Script("hello world", finish="length"), {"max_new_tokens": 2, "ignore_eos": True}),
         (Script("hello", finish="eos"), {"max_new_tokens": 64, "stop_token_ids": [*range(3, 300)]}),
-        (Script("hello", finish="stop:l"), {"max_new_tokens": 200, "stop": [*"aeioutnl 0"]}),
+        (
+            Script("hello", finish="stop:l"),
+            {"max_new_tokens": 200, "stop": [*"aeioutnl 0"], "ignore_eos": True},
+        ),
     ],
 )
 def test_scripted_payloads_are_those_of_the_real_server(
