@@ -25,6 +25,7 @@ from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.inference.stall import StallWatch
 from areal_hpc.weights.delta import MANIFEST
+from areal_hpc.wire.http import KEEP_ALIVE_S
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
@@ -315,7 +316,7 @@ class RelayServer:
                 access_log=False,
                 # Longer than trainers keep a connection: one closed just as it is used again
                 # would leave a replica out of an update.
-                timeout_keep_alive=75,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=1,
             )
         )

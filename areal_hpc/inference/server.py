@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -24,14 +25,32 @@ _TITLE = "sglang::"
 """SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
 _PORT_TAKEN = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10000
+_ENOUGH_PORTS = 1000
 
 
 def free_ports() -> Ports:
     """Ports nobody listens on now. Another process may still take one before SGLang does."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind((LOOPBACK, 0))
-        second.bind((LOOPBACK, 0))
-        return Ports(first.getsockname()[1], second.getsockname()[1])
+    http_port = _free_port()
+    while (rendezvous_port := _free_port()) == http_port:
+        pass
+    return Ports(http_port, rendezvous_port)
+
+
+def _free_port() -> int:
+    """One that the kernel gives to no outgoing connection, where it leaves enough of them.
+
+    SGLang binds it ten seconds or more after it was chosen. In that time any connection, of any
+    process on the node, might be given a port of the other kind.
+    """
+    first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    candidates = range(_FIRST_PORT, first_outgoing)
+    while True:
+        port = secrets.choice(candidates) if len(candidates) >= _ENOUGH_PORTS else 0
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
 
 
 class ServerProcess:
@@ -46,7 +65,7 @@ class ServerProcess:
         self.log_path = log_path
         self.started_at = time.monotonic()
         self.http_port = ports.http
-        self._members: list[psutil.Process] = []
+        self._members: list[psutil.Process] | None = None  # once it has been ready
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
         leash = "areal_hpc.inference.leash"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,10 +86,13 @@ class ServerProcess:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        ready = self._is_accepted("GET", "/ready", _PROBE_TIMEOUT_S)
-        if ready and not self._members:
+        if not self._is_accepted("GET", "/ready", _PROBE_TIMEOUT_S):
+            return False
+        if self._members is None:
+            if not _listens(self.pid, self.http_port):
+                return False  # it was another process that said yes
             self._members = _engine_children(self.pid)
-        return ready
+        return True
 
     def continue_generation(self) -> bool:
         """End a pause; false when SGLang does not answer."""
@@ -92,12 +114,15 @@ class ServerProcess:
         """Why the server is dead, in words; empty while it lives.
 
         A server whose scheduler was killed lingers for up to a minute without one, so each
-        scheduler and detokenizer that it had when it became ready must be there.
+        scheduler and detokenizer that it had when it became ready must be there. One that could
+        not bind its port lingers for ever.
         """
         code = self._process.poll()
         if code is not None:
             return f"exited with code {code}"
-        for member in self._members:
+        if self._members is None and self.lost_port_race():
+            return "found a port of its own taken"
+        for member in self._members or ():
             if _is_gone(member):
                 return f"lost its process {member.pid}"
         return ""
@@ -145,6 +170,17 @@ def environment_with(scratch_dir: str) -> dict[str, str]:
     # as torch changes this one, and SGLang's processes are known by their titles.
     cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
     return {**os.environ, "TMPDIR": scratch_dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir}
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process, or one below it, takes connections on a port."""
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        for process in (leader, *leader.children(recursive=True)):
+            for socket_ in process.net_connections("tcp"):
+                if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port:
+                    return True
+    return False
 
 
 def _engine_children(pid: int) -> list[psutil.Process]:

@@ -31,6 +31,7 @@ from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
 from areal_hpc.user_function import load_function
+from areal_hpc.wire.http import KEEP_ALIVE_S
 from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
@@ -134,9 +135,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
             lifespan="off",
             log_config=None,
             access_log=False,
-            # Longer than any pause between two calls of a cell: a connection closed just as its
-            # owner uses it again is a failed call.
-            timeout_keep_alive=75,
+            timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=1,
         )
     )

@@ -32,15 +32,13 @@ from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.proxy.visits import Visits
 from areal_hpc.session.tails import is_local
 from areal_hpc.user_function import load_function
+from areal_hpc.wire.http import KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.05
 LISTEN_BACKLOG = 2048
 IDLE_CHECK_S = 5.0
-KEEP_ALIVE_S = 75
-"""An idle connection is closed after it. Clients must give up theirs earlier (httpx after 5 s,
-aiohttp after 15), or a request meets the closing of its connection."""
 GARBAGE_OBJECTS = 50_000
 """New objects after which the garbage collector looks. A reply alone makes hundreds."""
 

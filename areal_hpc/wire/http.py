@@ -13,6 +13,9 @@ from areal_hpc.errors import ClusterError
 
 Reply = TypeVar("Reply")
 
+KEEP_ALIVE_S = 75
+"""For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
+aiohttp after 15), or a request meets the closing of its connection."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 
 

@@ -180,9 +180,7 @@ def test_an_idle_job_gives_its_nodes_back_until_it_is_wanted(
 ) -> None:
     job = jobs["idle"]
     monkeypatch.setenv("SLURM_CONF", job.cluster.environ["SLURM_CONF"])
-    awaited(job, lambda: job.state() in {"REQUEUE_HOLD", "PENDING"})
-    shown = job.cluster.slurm("scontrol", "show", "job", job.job_id, "--oneliner")
-    assert " Reason=job_requeued_in_held_state " in shown
+    awaited(job, lambda: " Reason=job_requeued_in_held_state " in job.shown())
     assert job.words == ["began 1"]
     assert release_held(job.root / "jobs") == ["idle"]
     assert release_held(job.root / "jobs") == []

@@ -1,7 +1,9 @@
 """The life of a replica, with small HTTP servers in the place of SGLang."""
 
 import http.client
+import http.server
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -152,13 +154,57 @@ with open({str(notes)!r}, "a") as notes:
     assert not left.parent.exists()
 
 
-def test_a_taken_port_is_no_crash(make: Make) -> None:
+@pytest.mark.parametrize("then", ["raise SystemExit(3)", "import time; time.sleep(600)"])
+def test_a_taken_port_is_no_crash(make: Make, then: str) -> None:
+    taken = f"print('[Errno 98] ... address already in use', flush=True); {then}"
+
     def launch(incarnation: int, ports: Ports) -> Command:
-        taken = "raise SystemExit('[Errno 98] ... address already in use')"
         return (program(taken) if incarnation < 3 else server())(incarnation, ports)
 
     replica = make(launch, max_restarts=0)
     assert tick_until(replica, is_ready).incarnation == 3
+
+
+class Stranger(http.server.BaseHTTPRequestHandler):
+    """Has taken the port, and says yes to all."""
+
+    asked = 0
+
+    def do_GET(self) -> None:
+        Stranger.asked += 1
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_another_process_that_answers_on_its_port_is_not_taken_for_the_server(
+    make: Make, tmp_path: Path
+) -> None:
+    binds = tmp_path / "binds"
+    late = f"""
+import pathlib, time
+while not pathlib.Path({str(binds)!r}).exists(): time.sleep(0.01)
+print("[Errno 98] ... address already in use", flush=True)
+time.sleep(600)
+"""
+    strangers: list[http.server.ThreadingHTTPServer] = []
+
+    def launch(incarnation: int, ports: Ports) -> Command:
+        if incarnation > 1:
+            return server()(incarnation, ports)
+        strangers.append(http.server.ThreadingHTTPServer(("127.0.0.1", ports.http), Stranger))
+        threading.Thread(target=strangers[0].serve_forever, daemon=True).start()
+        return program(late)(incarnation, ports)
+
+    replica = make(launch, max_restarts=0)
+    tick_until(replica, lambda _: Stranger.asked >= 3)
+    assert replica.view().state == "starting"
+    binds.touch()
+    assert tick_until(replica, is_ready).incarnation == 2
+    strangers[0].shutdown()
+    strangers[0].server_close()
 
 
 def test_arguments_that_are_refused_are_the_users_to_mend(make: Make) -> None:
