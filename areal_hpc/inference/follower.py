@@ -18,7 +18,7 @@ from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
-from areal_hpc.inference.server import ServerProcess, free_ports
+from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.http import WireClient
@@ -28,7 +28,6 @@ log = logging.getLogger(__name__)
 
 ASK_PERIOD_S = 0.5
 CALL_TIMEOUT_S = 5.0
-STOP_GRACE_S = 1.0
 
 LaunchPart = Callable[[int, Part, Ports], Command]
 """(incarnation, part, ports) to the command of this node's part."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
+from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
@@ -72,8 +74,9 @@ def run(config: dict[str, Any]) -> None:
         rendezvous.withdraw(layout.rendezvous_dir, f"relay-{job.cell}")
         for replica in replicas:
             replica.request_stop()
+        gone_by = time.monotonic() + STOP_GRACE_S
         for replica in replicas:
-            replica.kill()
+            replica.kill(max(0.0, gone_by - time.monotonic()))
         relay.stop()
         local.delete()
 

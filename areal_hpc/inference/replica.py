@@ -38,7 +38,6 @@ from areal_hpc.wire.replicas import (
 log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_S = 30.0
-_STOP_GRACE_S = 1.0
 _PORT_RACES_FORGIVEN = 5
 CRASHES_FORGIVEN_AFTER_S = 600.0
 """A server that has been up for so long owes nothing to the crashes before it."""
@@ -235,11 +234,11 @@ class Replica:
         if self._server is not None:
             self._server.request_stop()
 
-    def kill(self) -> None:
-        """End the server, by force if it is still there after a moment."""
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End the server, by force if it is still there after `grace_s`."""
         self._span.end()
         if self._server is not None:
-            self._server.kill(_STOP_GRACE_S)
+            self._server.kill(grace_s)
 
     def _note(self, event: str, **facts: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)

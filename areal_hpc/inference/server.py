@@ -19,6 +19,8 @@ import psutil
 
 from areal_hpc.inference.command import LOOPBACK, Command, Ports
 
+STOP_GRACE_S = 1.0
+"""For a server that was asked to end."""
 _PROBE_TIMEOUT_S = 0.5
 _CONTINUE_TIMEOUT_S = 2.0
 _TITLE = "sglang::"

@@ -11,7 +11,6 @@ import pytest
 from areal_hpc.proxy import upstream
 from areal_hpc.proxy.posting import Connections
 from areal_hpc.proxy.upstream import Upstream
-from tests.fair_clock import FairClock
 
 Script = tuple[bytes, bool]
 PATIENCE_S = 30.0
@@ -183,20 +182,20 @@ def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
 
 def test_each_call_has_a_time_limit_of_its_own() -> None:
     async def run() -> None:
-        began = time.monotonic()
-
-        async def waits_s(server: ScriptedServer, timeout_s: float) -> tuple[float, float]:
+        async def waits_s(server: ScriptedServer, timeout_s: float) -> float:
+            began = time.monotonic()
             with pytest.raises(TimeoutError):
                 await server.connections.ask("/generate", b"{}", timeout_s)
-            return time.monotonic() - began, clock.since(began)
+            return time.monotonic() - began
 
-        asked_s = [0.4, 0.2, 0.6, 0.2]
-        with FairClock() as clock:
-            async with ScriptedServer(*[(b"", False)] * 4) as server:
-                waited = await asyncio.gather(*(waits_s(server, one) for one in asked_s))
-        for timeout_s, (whole_s, fair_s) in zip(asked_s, waited, strict=True):
-            assert timeout_s <= whole_s
-            assert fair_s < timeout_s + 0.15
+        limits_s = [60.0, 0.4, 60.0, 0.2]
+        async with ScriptedServer(*[(b"", False)] * 4) as server:
+            calls = [asyncio.ensure_future(waits_s(server, one)) for one in limits_s]
+            assert await calls[3] >= 0.2
+            assert await calls[1] >= 0.4
+            for patient in (calls[0], calls[2]):
+                assert not patient.done()
+                patient.cancel()
 
     asyncio.run(run())
 

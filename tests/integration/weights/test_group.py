@@ -10,6 +10,8 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.group import UpdateGroup
 
+SOON_S = 30.0
+"""No wait of torch's own is as short."""
 PEER = """
 import sys, time
 from datetime import timedelta
@@ -30,16 +32,16 @@ def test_a_group_that_nobody_joins_is_given_up_in_time() -> None:
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="did not form"):
         group.join(lambda: False)
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SOON_S
     group.abandon()
 
 
 def test_a_refusal_ends_the_wait_at_once() -> None:
-    group = UpdateGroup("refused", "127.0.0.1", 2, "gloo", timeout_s=5)
+    group = UpdateGroup("refused", "127.0.0.1", 2, "gloo", timeout_s=100)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="a member refused"):
         group.join(lambda: True)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < SOON_S
     group.abandon()
 
 
@@ -59,5 +61,5 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
         with pytest.raises(WeightSyncError, match=r"did not complete within 2 s|Timed out"):
             group.broadcast([torch.zeros(64 << 20, dtype=torch.uint8)], lambda: False)
         group.abandon()
-        assert time.monotonic() - began < 3
+        assert time.monotonic() - began < SOON_S
         peer.kill()

@@ -113,11 +113,14 @@ def test_published_weights_are_the_ones_that_answer(cell: Cell, publisher: Publi
     assert publisher.outdated(WeightVersion(2, report.version.step)) == list(report.ok)
 
 
-def test_later_updates_use_the_group_that_stands(cell: Cell, publisher: Publisher) -> None:
+def test_later_updates_use_the_group_that_stands(
+    cell: Cell, publisher: Publisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(publisher, tiny_qwen3(1))
     model = tiny_qwen3(2)
+    monkeypatch.delattr("areal_hpc.weights.broadcast.UpdateGroup")  # there is no other to be made
     report = publish(publisher, model)
-    assert report.seconds["join"] < 0.005
+    assert not report.failed
     assert_serves(cell, model, report.version)
 
 
