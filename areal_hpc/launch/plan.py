@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
-from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
 from areal_hpc.wire.ledger import Split
@@ -77,11 +77,6 @@ def starting_model(recipe: Recipe, layout: RunLayout) -> Path:
 def policy_model(recipe: Recipe, layout: RunLayout) -> Path:
     """The model that reinforcement learning starts from."""
     return layout.export("warmup") if recipe.warmup else starting_model(recipe, layout)
-
-
-def cell_name(index: int) -> str:
-    """`cell-0`, `cell-1`, ..."""
-    return f"cell-{index}"
 
 
 def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
@@ -163,7 +158,7 @@ def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec
     is_apart = recipe.evaluation.separate_job
     splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
     jobs = [
-        _cell_job(recipe, layout, facts, cell_name(index), splits)
+        _cell_job(recipe, layout, facts, f"{CELL_PREFIX}{index}", splits)
         for index in range(recipe.inference.cells)
     ]
     if is_apart:

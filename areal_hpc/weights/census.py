@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from areal_hpc.cluster.rendezvous import find
-from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.errors import ClusterError
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.http import WireClient
@@ -38,7 +38,7 @@ class Census:
         self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False
     ) -> None:
         self._rendezvous_dir = rendezvous_dir
-        self._cells = [f"cell-{index}" for index in range(cells)]
+        self._cells = [f"{CELL_PREFIX}{index}" for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._admin_key = admin_key
         self._pool = ThreadPoolExecutor(

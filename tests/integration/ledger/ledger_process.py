@@ -67,20 +67,24 @@ class LedgerProcess:
 
     def start(self) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", START, json.dumps(self.config)])
+        try:
+            self.url = self._await_url()
+        except BaseException:
+            self.kill()
+            raise
+        self.client = WireClient(self.url, self.layout.admin_key.read_text(), timeout_s=PATIENCE_S)
+        # Not closed before the end: another thread may be in the middle of a call.
+        self.clients.append(self.client)
+
+    def _await_url(self) -> str:
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             endpoint = rendezvous.find(self.layout.rendezvous_dir, "ledger")
             if endpoint is not None and endpoint.pid == self.process.pid:
-                break
+                return endpoint.url
             assert self.process.poll() is None, "the ledger ended at its start"
             assert time.monotonic() < give_up_at, "the ledger did not start"
             time.sleep(0.01)
-        self.url = endpoint.url
-        self.client = WireClient(
-            endpoint.url, self.layout.admin_key.read_text(), timeout_s=PATIENCE_S
-        )
-        # Not closed before the end: another thread may be in the middle of a call.
-        self.clients.append(self.client)
 
     def kill(self) -> None:
         """kill -9: no chance to write anything."""
