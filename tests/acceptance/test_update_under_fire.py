@@ -87,6 +87,10 @@ class Field:
         self.sender, self._spare = self._spare, self._new_sender()
         self.sender.await_ready()
 
+    def await_spare(self) -> None:
+        """Until the sender after this one has imported all it needs, which takes a core."""
+        self._spare.await_ready()
+
     def stop(self) -> None:
         """End senders and readers."""
         for reader in self.readers:
@@ -233,6 +237,7 @@ def test_whoever_is_killed_or_hangs_agents_get_only_verified_weights(
     field: Field, party: str, phase: str
 ) -> None:
     field.next_sender()  # all phases, the joining of groups too, come in each update
+    field.await_spare()  # joining beside it has been late once
     old, before = field.views()[0].version, field.views()
     step, path = field.new_weights()
     wait = field.set_traps(phase, party)
