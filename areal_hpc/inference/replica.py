@@ -177,6 +177,8 @@ class Replica:
             self._note("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > self._startup_timeout_s:
             self._bury(server, f"was not ready within {self._startup_timeout_s:.0f} s")
+        elif server.lingers(now):
+            self._bury(server, "found a port of its own taken")
 
     def _has_lost_sender(self, now: float) -> bool:
         with self._lock:

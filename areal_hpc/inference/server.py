@@ -30,6 +30,8 @@ _LOG_TAIL_BYTES = 16384
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10000
 _ENOUGH_PORTS = 1000
+"""Fewer, and cells that start together would choose alike."""
+_LOG_PERIOD_S = 2.0
 
 
 def free_ports() -> Ports:
@@ -68,6 +70,7 @@ class ServerProcess:
         self.started_at = time.monotonic()
         self.http_port = ports.http
         self._members: list[psutil.Process] | None = None  # once it has been ready
+        self._log_due_at = self.started_at + _LOG_PERIOD_S
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
         leash = "areal_hpc.inference.leash"
         log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,18 +119,26 @@ class ServerProcess:
         """Why the server is dead, in words; empty while it lives.
 
         A server whose scheduler was killed lingers for up to a minute without one, so each
-        scheduler and detokenizer that it had when it became ready must be there. One that could
-        not bind its port lingers for ever.
+        scheduler and detokenizer that it had when it became ready must be there.
         """
         code = self._process.poll()
         if code is not None:
             return f"exited with code {code}"
-        if self._members is None and self.lost_port_race():
-            return "found a port of its own taken"
         for member in self._members or ():
             if _is_gone(member):
                 return f"lost its process {member.pid}"
         return ""
+
+    def lingers(self, now: float) -> bool:
+        """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
+
+        To be asked while it starts. Its log may be on storage that all cells share, so it is read
+        every two seconds at most.
+        """
+        if now < self._log_due_at:
+            return False
+        self._log_due_at = now + _LOG_PERIOD_S
+        return self.lost_port_race()
 
     @property
     def usage_error(self) -> bool:
@@ -135,7 +146,7 @@ class ServerProcess:
         return self._process.poll() == 2  # argparse's exit code
 
     def lost_port_race(self) -> bool:
-        """True when it died because another process had taken one of its ports."""
+        """True when its log says that another process had taken one of its ports."""
         return any(sign in self.log_tail() for sign in _PORT_TAKEN)
 
     def log_tail(self, lines: int = 25) -> str:
