@@ -112,6 +112,7 @@ def _cpu_arguments(config: InferenceConfig) -> list[str]:
         *("--attention-backend", "torch_native"),
         *("--sampling-backend", "pytorch"),
         "--disable-overlap-schedule",
+        "--sleep-on-idle",  # a scheduler without requests takes a core from who shares the node
         *("--cuda-graph-backend-decode", "disabled"),
         *("--cuda-graph-backend-prefill", "disabled"),
         *("--max-total-tokens", str(config.max_total_tokens or CPU_MAX_TOTAL_TOKENS)),

@@ -39,8 +39,8 @@ def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
         "py -m areal_hpc.inference.cpu_engine "
         + COMMON.format(device="cpu", dtype="float32", tp=1)
         + "--attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule"
-        " --cuda-graph-backend-decode disabled --cuda-graph-backend-prefill disabled"
-        " --max-total-tokens 16384 --mem-fraction-static 0.1"
+        " --sleep-on-idle --cuda-graph-backend-decode disabled"
+        " --cuda-graph-backend-prefill disabled --max-total-tokens 16384 --mem-fraction-static 0.1"
     )
     assert " ".join(found.argv) == expected
     assert found.environment == {
