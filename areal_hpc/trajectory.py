@@ -22,6 +22,11 @@ import numpy.typing as npt
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as 32-bit floats."""
 
+MAX_TEMPERATURE = 100.0
+"""Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
+MAX_TOKEN_IDS = 2**31
+"""Token ids are stored as 32-bit integers."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trajectory:
@@ -65,3 +70,32 @@ class Trajectory:
     def num_tokens(self) -> int:
         """T."""
         return len(self.input_ids_T)
+
+
+def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
+    """The first property that makes a row unfit to train on, in words; None for a sound row.
+
+    Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not
+    finite, or an index error, and would do so again after every restart.
+
+    Args:
+        row: Its four arrays have one length, as `Trajectory` checks.
+        vocab_size: Ids below it have an embedding.
+    """
+    ids_T, mask_T = row.input_ids_T, row.loss_mask_T
+    if len(ids_T) == 0:
+        return "expected at least one token, got none"
+    low, high = int(ids_T.min()), int(ids_T.max())
+    if low < 0 or high >= vocab_size:
+        return f"expected token ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"
+    if int(mask_T.max()) > 1:
+        return f"expected a loss mask of 0 and 1, got {int(mask_T.max())}"
+    if not np.isfinite(row.logprobs_T).all():
+        return "expected finite log-probabilities, got inf or nan"
+    if (row.versions_T[mask_T == 1] < 0).any():
+        return "expected a weight version for every sampled token, got a negative one"
+    if not abs(row.reward) <= LARGEST_REWARD:
+        return f"expected a finite 32-bit float as reward, got {row.reward}"
+    if not 0 <= row.temperature <= MAX_TEMPERATURE:
+        return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {row.temperature}"
+    return None
