@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
-import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from areal_hpc.json_lines import append_line, read_lines
 
 EVALUATION = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
@@ -28,29 +27,6 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def append_json_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON object in a single write, so that lines of several writers never mix.
-
-    Raises:
-        OSError: The storage refused, or took a part of the line only.
-    """
-    line = (json.dumps(record, separators=(",", ":"), allow_nan=False) + "\n").encode()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        if (taken_bytes := os.write(descriptor, line)) != len(line):
-            raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
-    finally:
-        os.close(descriptor)
-
-
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """Every complete line; a line cut short by a crash is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_bytes().split(b"\n")[:-1]
-    return [json.loads(line) for line in lines if line]
-
-
 def read_step_lines(path: Path) -> list[dict[str, Any]]:
     """One record for each step, in the order of steps: what several lines say of one is merged.
 
@@ -58,7 +34,7 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
         path: JSON lines with a key `step`, as metrics are written.
     """
     found: dict[int, dict[str, Any]] = {}
-    for line in read_json_lines(path):
+    for line in read_lines(path):
         found.setdefault(line["step"], {}).update(line)
     return [found[step] for step in sorted(found)]
 
@@ -72,9 +48,8 @@ class EventLog:
 
     def record(self, event: str, **facts: Any) -> None:
         """Note that `event` happened now."""
-        append_json_line(
-            self._path, {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
-        )
+        line = {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
+        append_line(self._path, line)
 
 
 class PhaseTimer:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from areal_hpc.telemetry import append_json_line
+from areal_hpc.json_lines import append_line
 
 BLOCK = 128
 """Tasks whose tool times are the same set of quantiles, shuffled: any such block of the stream is
@@ -67,5 +67,5 @@ class ToolAgent:
                 {"role": "user", "content": "The tool found nothing. Go on."},
             ]
         line = {"began": began, "ended": time.time(), "tool_s": data["tool_s"]}
-        append_json_line(self._log, line)
+        append_line(self._log, line)
         return float(len(said) % 2)  # something to learn from, anything

@@ -28,8 +28,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from benchmarks._pairs import RESULTS, add_out, report
 
 matplotlib.use("Agg")
@@ -129,14 +129,14 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
     if answer.returncode:
         raise ClusterError(f"{name} failed: {answer.stdout[-2000:]}\n{answer.stderr[-2000:]}")
     layout = RunLayout(folder / "async" / name)
-    published = [row for row in read_json_lines(layout.events) if row["event"] == "published"]
+    published = [row for row in read_lines(layout.events) if row["event"] == "published"]
     return Side(
         name,
         first,
         last,
         {int(row["version"].split(".")[1]): row["time"] for row in reversed(published)},
-        {row["step"]: row for row in read_json_lines(layout.metrics)},
-        read_json_lines(log),
+        {row["step"]: row for row in read_lines(layout.metrics)},
+        read_lines(log),
     )
 
 

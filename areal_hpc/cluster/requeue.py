@@ -26,7 +26,7 @@ from areal_hpc.cluster.jobspec import (
 )
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.telemetry import append_json_line, read_json_lines
+from areal_hpc.json_lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +121,11 @@ class Usefulness:
 def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
-    known = {row["node"] for row in read_json_lines(path)}
+    known = {row["node"] for row in read_lines(path)}
     faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
     new = {node: reason for node, reason in faulty.items() if node not in known}
     for node, reason in new.items():
-        append_json_line(
+        append_line(
             path, {"node": node, "reason": reason, "at": round(time.time(), 3), "job_id": job_id}
         )
     return list(new)
@@ -164,7 +164,7 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -
     if facts.state != scontrol.RUNNING:
         log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
         return "ended by Slurm"
-    nodes = (row["node"] for row in read_json_lines(Path(slurm.excluded_nodes)))
+    nodes = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
     excluded = scontrol.joined_nodes(facts.excluded_nodes, *nodes)
     try:
         if hold:

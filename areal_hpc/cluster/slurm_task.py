@@ -29,7 +29,8 @@ from areal_hpc.cluster.requeue import (
 )
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.json_lines import read_lines
+from areal_hpc.telemetry import EventLog
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,7 @@ class SlurmTask:
     def _blame(self, node: str, findings: list[Finding]) -> Outcome | None:
         if not findings:
             return None
-        excluded = len(read_json_lines(Path(self._slurm.excluded_nodes)))
+        excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings) and excluded < MOST_EXCLUDED_NODES
         )

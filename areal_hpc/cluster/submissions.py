@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from msgspec import Struct
 
-from areal_hpc.telemetry import append_json_line, read_json_lines
+from areal_hpc.json_lines import append_line, read_lines
 
 
 class Submission(Struct, frozen=True):
@@ -32,12 +31,12 @@ def record_submission(path: Path, submission: Submission) -> None:
         OSError: The storage refused it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    append_json_line(path, msgspec.to_builtins(submission))
+    append_line(path, submission)
 
 
 def read_submissions(path: Path) -> list[Submission]:
     """All jobs that were ever submitted, oldest first; none before the first."""
-    return [msgspec.convert(row, Submission) for row in read_json_lines(path)]
+    return read_lines(path, Submission)
 
 
 def newest_of_each(submissions: list[Submission]) -> dict[str, Submission]:

@@ -28,12 +28,13 @@ from areal_hpc.cluster.submit import (
     write_job,
 )
 from areal_hpc.errors import ClusterError
+from areal_hpc.json_lines import read_lines
 from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.telemetry import EventLog
 
 LOOK_S = 0.5
 """Between two looks at the run's files."""
@@ -160,7 +161,7 @@ def place_of(
     recipe: Recipe, layout: RunLayout, pythons: dict[str, str], working_folder: Path
 ) -> RunPlace:
     """What all jobs of a run have in common."""
-    nodes = {row["node"] for row in read_json_lines(layout.excluded_nodes)}
+    nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
     return RunPlace(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
         run_dir=layout.root,

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import AgentError
-from areal_hpc.ledger.lines import append_line, read_lines
+from areal_hpc.json_lines import append_line, read_lines
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Curriculum:
             first_ticket = ticket_id - ticket_id % self._batch_size
             drawn = self._unwritten.get(first_ticket) or self._draw(first_ticket)
             self._unwritten[first_ticket] = drawn
-            append_line(self._path, drawn)
+            append_line(self._path, drawn, sync=True)
             self._take(self._unwritten.pop(first_ticket))
         return self._tasks[ticket_id]
 

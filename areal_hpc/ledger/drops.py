@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
+from areal_hpc.json_lines import append_line, read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.lines import append_line, read_lines
 from areal_hpc.wire.ledger import DropRequest, TicketRef
 
 DropKind = Literal["failed", "filtered", "stale", "requeued"]
@@ -37,9 +36,9 @@ def append_drop(layout: RunLayout, drop: Drop) -> None:
     Raises:
         OSError: The file system refused.
     """
-    append_line(layout.drops, drop)
+    append_line(layout.drops, drop, sync=True)
 
 
-def read_drops(layout: RunLayout) -> Iterator[Drop]:
+def read_drops(layout: RunLayout) -> list[Drop]:
     """Every drop in order."""
     return read_lines(layout.drops, Drop)

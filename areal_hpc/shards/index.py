@@ -7,19 +7,15 @@ counts as sealed when its line is there; the line is written last.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.durable import sync_path
-from areal_hpc.shards.disk import write_whole
+from areal_hpc.json_lines import append_line, decode_lines, read_lines
 from areal_hpc.shards.schema import parse_shard_name
-
-Line = TypeVar("Line")
 
 _TAIL_BYTES = 1 << 16
 """First look at the end of an index: one line of some hundred tickets."""
@@ -87,17 +83,11 @@ def append_to_index(index_dir: Path, shard: SealedShard) -> None:
     if named is None:
         raise ValueError(f"{shard.file!r} is not the name of a shard")
     path = index_dir / f"{named[0]}.jsonl"
-    descriptor = open_making_folders(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
     try:
-        size = os.fstat(descriptor).st_size
-        # A crash may have left half a line: end it, or it would swallow this one.
-        torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-        write_whole(descriptor, [b"\n" * torn + msgspec.json.encode(shard) + b"\n"])
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if size == 0:
-        sync_path(index_dir)
+        append_line(path, shard, sync=True)
+    except FileNotFoundError:
+        index_dir.mkdir(parents=True, exist_ok=True)
+        append_line(path, shard, sync=True)
 
 
 def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
@@ -109,12 +99,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     if not index_dir.is_dir():
         return []
     paths = [index_dir / f"{writer}.jsonl"] if writer else sorted(index_dir.glob("*.jsonl"))
-    return [
-        shard
-        for path in paths
-        if path.exists()
-        for shard in _whole_lines(path.read_bytes(), SealedShard)
-    ]
+    return [shard for path in paths for shard in read_lines(path, SealedShard)]
 
 
 def last_sequence(index_dir: Path, writer: str) -> int:
@@ -133,7 +118,7 @@ def last_sequence(index_dir: Path, writer: str) -> int:
             stream.seek(start)
             tail = stream.read()
             # Unless it is the file's first, the line that the tail begins in is not whole.
-            lines = _whole_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
+            lines = decode_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
             sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
             if sequences or start == 0:
                 return max(sequences, default=-1)
@@ -144,14 +129,6 @@ class _Named(msgspec.Struct):
     """As much of a line as `last_sequence` needs."""
 
     file: str
-
-
-def _whole_lines(content: bytes, line_type: type[Line]) -> Iterator[Line]:
-    for line in content.split(b"\n"):
-        try:
-            yield msgspec.json.decode(line, type=line_type)
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
 
 
 def locate_tickets(

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.telemetry import EVALUATION, append_json_line, read_step_lines
+from areal_hpc.json_lines import append_line
+from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
 
@@ -86,7 +87,7 @@ class MetricsLog:
         if self._held is not None:
             self._held.append((step, values))
             return
-        append_json_line(self._path, {"step": step, **finite(values)})
+        append_line(self._path, {"step": step, **finite(values)})
         if self._board is not None:
             for name, value in finite(values).items():
                 if isinstance(value, int | float):

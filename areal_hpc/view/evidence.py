@@ -13,8 +13,8 @@ from typing import Any
 from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Queue, QueuedJob
 from areal_hpc.cluster.submissions import Submission
+from areal_hpc.json_lines import decode_lines, read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, log_files, records_of, tail
 
@@ -88,7 +88,7 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
         last_words=last_words,
         stacks=tuple(_stacks(layout, events, last_words)),
         slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
-        excluded=tuple(read_json_lines(layout.excluded_nodes)),
+        excluded=tuple(read_lines(layout.excluded_nodes)),
     )
 
 
@@ -100,15 +100,12 @@ def _launched_at(layout: RunLayout) -> float:
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _events(layout: RunLayout) -> Iterator[dict[str, Any]]:
+def _events(layout: RunLayout) -> list[dict[str, Any]]:
     """The end of the event log."""
     if not layout.events.exists():
-        return
-    for line in tail(layout.events, EVENTS_BYTES).splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            continue  # cut short by a crash
+        return []
+    content = tail(layout.events, EVENTS_BYTES).encode()
+    return decode_lines(content, dict[str, Any], f"the end of {layout.events},")
 
 
 def _last_words(run: RunJobs) -> Iterator[LastWord]:

@@ -7,8 +7,9 @@ from typing import Any
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import EVALUATION, read_json_lines, read_step_lines
+from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
 
@@ -26,15 +27,16 @@ class Snapshot:
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
-        """(step, held-out reward) of every evaluated step."""
-        return [(row["step"], row[EVALUATION]) for row in self.steps if EVALUATION in row]
+        """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
+        rows = [(row["step"], row.get(EVALUATION)) for row in self.steps]
+        return [(step, reward) for step, reward in rows if reward is not None]
 
 
 def read_snapshot(layout: RunLayout, *, ask_ledger: bool = False) -> Snapshot:
     """Look at a run without touching it."""
     return Snapshot(
         tuple(read_step_lines(layout.metrics)),
-        tuple(read_json_lines(layout.warmup_metrics)),
+        tuple(read_lines(layout.warmup_metrics)),
         _ledger_status(layout) if ask_ledger else None,
     )
 

@@ -12,15 +12,15 @@ import sys
 import time
 from pathlib import Path
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
-from areal_hpc.telemetry import read_json_lines
 
 COMMAND = (sys.executable, "-m", "areal_hpc")
 
 
 def newest_step(layout: RunLayout) -> int:
-    rows = read_json_lines(layout.metrics)
+    rows = read_lines(layout.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 

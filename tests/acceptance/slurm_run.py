@@ -16,8 +16,8 @@ from typing import Any
 
 from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from areal_hpc.weights.version import WeightVersion
 from tests.faults.kills import FAULTS, HELD
 from tests.integration.launch.small_run import SIZES, processes_of
@@ -172,12 +172,12 @@ class SlurmRun:
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened."""
-        rows = read_json_lines(self.layout.events)
+        rows = read_lines(self.layout.events)
         return [row for row in rows if row["event"] == name and row["time"] > since]
 
     def judged(self) -> list[tuple[int, float]]:
         """Steps whose weights were evaluated, and the held-out rewards."""
-        rows = read_json_lines(self.layout.metrics)
+        rows = read_lines(self.layout.metrics)
         return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
     def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
@@ -195,7 +195,7 @@ class SlurmRun:
 
     def shards_of(self, cell: str) -> int:
         """How many it has sealed."""
-        return len(read_json_lines(self.layout.index_dir / f"{cell}.jsonl"))
+        return len(read_lines(self.layout.index_dir / f"{cell}.jsonl"))
 
     def proxies_of(self, cell: str) -> list[str]:
         """The live proxies of a cell, wherever they run."""

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.faults.kills import KilledRun, warmed_up_model
 from tests.integration.launch.small_run import REPOSITORY, await_none_left
 
@@ -72,11 +72,11 @@ class ElasticRun(KilledRun):
 
     def published(self) -> list[dict[str, Any]]:
         """Every publication so far."""
-        return [one for one in read_json_lines(self.layout.events) if one["event"] == "published"]
+        return [one for one in read_lines(self.layout.events) if one["event"] == "published"]
 
     def step(self) -> int:
         """The newest step."""
-        rows = read_json_lines(self.layout.metrics)
+        rows = read_lines(self.layout.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
     def await_replicas(self, count: int, timeout_s: float) -> None:
@@ -119,7 +119,7 @@ def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
     seen.append(change(run, "1 -> 0 -> 3", began, known))
     run.press_ctrl_c()
     await_none_left(run, 20.0)
-    events = read_json_lines(run.layout.events)
+    events = read_lines(run.layout.events)
     died = [one["process"] for one in events if one["event"] == "process_died"]
     assert not [process for process in died if "trainer" in process], died
     RESULTS.write_text(json.dumps(seen, indent=2) + "\n")

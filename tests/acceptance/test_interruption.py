@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.integration.launch.interruptions import PHASES, interrupt_in_each, trained_steps
 from tests.integration.launch.small_run import SmallRun
 
@@ -18,5 +18,5 @@ def test_ctrl_c_in_every_phase_then_the_run_completes(tmp_path: Path) -> None:
     interrupt_in_each(run, PHASES)
     assert trained_steps(run.layout) >= 1
     run.finish()
-    assert [row["step"] for row in read_json_lines(run.layout.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_lines(run.layout.metrics)] == [0, 1, 2, 3]
     assert run.processes() == []

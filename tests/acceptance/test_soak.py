@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.faults.kills import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
 from tests.integration.launch.small_run import REPOSITORY, await_none_left
 
@@ -100,7 +100,7 @@ class Soak(KilledRun):
     def soak(self, seconds: float, chance: random.Random) -> None:
         """Kill for so long; give the command again whenever it gives up."""
         self.launch()
-        self.await_true(lambda: bool(read_json_lines(self.layout.metrics)), timeout_s=300.0)
+        self.await_true(lambda: bool(read_lines(self.layout.metrics)), timeout_s=300.0)
         ends_at = time.monotonic() + seconds
         strikes_at = time.monotonic() + chance.uniform(*PAUSE_S)
         while time.monotonic() < ends_at:
@@ -119,7 +119,7 @@ class Soak(KilledRun):
         assert self.process is not None
         if self.process.poll() is None:
             self.press_ctrl_c()
-        self.steps = read_json_lines(self.layout.metrics)[-1]["step"] + MORE_STEPS
+        self.steps = read_lines(self.layout.metrics)[-1]["step"] + MORE_STEPS
         self.override(f"trainer.total_steps={self.steps}")
         self.launch()
         assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()

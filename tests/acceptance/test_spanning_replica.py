@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.integration.commands import command_of, is_scheduler
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.test_submit import Submitting
@@ -35,7 +35,7 @@ def cluster(tmp_path: Path) -> Iterator[Devcluster]:
 
 
 def events_of(run: Submitting, name: str) -> list[dict[str, Any]]:
-    return [row for row in read_json_lines(run.layout.events) if row["event"] == name]
+    return [row for row in read_lines(run.layout.events) if row["event"] == name]
 
 
 def second_scheduler(run: Submitting) -> psutil.Process:

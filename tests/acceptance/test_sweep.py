@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.submissions import read_submissions
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
@@ -75,7 +75,7 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
         for run in runs:
             audit = areal_hpc(cluster, "audit", str(run.root)).splitlines()[-1]
             assert audit == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
-    last = {run.root.name: read_json_lines(run.metrics)[-1] for run in runs}
+    last = {run.root.name: read_lines(run.metrics)[-1] for run in runs}
     assert table[0] == ["run", "state", "step", "reward", "held-out", "lr"]
     assert sorted(table[1:]) == sorted(
         [

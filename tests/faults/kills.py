@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import SmallRun
 
 FAULTS = Path(__file__).parent
@@ -155,7 +155,7 @@ class KilledRun(SmallRun):
 
     def assert_complete(self) -> str:
         """Every step was taken and told once, every ticket trained once; the audit's verdict."""
-        rows = read_json_lines(self.layout.metrics)
+        rows = read_lines(self.layout.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
         assert self.layout.finished.exists()
         verdict = self.audited()
@@ -164,7 +164,7 @@ class KilledRun(SmallRun):
 
     def seconds_to_next_version(self, struck_at: float) -> float:
         """From a kill to the next weights that replicas were given."""
-        events = read_json_lines(self.layout.events)
+        events = read_lines(self.layout.events)
         later: list[float] = [
             event["time"]
             for event in events

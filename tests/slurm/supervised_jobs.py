@@ -14,7 +14,7 @@ from areal_hpc.cluster.submissions import (
     read_submissions,
     record_submission,
 )
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
 RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
@@ -139,12 +139,12 @@ class SupervisedJob:
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""
-        return {row["node"]: row["reason"] for row in read_json_lines(self.excluded_nodes)}
+        return {row["node"]: row["reason"] for row in read_lines(self.excluded_nodes)}
 
     def explain(self) -> str:
         """All that the job left, for a test that failed."""
         out = self.job_dir / "out.txt"
         shown = self.cluster.slurm("scontrol", "show", "job", self.job_id)
-        events = read_json_lines(self.root / "events.jsonl")
+        events = read_lines(self.root / "events.jsonl")
         written = out.read_text() if out.exists() else ""
         return "\n".join((shown, json.dumps(events, indent=1), written, *self.words))

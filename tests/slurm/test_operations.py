@@ -137,6 +137,46 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
     assert "committed" in run.log("trainer")
 
 
+def tear(run: OperatedRun) -> list[Path]:
+    """Leave in every JSON-lines file what a full disk leaves, and a line joined to a fragment."""
+    layout = run.layout
+    index = layout.index_dir / "cell-0.jsonl"
+    files = [layout.submissions, layout.excluded_nodes, layout.events, layout.metrics]
+    files += [layout.drops, layout.curriculum, layout.warmup_metrics, index]
+    for path in files:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as stream:
+            stream.write(b'{"node":"n0{"node":"n03","reason":"no GPU"}\n{"job":"cell-0","jo')
+    return files
+
+
+def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path: Path) -> None:
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    run = OperatedRun.make(shared, tmp_path, "torn", *sizes)
+    trainer = run.submit(
+        "trainer", "commits", "--partition=scavenger", "--requeue", "--nodelist=n01"
+    )
+    torn = tear(run)
+    wait_for(lambda: "works" in run.log("trainer"), 60)
+    status = run.command("status")
+    assert f"trainer  {trainer}" in status
+    assert "RUNNING" in status
+    assert f"{run.layout.submissions} line 2 cannot be read and is left out" in status
+    assert "nothing has failed" in run.command("why")
+    assert "quickstart/torn  running" in run.command("list")
+    run.command("audit")
+    # Preempted, the job itself reads the list of excluded nodes and has Slurm requeue it.
+    priority = ("--partition=priority", "--exclusive", "--mem=100", "--nodelist=n01")
+    run.cluster.submit("sleep 1", *priority)
+    wait_for(lambda: run.log("trainer").count("works") == 2, 90)
+    assert "SIGTERM to 1 job" in run.command("cancel")
+    held = ("cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
+    assert "job      trainer" in run.command("resume", *held)
+    jobs = len(run.cluster.slurm("squeue", "-h").splitlines())
+    assert f"cancelled; {jobs} jobs ended" in run.command("cancel", "--now"), "the new lines count"
+    assert all(b'"jo\n' in path.read_bytes() for path in torn if path == run.layout.submissions)
+
+
 def areal_hpc(cluster: Devcluster, *arguments: str, code: int = 0) -> str:
     """What a command that is given no run prints."""
     asked = subprocess.run(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.submissions import read_submissions
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.agents.theatre import python_of
 from tests.slurm.devclusters import CHECKOUT, devcluster
@@ -45,4 +45,4 @@ def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
         submitted = read_submissions(layout.submissions)
         assert [one.job for one in submitted] == ["trainer", "cell-0"]
         assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
-    assert [row["step"] for row in read_json_lines(layout.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.submissions import Submission, read_submissions
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import SIZES
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 
@@ -87,7 +87,7 @@ def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
     ended = run.submit("--wait", timeout_s=380)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step      5/5" in ended.stdout
-    assert [row["step"] for row in read_json_lines(run.layout.metrics)][-1] == 5
+    assert [row["step"] for row in read_lines(run.layout.metrics)][-1] == 5
     assert [one.job for one in run.submissions] == ["warmup", "trainer", "cell-0", "cell-1"]
     states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
     assert set(states.values()) == {"COMPLETED"}, states
@@ -157,7 +157,7 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
     assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
     wait_for(lambda: all(layout.export("warmup").exists() for layout in layouts), 200)
-    finals = [read_json_lines(layout.warmup_metrics)[-1]["loss"] for layout in layouts]
+    finals = [read_lines(layout.warmup_metrics)[-1]["loss"] for layout in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
     alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from areal_hpc.cluster.requeue import release_held
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
 
@@ -86,7 +86,7 @@ def test_a_preempted_job_saves_once_and_goes_on_under_its_number(
     assert sorted(job.words[2:4]) == ["saved 0", "saved 1"]
     assert all(word.startswith("began 2 at 10.") for word in job.words[4:]), job.words
     assert job.restarts() == 1
-    (requeued,) = read_json_lines(job.root / "events.jsonl")
+    (requeued,) = read_lines(job.root / "events.jsonl")
     assert requeued["reason"] == "preempted by a job of higher priority"
     folder = job.root / "logs" / "preempted"
     assert {path.name for path in folder.iterdir()} == {"restart_00", "restart_01"}

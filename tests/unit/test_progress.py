@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.json_lines import append_line
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import append_json_line
 from areal_hpc.view.progress import PlainReporter
 from areal_hpc.view.snapshot import read_snapshot
 from areal_hpc.view.summary import summarise
@@ -31,16 +31,16 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
 ) -> None:
     layout = RunLayout(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
-    append_json_line(layout.metrics, {"step": 0, "eval/reward": 0.25})
-    append_json_line(layout.metrics, {"step": 1, **STEP})
+    append_line(layout.metrics, {"step": 0, "eval/reward": 0.25})
+    append_line(layout.metrics, {"step": 1, **STEP})
     reporter.report_new_steps()
     reporter.report_new_steps()
-    append_json_line(layout.metrics, {"step": 2, **STEP})
+    append_line(layout.metrics, {"step": 2, **STEP})
     reporter.report_new_steps()
     assert steps_in(capsys.readouterr().out) == [0, 1, 2]
     layout.metrics.unlink()  # a fresh start
     reporter.report_new_steps()
-    append_json_line(layout.metrics, {"step": 1, **STEP})
+    append_line(layout.metrics, {"step": 1, **STEP})
     reporter.close()
     assert steps_in(capsys.readouterr().out) == [1]
 
@@ -50,12 +50,12 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
 ) -> None:
     layout = RunLayout(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
-    append_json_line(layout.metrics, {"step": 1, **STEP})
-    append_json_line(layout.metrics, {"step": 2, **STEP})
+    append_line(layout.metrics, {"step": 1, **STEP})
+    append_line(layout.metrics, {"step": 2, **STEP})
     reporter.report_new_steps()
-    append_json_line(layout.metrics, {"step": 1, "eval/reward": 0.25})
+    append_line(layout.metrics, {"step": 1, "eval/reward": 0.25})
     reporter.report_new_steps()
-    append_json_line(layout.metrics, {"step": 3, **STEP, "eval/reward": 0.75})
+    append_line(layout.metrics, {"step": 3, **STEP, "eval/reward": 0.75})
     reporter.close()
     told = capsys.readouterr().out.splitlines()
     assert steps_in("\n".join(told)) == [1, 2, 1, 3]
@@ -70,9 +70,9 @@ def test_what_an_earlier_launch_told_is_not_told_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunLayout(tmp_path)
-    append_json_line(layout.metrics, {"step": 1, **STEP})
+    append_line(layout.metrics, {"step": 1, **STEP})
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
-    append_json_line(layout.metrics, {"step": 2, **STEP})
+    append_line(layout.metrics, {"step": 2, **STEP})
     reporter.close()
     assert steps_in(capsys.readouterr().out) == [2]
 
@@ -82,7 +82,7 @@ def test_a_step_without_metered_tokens_says_so(
 ) -> None:
     layout = RunLayout(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
-    append_json_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
+    append_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
     reporter.close()
     assert "unmetered" in capsys.readouterr().out
 
@@ -94,7 +94,7 @@ def test_a_difference_that_is_not_finite_is_said_in_words(
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     line = {"step": 1, **STEP, "logprob/engine_trainer_max_abs_diff": None}
     sizes = {"time/step_s": 1.0, "tokens/trained": 1, "versions/multi": 0}
-    append_json_line(layout.metrics, line | sizes)
+    append_line(layout.metrics, line | sizes)
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
     assert "not finite largest" in summarise(layout, read_snapshot(layout), program="areal-hpc")

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.launch.small_run import processes_of
 from tests.unit.session.chatml import TRAINING_TEXT
@@ -56,7 +56,7 @@ def test_an_agent_and_rows_of_a_script_are_trained(
     layout = RunLayout(tmp_path / "areal" / how)
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
     assert "lost" not in answer.stdout
-    assert [row["step"] for row in read_json_lines(layout.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]
     recipe = yaml.safe_load(layout.recipe.read_text())
     assert recipe["rollout"]["workflow"] == "handed_over.agent"
     assert recipe["train_dataset"]["path"] == str(layout.dataset("train"))

@@ -7,8 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.contract.document_commands import COMMANDS, OWN_MODULE, overrides
 from tests.contract.documents import blocks
 from tests.integration.agents.conftest import make_talking_model
@@ -65,7 +65,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
     )
     layout = RunLayout(fileroot / command.run)
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
-    steps = [row["step"] for row in read_json_lines(layout.metrics)]
+    steps = [row["step"] for row in read_lines(layout.metrics)]
     assert steps == [0, 1], answer.stdout
     audit = subprocess.run(
         [python_of("agents"), "-m", "areal_hpc", "audit", layout.root],

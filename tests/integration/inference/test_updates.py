@@ -15,7 +15,8 @@ from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.json_lines import read_lines
+from areal_hpc.telemetry import EventLog
 
 SILENT_S = 0.4
 """What the scripted server takes from the order to go on until its first batch."""
@@ -141,7 +142,7 @@ def test_an_update_from_disk_is_a_change_of_weights_until_it_is_verified(tmp_pat
     assert SILENT_S <= stall.reprefill_s < stall.stall_s
     noted = [
         event
-        for event in read_json_lines(tmp_path / "events.jsonl")
+        for event in read_lines(tmp_path / "events.jsonl")
         if event["event"] == "generation_resumed"
     ]
     assert [event["reprefill_s"] for event in noted] == [stall.reprefill_s]

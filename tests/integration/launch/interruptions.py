@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import SmallRun
 
 STOP_LIMIT_S = 20.0
@@ -17,7 +17,7 @@ Phases = Mapping[str, Callable[[RunLayout], bool]]
 
 def trained_steps(layout: RunLayout) -> int:
     """The last step that was trained, -1 before the first one."""
-    rows = read_json_lines(layout.metrics)
+    rows = read_lines(layout.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 
@@ -27,7 +27,7 @@ def _evaluates(layout: RunLayout) -> bool:
 
 
 PHASES: Phases = {
-    "warm-up": lambda layout: bool(read_json_lines(layout.warmup_metrics)),
+    "warm-up": lambda layout: bool(read_lines(layout.warmup_metrics)),
     "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
     "training": lambda layout: trained_steps(layout) >= 1,

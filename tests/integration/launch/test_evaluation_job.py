@@ -10,8 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.telemetry import read_step_lines
 from areal_hpc.weights.version import WeightVersion
 from tests.integration.launch.interruptions import trained_steps
 from tests.integration.launch.small_run import SmallRun, await_none_left
@@ -25,7 +26,7 @@ TASKS = 128
 
 def begun(layout: RunLayout) -> list[dict[str, Any]]:
     """The evaluations that began, in order."""
-    return [one for one in read_json_lines(layout.events) if one["event"] == "evaluation_begun"]
+    return [one for one in read_lines(layout.events) if one["event"] == "evaluation_begun"]
 
 
 def step_of(event: dict[str, Any]) -> int:

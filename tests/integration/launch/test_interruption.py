@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.integration.launch.interruptions import (
     PHASES,
     STOP_LIMIT_S,
@@ -28,7 +28,7 @@ def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(tmp_path: Path
     interrupt_in_each(run, {phase: PHASES[phase] for phase in ("servers starting", "training")})
     assert trained_steps(run.layout) >= 1
     run.finish()
-    assert [row["step"] for row in read_json_lines(run.layout.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_lines(run.layout.metrics)] == [0, 1, 2, 3]
     assert run.processes() == []
 
 

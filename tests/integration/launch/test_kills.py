@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from tests.faults.kills import Kill, KilledRun, warmed_up_model
 from tests.integration.launch.small_run import await_none_left
 
@@ -42,7 +42,7 @@ def submitit_processes(job_dir: Path) -> list[psutil.Process]:
 def test_a_job_that_is_killed_is_submitted_again(model: Path, tmp_path: Path) -> None:
     run = KilledRun(tmp_path, model, [], steps=4)
     run.start()
-    run.await_true(lambda: any(row["step"] >= 1 for row in read_json_lines(run.layout.metrics)))
+    run.await_true(lambda: any(row["step"] >= 1 for row in read_lines(run.layout.metrics)))
     supervisors = submitit_processes(run.layout.jobs_dir / "cell-0")
     assert supervisors
     for process in supervisors:

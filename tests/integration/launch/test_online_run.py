@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_hpc.telemetry import read_json_lines
+from areal_hpc.json_lines import read_lines
 from examples.online.chat import chat
 from examples.quickstart.task import verify
 from tests.integration.launch.small_run import SmallRun, await_none_left
@@ -75,7 +75,7 @@ def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
     with programs.at_work():
         run.finish()
     await_none_left(run, 20.0)
-    trained = [row for row in read_json_lines(run.layout.metrics) if row["step"] > 0]
+    trained = [row for row in read_lines(run.layout.metrics) if row["step"] > 0]
     assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
     assert all(row["tokens/trained"] > 0 for row in trained)
     assert programs.rewarded >= STEPS * GROUPS * 4

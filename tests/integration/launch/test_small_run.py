@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import step_name
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(400)
@@ -33,7 +33,7 @@ def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:
 
 
 def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
-    rows = read_json_lines(finished.layout.metrics)[:4]
+    rows = read_lines(finished.layout.metrics)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
     for row in rows[1:]:
@@ -44,7 +44,7 @@ def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
 
 
 def test_the_engine_and_the_trainer_agree_on_every_sampled_token(finished: SmallRun) -> None:
-    for row in read_json_lines(finished.layout.metrics)[1:]:
+    for row in read_lines(finished.layout.metrics)[1:]:
         assert row["logprob/engine_trainer_max_abs_diff"] <= 1e-4
         assert row["logprob/metered_tokens"] == row["tokens/sampled"]
 
@@ -87,7 +87,7 @@ def test_verify_finds_a_flipped_byte_anywhere_in_a_shard(finished: SmallRun) -> 
 
 
 def test_every_ticket_is_trained_exactly_once(finished: SmallRun) -> None:
-    steps = read_json_lines(finished.layout.metrics)[-1]["step"]  # another test asks for more
+    steps = read_lines(finished.layout.metrics)[-1]["step"]  # another test asks for more
     assert finished.audited() == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
 
 
@@ -102,7 +102,7 @@ def test_a_finished_run_goes_on_when_more_steps_are_asked_for(finished: SmallRun
     longer = SmallRun(finished.fileroot, "trainer.total_steps=4")
     longer.finish()
     assert "changed  trainer.total_steps: 3 -> 4" in longer.said()
-    assert read_json_lines(finished.layout.metrics)[-1]["step"] == 4
+    assert read_lines(finished.layout.metrics)[-1]["step"] == 4
     assert longer.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
 
 
@@ -121,7 +121,7 @@ def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_pa
     arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
     assert answer.returncode == 0, answer.stderr
-    newest = step_name(read_json_lines(finished.layout.metrics)[-1]["step"])
+    newest = step_name(read_lines(finished.layout.metrics)[-1]["step"])
     by_trainer = finished.layout.export(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)
 

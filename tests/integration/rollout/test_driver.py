@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.json_lines import read_lines
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import BLOCKED_S, Driver, Peers
@@ -20,7 +21,7 @@ from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.workflow import RolloutWorkflow
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SessionLimits
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
@@ -54,12 +55,12 @@ class Cell:
     @property
     def events(self) -> list[dict[str, Any]]:
         """All but those that a machine causes which stops for seconds."""
-        found = read_json_lines(self.run_dir / "events.jsonl")
+        found = read_lines(self.run_dir / "events.jsonl")
         return [event for event in found if event["event"] != "event_loop_blocked"]
 
     @property
     def was_blocked(self) -> bool:
-        found = read_json_lines(self.run_dir / "events.jsonl")
+        found = read_lines(self.run_dir / "events.jsonl")
         return any(event["event"] == "event_loop_blocked" for event in found)
 
     def run(self, slots: int = 16, meanwhile: Callable[[], Awaitable[None]] | None = None) -> None:

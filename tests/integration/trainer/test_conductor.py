@@ -16,7 +16,8 @@ import torch
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.telemetry import EventLog, read_json_lines
+from areal_hpc.json_lines import read_lines
+from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.commands import Idle, Publish, Train
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.ledger_peer import LedgerPeer
@@ -146,12 +147,12 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
         rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
     conductor = make_conductor(stack, tmp_path, cells=3)
     took_s = train(conductor, steps=40)
-    updates = [event for event in read_json_lines(tmp_path / "events.jsonl") if event["replicas"]]
-    tries = [event for event in read_json_lines(tmp_path / "events.jsonl") if event["failed"]]
+    updates = [event for event in read_lines(tmp_path / "events.jsonl") if event["replicas"]]
+    tries = [event for event in read_lines(tmp_path / "events.jsonl") if event["failed"]]
     assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
     assert tries
     assert 2 ** (len(tries) - 1) - 1 <= took_s, "tried again after ever longer pauses"
     assert took_s < 25 * HANG_S, "40 updates that each wait for it take longer"
-    lines = read_json_lines(tmp_path / "metrics.jsonl")
+    lines = read_lines(tmp_path / "metrics.jsonl")
     phases = ("pause", "transfer", "load", "verify", "flush", "resume")
     assert all(f"weights/{phase}_s" in lines[0] for phase in phases)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.trainer.rank_server import Outcome, RankServer
 from tests.integration.trainer.recorded_run import claim_dropout, record_run
 
@@ -96,7 +96,7 @@ def check_complete(layout: RunLayout, outcome: Outcome, began_at: set[int]) -> N
     # A kill can leave a third one for the next commit to delete; nothing half-written stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
-    assert [line["step"] for line in read_json_lines(layout.metrics)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in read_lines(layout.metrics)] == list(range(1, STEPS + 1))
 
 
 @pytest.mark.parametrize("point", KILLS)

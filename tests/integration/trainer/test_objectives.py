@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from tests.integration.trainer.rank_server import RankServer
 from tests.integration.trainer.recorded_run import record_run
 
@@ -47,7 +47,7 @@ def train(
         size *= part
     outcome = ranks.run(layout, "replay", size, trainer=settings)
     assert outcome.codes == [0] * size, outcome.log
-    return read_json_lines(layout.metrics)
+    return read_lines(layout.metrics)
 
 
 def test_a_row_is_judged_as_one_in_every_layout(

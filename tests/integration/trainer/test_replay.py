@@ -13,9 +13,9 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.json_lines import append_line, read_lines
 from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import append_json_line, read_json_lines
 from areal_hpc.view.progress import PlainReporter
 from tests.integration.trainer.rank_server import REPOSITORY, RankServer
 from tests.integration.trainer.recorded_run import TRAINER, record_run, write_recipe
@@ -57,7 +57,7 @@ def content(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def lines(root: Path) -> dict[int, dict[str, float]]:
-    return {line["step"]: line for line in read_json_lines(RunLayout(root).metrics)}
+    return {line["step"]: line for line in read_lines(RunLayout(root).metrics)}
 
 
 def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
@@ -156,7 +156,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
     for layout, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
         layout.root.mkdir()
         for step, loss in losses.items():
-            append_json_line(layout.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
+            append_line(layout.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
     assert list(compare(run, out, range(1, 4))) == [
         "compare  the run has metrics of 2 of these 3 steps",
         "compare  step 1: loss 2.5, recorded 2.0",

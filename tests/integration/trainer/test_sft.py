@@ -15,8 +15,8 @@ import torch
 import transformers
 
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
+from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import read_json_lines
 from areal_hpc.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(200)
@@ -77,18 +77,18 @@ def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -
     layout = RunLayout(config.parent / "run")
     process = start(config)
     give_up_at = time.monotonic() + 60
-    while len(read_json_lines(layout.warmup_metrics)) < 50:
+    while len(read_lines(layout.warmup_metrics)) < 50:
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    stopped_at = read_json_lines(layout.warmup_metrics)[-1]["step"]
+    stopped_at = read_lines(layout.warmup_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
     assert not layout.export("warmup").exists()
 
     assert start(config).wait(timeout=90) == 0
-    rows = read_json_lines(layout.warmup_metrics)
+    rows = read_lines(layout.warmup_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
     commits = sorted(path.name for path in layout.warmup_dir.iterdir())

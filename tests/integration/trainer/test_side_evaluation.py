@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.json_lines import read_lines
+from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.schedule import Schedule
@@ -139,7 +140,7 @@ def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
     court.follow(lambda: court.is_finished())
     assert court.is_finished()
     assert court.written() == {0: 0.25, 5: 0.5, 6: 0.75}
-    begun = [e for e in read_json_lines(tmp_path / "events.jsonl") if e["event"] != "published"]
+    begun = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] != "published"]
     assert [(event["version"], event["left_out"]) for event in begun] == [
         ("1.0", []),
         ("1.5", [2, 4]),
@@ -165,6 +166,6 @@ def test_weights_that_are_lost_give_way_to_the_present_ones(
     court.follow(lambda: court.step == 42)
     court.follow(lambda: len(court.asked) == 3)
     assert court.written() == {40: 0.5}
-    (given_up,) = [e for e in read_json_lines(tmp_path / "events.jsonl") if e.get("given_up")]
+    (given_up,) = [e for e in read_lines(tmp_path / "events.jsonl") if e.get("given_up")]
     assert given_up["given_up"] == "1.0"
     assert given_up["left_out"] == list(range(0, 40, 2))

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.telemetry import read_json_lines, read_step_lines
+from areal_hpc.json_lines import read_lines
+from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls, finite
 from areal_hpc.wire.replicas import Stall
 
@@ -21,7 +22,7 @@ def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
     assert resumed.reopened == {"loss": 3.0}
     resumed.write(3, {**resumed.reopened, "eval/reward": 0.5})
     resumed.write(4, {"loss": 40.0})
-    assert read_json_lines(path) == [
+    assert read_lines(path) == [
         {"step": 0, "loss": 0.0},
         {"step": 1, "loss": 1.0},
         {"step": 2, "loss": 2.0},
@@ -39,7 +40,7 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
     first.write(1, {"eval/reward": 0.25})
     first.write(3, {"eval/reward": 0.5})
     first.write(4, {"eval/reward": 0.75})
-    assert [line["step"] for line in read_json_lines(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
+    assert [line["step"] for line in read_lines(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
     expected = [
         {"step": 0, "loss": 0.0},
         {"step": 1, "loss": 1.0, "eval/reward": 0.25},
@@ -50,7 +51,7 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
     resumed = MetricsLog(path, None, 3)
     assert resumed.judged_step == 3
     assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
-    assert read_json_lines(path) == expected[:3]
+    assert read_lines(path) == expected[:3]
     assert MetricsLog(path, None, 2).judged_step == 1
 
 
@@ -61,7 +62,7 @@ def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     log.write(1, line)
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
-    assert read_json_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
+    assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
     # A commit carries a line in its own codec, and must be able to read it again.
     assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == finite(line)
 
@@ -73,10 +74,10 @@ def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> 
     log.hold()
     log.write(2, {"loss": 2.0})
     log.write(3, {"loss": 3.0})
-    assert [line["step"] for line in read_json_lines(path)] == [1]
+    assert [line["step"] for line in read_lines(path)] == [1]
     log.release()
     log.write(4, {"loss": 4.0})
-    assert [line["step"] for line in read_json_lines(path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
 
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:

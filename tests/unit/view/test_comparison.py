@@ -5,8 +5,8 @@ from pathlib import Path
 import yaml
 
 from areal_hpc.cluster.queue import Queue
+from areal_hpc.json_lines import append_line
 from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import append_json_line
 from areal_hpc.view.columns import span
 from areal_hpc.view.comparison import compare, differing_keys, find_runs
 
@@ -33,7 +33,7 @@ def make_run(root: Path, trial: str, lr: float) -> RunLayout:
             {"trial_name": trial, "trainer": {"total_steps": 5, "optimizer": {"lr": lr}}}
         )
     )
-    append_json_line(layout.metrics, {"step": 2, "reward/mean": 0.5, "eval/reward": lr})
+    append_line(layout.metrics, {"step": 2, "reward/mean": 0.5, "eval/reward": lr})
     return layout
 
 

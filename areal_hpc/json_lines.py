@@ -1,0 +1,99 @@
+"""Files of JSON lines: one append that repairs a torn end, one reader that skips a torn line.
+
+A crash or a full disk leaves a fragment without a newline at the end of a file. The next append
+ends that line first, so that it costs one line and not two; readers leave the fragment out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import msgspec
+
+from areal_hpc.durable import sync_path
+
+Record = TypeVar("Record")
+
+log = logging.getLogger(__name__)
+
+
+def append_line(path: Path, record: object, *, sync: bool = False) -> None:
+    """Append one record in a single write, so that lines of several writers never mix.
+
+    Args:
+        path: The file; made if it is missing, but not its folder.
+        record: Anything that msgspec encodes as a JSON object; infinities and NaN become null.
+        sync: Force the line, and the name of a new file, to disk before returning.
+
+    Raises:
+        OSError: The storage refused, or took a part of the line only. What it took is a fragment
+            that the next append ends and that readers leave out.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        is_torn = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
+        line = b"\n" * is_torn + msgspec.json.encode(record) + b"\n"
+        if (taken_bytes := os.write(descriptor, line)) != len(line):
+            raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
+        if sync:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    if sync and size_bytes == 0:
+        sync_path(path.parent)
+
+
+@overload
+def read_lines(path: Path) -> list[dict[str, Any]]: ...
+@overload
+def read_lines(path: Path, kind: type[Record]) -> list[Record]: ...
+def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
+    """Every record of a file in order; none if there is no file.
+
+    Args:
+        path: The file.
+        kind: What a line holds. One that holds something else is left out with a warning that
+            names it.
+    """
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    return decode_lines(content, kind, str(path))
+
+
+def decode_lines(content: bytes, kind: type[Record], source: str = "") -> list[Record]:
+    """The records in a piece of a file.
+
+    Args:
+        content: Lines; the last one may be without its newline.
+        kind: What a line holds.
+        source: Name of the file in the warning about a line that holds something else; without
+            it such lines are left out silently, for a piece that may begin within a line.
+    """
+    records = []
+    *lines, last = content.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            if line:
+                records.append(msgspec.json.decode(line, type=kind))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if source:
+                _warn(source, number, str(error), line[:80])
+    # Empty, still being written, or cut short by a crash: nobody was told that it is there.
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+        records.append(msgspec.json.decode(last, type=kind))
+    return records
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn(source: str, number: int, reason: str, start: bytes) -> None:
+    """Name an unreadable line once in the life of this process: files are read again and again."""
+    log.warning("%s line %d cannot be read and is left out (%s): %r", source, number, reason, start)
