@@ -95,12 +95,14 @@ def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
 
     layout = existing_run(arguments.run)
-    run = read_jobs(layout, Queue())
+    run, advance = read_jobs(layout, Queue()), read_advance(layout)
+    lines = [f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}"]
+    lines += describe_advance(advance)
     if not run.is_local:
-        print(f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}")
-        print("\n".join([*describe_advance(read_advance(layout)), "", *describe_jobs(run)]))
-    if run.is_local or layout.finished.exists():
-        print(summary(layout))
+        lines += ["", *describe_jobs(run)]
+    if advance.step > 0 and (run.is_local or layout.finished.exists()):
+        lines += ["", summary(layout)]
+    print("\n".join(lines))
     return 0
 
 

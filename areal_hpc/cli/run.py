@@ -92,8 +92,10 @@ def train(
                 sys_path=sys_path,
             )
     except here.Interrupted:
+        draw_learning_curve(layout)
         print("stopped; the same command continues the run")
         return INTERRUPTED_EXIT_CODE
+    draw_learning_curve(layout)
     print(summary(layout))
     return 0
 
@@ -104,6 +106,8 @@ def is_answered(recipe: Recipe, layout: RunLayout, anew: str = FRESH) -> bool:
 
     if not is_finished(recipe, layout):
         return False
+    if not layout.curve.exists():  # a run under Slurm that nobody waited for
+        draw_learning_curve(layout)
     print(summary(layout))
     print(f"\nthis run is finished; {anew}")
     return True
@@ -124,17 +128,26 @@ def progress(recipe: Recipe, layout: RunLayout) -> Iterator[PlainReporter | Live
 
 
 def summary(layout: RunLayout) -> str:
-    """What a run amounts to; its learning curve is drawn on the way."""
+    """What a run amounts to so far. Writes nothing."""
     from areal_hpc.view.snapshot import read_snapshot
     from areal_hpc.view.summary import summarise
 
-    snapshot = read_snapshot(layout)
-    # A script may run in an agents' environment that cannot draw; `areal-hpc status` draws later.
-    if snapshot.steps and importlib.util.find_spec("matplotlib"):
-        from areal_hpc.view.curve import draw_curve
+    return summarise(layout, read_snapshot(layout), program())
 
+
+def draw_learning_curve(layout: RunLayout) -> None:
+    """Draw the run's learning curve into its directory, if matplotlib is installed.
+
+    Only commands that train call this: those that look at a run may have no right to write there.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return  # a training script may run in an environment of its own
+    from areal_hpc.view.curve import draw_curve
+    from areal_hpc.view.snapshot import read_snapshot
+
+    snapshot = read_snapshot(layout)
+    if snapshot.steps:
         draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
-    return summarise(layout, snapshot, program())
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -12,7 +12,14 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import Commands, program
-from areal_hpc.cli.run import FRESH, INTERRUPTED_EXIT_CODE, is_answered, progress, summary
+from areal_hpc.cli.run import (
+    FRESH,
+    INTERRUPTED_EXIT_CODE,
+    draw_learning_curve,
+    is_answered,
+    progress,
+    summary,
+)
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 
@@ -177,5 +184,6 @@ def _wait(recipe: Recipe, layout: RunLayout) -> int:
     except here.Interrupted:
         print(f"detached; the jobs go on: {program()} status {layout.root}")
         return INTERRUPTED_EXIT_CODE
+    draw_learning_curve(layout)
     print(summary(layout))
     return 0

@@ -15,7 +15,7 @@ matplotlib.use("Agg")
 
 def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
     """Draw training and held-out reward over steps, with the reply length below."""
-    trained = [row for row in snapshot.steps if "reward/mean" in row]
+    trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
     figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
     upper.plot(
@@ -37,8 +37,9 @@ def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
         upper.annotate(
             f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 7), ha="center"
         )
-    rewards = [row["reward/mean"] for row in trained] + [r for _, r in snapshot.evaluations]
-    upper.set_ylim(min(0.0, *rewards) * 1.12, max(1.0, *rewards) * 1.12)
+    rewards = [0.0, 1.0, *(row["reward/mean"] for row in trained)]
+    rewards += [reward for _, reward in snapshot.evaluations]
+    upper.set_ylim(min(rewards) * 1.12, max(rewards) * 1.12)
     upper.set_ylabel("mean reward")
     upper.set_title(title)
     upper.grid(alpha=0.25)

@@ -140,16 +140,16 @@ def warmup_line(row: dict[str, Any], total: int) -> str:
 
 def step_line(row: dict[str, Any], total: int) -> str:
     """One trained step, for people."""
-    evaluated = f"  held-out {row[EVALUATION]:.3f}" if EVALUATION in row else ""
+    evaluated = f"  held-out {shown(row[EVALUATION], '.3f')}" if EVALUATION in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
     metered = row["logprob/metered_tokens"]
     gap = shown(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
     return (
         f"step  {row['step']:>5}/{total}"
-        f"  reward {row['reward/mean']:.3f}{evaluated}"
-        f"  {row['tokens_per_s']:.0f} tok/s"
-        f"  staleness {row['staleness/mean']:.1f} (max {row['staleness/max']})"
+        f"  reward {shown(row['reward/mean'], '.3f')}{evaluated}"
+        f"  {shown(row['tokens_per_s'], '.0f')} tok/s"
+        f"  staleness {shown(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
         f"  engine-trainer {gap}"
     )
 

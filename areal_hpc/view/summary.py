@@ -27,11 +27,14 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
     tokens = sum(row["tokens/trained"] for row in trained)
     gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
     worst = None if None in gaps else max(gaps)
+    oldest = max(row["staleness/max"] or 0 for row in trained)
+    exported = root / "export" / step_name(last["step"])
     metered = sum(row["logprob/metered_tokens"] for row in trained)
     spanning = sum(row["versions/multi"] for row in trained)
     lines = [
         f"{layout.root.parent.name}/{layout.root.name}: {last['step']} steps",
-        f"  training reward   {trained[0]['reward/mean']:.3f} -> {last['reward/mean']:.3f}",
+        f"  training reward   {shown(trained[0]['reward/mean'], '.3f')} -> "
+        f"{shown(last['reward/mean'], '.3f')}",
     ]
     if evaluations:
         lines.append(
@@ -43,12 +46,11 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {shown(worst, '.1e')} largest log-probability difference "
         f"over {metered} tokens",
-        f"  staleness         {last['staleness/mean']:.2f} mean, "
-        f"{max(row['staleness/max'] for row in trained)} max; "
+        f"  staleness         {shown(last['staleness/mean'], '.2f')} mean, {oldest} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",
         *([f"  learning curve    {root / layout.curve.name}"] if layout.curve.exists() else []),
-        f"  trained model     {root / 'export' / step_name(last['step'])}",
+        *([f"  trained model     {exported}"] if exported.is_dir() else []),
         "try next:",
         f"  {program} shards show {root} 0    # one recorded reply, token by token",
         f"  {program} shards verify {root}    # every digest checked",

@@ -1,0 +1,108 @@
+"""`areal-hpc status` of a run on this machine, at every moment of its life."""
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import yaml
+
+from areal_hpc.cluster.jobspec import Outcome
+from areal_hpc.json_lines import append_line
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import load
+
+CHECKOUT = Path(__file__).parents[3]
+STEP = {
+    "step": 1,
+    "reward/mean": 0.5,
+    "time/step_s": 2.0,
+    "tokens_per_s": 100.0,
+    "tokens/trained": 200,
+    "tokens/sampled": 100,
+    "episodes": 4,
+    "staleness/mean": 0.0,
+    "staleness/max": 0,
+    "versions/multi": 0,
+    "logprob/engine_trainer_max_abs_diff": 1e-6,
+    "logprob/metered_tokens": 10,
+}
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> RunLayout:
+    """A run directory as it is before the first job starts."""
+    recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
+    layout = RunLayout(recipe.run_dir)
+    layout.log_dir(1).mkdir(parents=True)
+    (layout.jobs_dir / "trainer").mkdir(parents=True)
+    (layout.jobs_dir / "trainer" / "launch.json").write_text("{}")
+    layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    layout.lock.touch()
+    return layout
+
+
+def entries(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Every file and folder below, with its size and the time of its last change."""
+    paths = (folder, *folder.rglob("*"))
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
+
+
+def status(layout: RunLayout) -> str:
+    """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
+    before = entries(layout.root)
+    asked = subprocess.run(
+        (sys.executable, "-m", "areal_hpc", "status", str(layout.root)),
+        cwd=CHECKOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert asked.returncode == 0, asked.stdout + asked.stderr
+    assert asked.stderr == ""
+    assert entries(layout.root) == before
+    return asked.stdout
+
+
+def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunLayout) -> None:
+    descriptor = os.open(layout.lock, os.O_RDWR)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    assert "quickstart/demo: running here\n  step              0 of 25" in status(layout)
+    os.close(descriptor)
+    assert "quickstart/demo: stopped\n" in status(layout)
+    crash = Outcome(70, "trainer", reason="ValueError: no")
+    (layout.jobs_dir / "trainer" / "outcome.0.json").write_bytes(msgspec.json.encode(crash))
+    assert "quickstart/demo: failed\n" in status(layout)
+
+
+def test_a_warm_up_is_told_before_any_step(layout: RunLayout) -> None:
+    append_line(layout.warmup_metrics, {"step": 40, "loss": 1.0})
+    assert "warm-up           step 40" in status(layout)
+
+
+@pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
+def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
+    layout: RunLayout, held_out: float | None
+) -> None:
+    if held_out is not None:
+        append_line(layout.metrics, {"step": 0, "eval/reward": held_out})
+        assert "step              0 of 25" in status(layout)
+    append_line(layout.metrics, STEP)
+    said = status(layout)
+    assert "quickstart/demo: stopped\n  step              1 of 25" in said
+    assert "training reward   0.500 -> 0.500" in said
+    assert ("held-out reward   0.250" in said) == (held_out is not None)
+    assert "export" not in said, "no model has been exported"
+    layout.export("step_00000001").mkdir(parents=True)
+    assert "trained model" in status(layout)
+
+
+def test_numbers_that_are_not_finite_are_said_to_be_so(layout: RunLayout) -> None:
+    append_line(layout.metrics, {"step": 0, "eval/reward": None})
+    odd = ("reward/mean", "staleness/mean", "staleness/max", "tokens_per_s")
+    append_line(layout.metrics, STEP | dict.fromkeys(odd))
+    assert "training reward   not finite -> not finite" in status(layout)
