@@ -22,7 +22,7 @@ import numpy.typing as npt
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as 32-bit floats."""
 
-MAX_TEMPERATURE = 100.0
+MAX_TEMPERATURE: float = 100
 """Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
 MAX_TOKEN_IDS = 2**31
 """Token ids are stored as 32-bit integers."""
@@ -83,12 +83,12 @@ def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
         vocab_size: Ids below it have an embedding.
     """
     ids_T, mask_T = row.input_ids_T, row.loss_mask_T
-    if len(ids_T) == 0:
-        return "expected at least one token, got none"
-    low, high = int(ids_T.min()), int(ids_T.max())
+    if not all(0 <= number < 2**31 for number in (row.attempt, row.episode, row.row)):
+        return f"expected numbers of 31 bits, got {(row.attempt, row.episode, row.row)}"
+    low, high = int(ids_T.min(initial=0)), int(ids_T.max(initial=0))
     if low < 0 or high >= vocab_size:
         return f"expected token ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"
-    if int(mask_T.max()) > 1:
+    if int(mask_T.max(initial=0)) > 1:
         return f"expected a loss mask of 0 and 1, got {int(mask_T.max())}"
     if not np.isfinite(row.logprobs_T).all():
         return "expected finite log-probabilities, got inf or nan"

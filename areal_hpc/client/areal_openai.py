@@ -78,7 +78,7 @@ class ArealOpenAI(AsyncOpenAI):
             "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
         )
         key = new_key()
-        recorder = VolatileRecorder()
+        recorder = VolatileRecorder(encoder.vocab_size)
         session_id = f"client-{secrets.token_hex(6)}"
         recorder.record(
             SessionOpened(

@@ -83,10 +83,12 @@ async def _serve(config: AloneConfig, stop: StopRequest, say: Callable[[str], No
     )
     parsers = parsers_of(model, config.serve_python)
     admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
-    recorder: Recorder = VolatileRecorder()
+    vocab_size = model.encoder.vocab_size
+    recorder: Recorder = VolatileRecorder(vocab_size)
     if config.journal is not None:
         config.journal.mkdir(mode=0o700, parents=True, exist_ok=True)
-        recorder = Recorder(config.journal / "journal", ShardConfig().sync_interval_s)
+        sync_interval_s = ShardConfig().sync_interval_s
+        recorder = Recorder(config.journal / "journal", sync_interval_s, vocab_size)
     source = ListedReplicas(config.upstreams)
     service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
     try:

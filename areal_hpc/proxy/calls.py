@@ -16,7 +16,7 @@ from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.prompts import Drift, Prompt, PromptMaker
-from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.recorder import Recorder, UnsoundCallError
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.resuming import Resumption
@@ -246,7 +246,11 @@ class ModelCaller:
         if session.ended or not self._recorder.holds(session):
             raise RequestRefused(403, "the session ended while the model answered")
         interaction = prompt.interaction(choice, generation, said)
-        self._recorder.record(InteractionAdded(session.session_id, interaction))
+        try:
+            self._recorder.record(InteractionAdded(session.session_id, interaction))
+        except UnsoundCallError as error:
+            raise RequestRefused(502, f"the model server's reply is unsound: {error}") from error
+        self._router.note_version(max((span.version for span in interaction.spans), default=0))
         own_json = joined_json(prompt.new_json, ids_json(generation.output_ids))
         session.tree.keep_json(interaction.interaction_id, own_json)
         return Answer(choice, interaction, generation, said)

@@ -18,7 +18,7 @@ from areal_hpc.proxy.events import (
     TicketFinished,
 )
 from areal_hpc.proxy.exporting import exported_interactions
-from areal_hpc.proxy.recorder import Recorder
+from areal_hpc.proxy.recorder import Recorder, UnsoundCallError
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
@@ -191,10 +191,23 @@ class Control:
             one = _decode(bytes(raw), Interaction)
             if one.interaction_id in session.tree:
                 continue
-            if one.parent_id is not None and one.parent_id not in session.tree:
-                raise RequestRefused(400, f"no interaction {one.parent_id!r}", key="interactions")
-            self._recorder.record(InteractionAdded(session.session_id, one))
+            self._refuse_unknown_version(one)
+            try:
+                self._recorder.record(InteractionAdded(session.session_id, one))
+            except UnsoundCallError as error:
+                problem = f"interaction {one.interaction_id!r:.300}: {error}"
+                raise RequestRefused(400, problem, key="interactions") from error
         return msgspec.json.encode(RecordReply(len(session.tree)))
+
+    def _refuse_unknown_version(self, one: Interaction) -> None:
+        newest = self._router.newest_version
+        if any(span.version > newest for span in one.spans):
+            raise RequestRefused(
+                400,
+                f"interaction {one.interaction_id!r:.300}: expected weight versions up to "
+                f"{newest}, the newest that this cell has sampled from, got {one.spans[-1]}",
+                key="interactions",
+            )
 
     def end_session(self, session: Session, body: bytes) -> bytes:
         """Close the session to requests. Repeating it is harmless."""
@@ -276,5 +289,5 @@ class Control:
 def _decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise RequestRefused(400, str(error)) from error

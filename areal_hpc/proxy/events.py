@@ -58,6 +58,13 @@ class TicketFinished(Struct, tag="finished", frozen=True):
     """Unix time."""
 
 
+class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
+    """The finished ticket cannot become rows. The ledger may not know yet."""
+
+    ref: TicketRef
+    reason: str
+
+
 class TicketsSealed(Struct, tag="sealed", frozen=True):
     """The tickets' rows lie in a sealed, indexed shard. The ledger may not know yet."""
 
@@ -65,7 +72,7 @@ class TicketsSealed(Struct, tag="sealed", frozen=True):
 
 
 class TicketsSettled(Struct, tag="settled", frozen=True):
-    """The ledger acknowledged the tickets."""
+    """The ledger acknowledged the tickets, sealed or dropped."""
 
     refs: list[TicketRef]
 
@@ -77,6 +84,7 @@ Event = (
     | SessionEnded
     | SessionDropped
     | TicketFinished
+    | TicketDropped
     | TicketsSealed
     | TicketsSettled
 )

@@ -81,7 +81,8 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.reasoning_parser,
     )
     parsers = parsers_of(model, job.serve_python)
-    recorder = Recorder(journal_path(job, admin_key), job.shards.sync_interval_s)
+    journal = journal_path(job, admin_key)
+    recorder = Recorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
     source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)

@@ -16,6 +16,7 @@ from areal_hpc.proxy.events import (
     SessionDropped,
     SessionEnded,
     SessionOpened,
+    TicketDropped,
     TicketFinished,
     TicketsSealed,
     TicketsSettled,
@@ -23,14 +24,20 @@ from areal_hpc.proxy.events import (
     encode_event,
 )
 from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
+from areal_hpc.trajectory import MAX_TOKEN_IDS
 from areal_hpc.wire.ledger import TicketRef
 
 log = logging.getLogger(__name__)
 
 EVENT_KIND = 1
 SMALLEST_ROTATION_BYTES = 1 << 20
-_REMOVING = (SessionDropped, TicketFinished, TicketsSealed)
+_REMOVING = (SessionDropped, TicketDropped, TicketFinished, TicketsSealed)
+
+
+class UnsoundCallError(ValueError):
+    """A model call that could never be trained on: it was neither journaled nor applied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +47,7 @@ class Rotation:
     gone: frozenset[str]
     """Sessions."""
     sealed: frozenset[TicketRef]
+    """Sealed, or dropped because they cannot be."""
     settled: frozenset[TicketRef]
     all_settled: bool
     """The ledger knows of every sealed ticket."""
@@ -49,6 +57,8 @@ class Rotation:
         match decode_event(record.payload):
             case TicketFinished(ref=ref):
                 return ref not in self.sealed
+            case TicketDropped(ref=ref):
+                return ref not in self.settled
             case TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
             case TicketsSettled(refs=refs):
@@ -63,16 +73,22 @@ class Recorder:
     Opening replays what an earlier proxy of the cell left behind. Sessions that are not trained
     on (evaluations, visitors) are kept in memory alone.
 
+    Args:
+        path: The journal.
+        sync_interval_s: Longest time between a record and its being forced to disk.
+        vocab_size: Token ids of recorded calls are below it.
+
     Raises:
         ClusterError: The journal cannot be opened or written.
     """
 
-    def __init__(self, path: Path, sync_interval_s: float) -> None:
+    def __init__(self, path: Path, sync_interval_s: float, vocab_size: int = MAX_TOKEN_IDS) -> None:
         self.book = SessionBook()
         self.folder = path.parent
         """The journal's own."""
         self.failure: ClusterError | None = None
         """Set when the journal refused: nothing may be answered any more."""
+        self._vocab_size = vocab_size
         self._journal = JournalWriter(path, sync_interval_s)
         self._gone_sessions: set[str] = set()
         self._sealed_refs: set[TicketRef] = set()
@@ -80,7 +96,7 @@ class Recorder:
         began = time.monotonic()
         count = 0
         for record in read_journal(path):
-            self._apply(decode_event(record.payload))
+            self._replay(decode_event(record.payload))
             count += 1
         if count:
             log.info(
@@ -97,7 +113,10 @@ class Recorder:
 
         Raises:
             ClusterError: The journal refused; the event has not happened.
+            UnsoundCallError: It is a model call that cannot be trained on; it has not happened.
         """
+        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+            raise UnsoundCallError(defect)
         if self._is_durable(event):
             try:
                 self._journal.append(EVENT_KIND, encode_event(event))
@@ -109,6 +128,28 @@ class Recorder:
     def holds(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
         return self.book.sessions.get(session.session_id) is session
+
+    def _defect_of(self, event: InteractionAdded) -> str | None:
+        tree = self.book.sessions[event.session_id].tree
+        return find_interaction_defect(event.interaction, tree, self._vocab_size)
+
+    def _replay(self, event: Event) -> None:
+        """Let what the journal holds have happened.
+
+        Journals of earlier versions may hold unsound calls. Such a call is left out, and its
+        session marked: the session's ticket is then dropped where it would be sealed.
+        """
+        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+            session = self.book.sessions[event.session_id]
+            session.defect = session.defect or f"its journal holds an unsound call: {defect}"
+            log.error("session %s cannot be trained on: %s", event.session_id, session.defect)
+        elif isinstance(event, RewardSet) and not self._has_call(event):
+            log.warning("session %s: a reward of a call that was left out", event.session_id)
+        else:
+            self._apply(event)
+
+    def _has_call(self, event: RewardSet) -> bool:
+        return event.interaction_id in self.book.sessions[event.session_id].tree
 
     def _is_durable(self, event: Event) -> bool:
         match event:
@@ -126,7 +167,9 @@ class Recorder:
             self._gone_sessions |= known - self.book.sessions.keys()
         else:
             self.book.apply(event)
-        if isinstance(event, TicketsSealed):
+        if isinstance(event, TicketDropped):
+            self._sealed_refs.add(event.ref)
+        elif isinstance(event, TicketsSealed):
             self._sealed_refs.update(ticket.ref for ticket in event.tickets)
         elif isinstance(event, TicketsSettled):
             self._settled_refs.update(event.refs)
@@ -179,12 +222,15 @@ class Recorder:
 class VolatileRecorder(Recorder):
     """Sessions in memory alone: they end with the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = MAX_TOKEN_IDS) -> None:
         self.book = SessionBook()
         self.failure: ClusterError | None = None
+        self._vocab_size = vocab_size
 
-    def record(self, event: Event) -> None:
-        """Let `event` happen."""
+    def _is_durable(self, event: Event) -> bool:
+        return False
+
+    def _apply(self, event: Event) -> None:
         self.book.apply(event)
 
     @property

@@ -9,7 +9,7 @@ import msgspec
 
 from areal_hpc.proxy.generation import UpstreamLost
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.proxy.routing import Router
+from areal_hpc.proxy.routing import Router, packed_version
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import Upstream
 
@@ -27,6 +27,20 @@ class _Request(msgspec.Struct):
     rid: Annotated[str, msgspec.Meta(min_length=1)]
     stream: bool = False
     sampling_params: _Sampling = _Sampling()
+
+
+class _Span(msgspec.Struct):
+    version: str = ""
+
+
+class _Meta(msgspec.Struct):
+    weight_versions: list[_Span] = []
+
+
+class _Answer(msgspec.Struct):
+    """What must be known of an answer: which weights sampled it."""
+
+    meta_info: _Meta
 
 
 class GenerateRelay:
@@ -70,7 +84,9 @@ class GenerateRelay:
         self._router.began(replica)
         session.in_flight += 1
         try:
-            return await self._upstream.relay(replica.url, request.rid, body, left_s)
+            answer = await self._upstream.relay(replica.url, request.rid, body, left_s)
+            self._note_versions(answer)
+            return answer
         except UpstreamLost as lost:
             self._router.lost(replica)
             raise RequestRefused(502, f"the replica was lost: {lost}") from lost
@@ -78,6 +94,15 @@ class GenerateRelay:
             session.in_flight -= 1
             session.touch()
             self._router.ended(replica)
+
+    def _note_versions(self, answer: bytes) -> None:
+        """Remember the versions: only such may stand in what the session records of this call."""
+        try:
+            spans = msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # an error's body
+        for span in spans:
+            self._router.note_version(packed_version(span.version))
 
     def _fitted(self, request: _Request, body: bytes) -> bytes:
         """The body, its reply bounded by what the context has left: SGLang would refuse more.

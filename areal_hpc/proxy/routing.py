@@ -12,12 +12,21 @@ from collections.abc import Container
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replicas import ReplicaSource
+from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
 POLL_WHILE_NONE_SERVES_S = 0.2
+
+
+def packed_version(version: str) -> int:
+    """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
+    try:
+        return WeightVersion.parse(version).packed
+    except ValueError:
+        return 0
 
 
 class Router:
@@ -30,6 +39,8 @@ class Router:
         self._load: Counter[int] = Counter()
         self._refreshed = asyncio.Event()
         self._look_now = asyncio.Event()
+        self.newest_version = 0
+        """Packed version of the newest weights that any of them is known to have sampled from."""
 
     @property
     def serving_count(self) -> int:
@@ -57,6 +68,12 @@ class Router:
         if serving.keys() != self._serving.keys():
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
+        for replica in serving.values():
+            self.note_version(packed_version(replica.version))
+
+    def note_version(self, packed: int) -> None:
+        """A replica serves these weights, or has sampled from them."""
+        self.newest_version = max(self.newest_version, packed)
 
     async def pick(
         self, session_id: str, give_up_at: float, avoid: Container[int] = ()

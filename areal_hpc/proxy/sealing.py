@@ -3,6 +3,9 @@
 A ticket is finished in the journal, then sealed in a shard with an index line, then noted as
 sealed in the journal, then settled. A proxy that dies between the middle two finds its shard
 in the index when it starts again, so that no ticket is sealed twice.
+
+A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
+ledger, which issues another one in its place.
 """
 
 from __future__ import annotations
@@ -11,20 +14,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
 from areal_hpc.layout import RunLayout
-from areal_hpc.proxy.events import TicketsSealed, TicketsSettled
+from areal_hpc.proxy.events import TicketDropped, TicketsSealed, TicketsSettled
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import FinishedTicket
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal
+from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.wire.http import AsyncWireClient
-from areal_hpc.wire.ledger import Acknowledged, SettledTicket, SettleRequest, TicketRef
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    DropRequest,
+    SettledTicket,
+    SettleRequest,
+    TicketRef,
+)
 
 log = logging.getLogger(__name__)
 
@@ -123,37 +133,43 @@ class Sealer:
             tickets = list(self._book.finished.values())
             if not tickets:
                 return 0
-            settled = await asyncio.to_thread(self._write, tickets)
+            rows_of, defects = await asyncio.to_thread(_build_rows, tickets)
+            for ref, defect in defects.items():
+                log.error("%s is dropped, for it cannot be sealed: %s", ref, defect)
+                self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
+            if not rows_of:
+                return 0
+            settled = await asyncio.to_thread(self._write, rows_of)
             self._recorder.record(TicketsSealed(settled))
             return len(settled)
 
-    def _write(self, tickets: Sequence[FinishedTicket]) -> list[SettledTicket]:
+    def _write(self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]) -> list[SettledTicket]:
         """Runs in a thread: nothing changes in a finished ticket."""
-        rows = [row for ticket in tickets for row in ticket.rows()]
+        rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
         shard = seal(rows, self._layout.shards_dir, self._layout.index_dir, self._cell)
         log.info(
             "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
-            len(tickets),
+            len(rows_of),
             shard.rows,
             shard.tokens,
             shard.file,
             time.monotonic() - began,
         )
         places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
-        return [
-            _settled(ticket.ref, shard.file, places[ticket.ref.ticket_id, ticket.ref.attempt])
-            for ticket in tickets
-        ]
+        return [_settled(ref, shard.file, places[ref.ticket_id, ref.attempt]) for ref in rows_of]
 
     async def _settle(self) -> None:
         async with self._settling:
-            tickets = list(self._book.sealed.values())
-            if not tickets:
+            tickets, dropped = list(self._book.sealed.values()), dict(self._book.dropped)
+            if not (tickets or dropped):
                 return
             client = await self._client()
-            await client.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
-            self._recorder.record(TicketsSettled([ticket.ref for ticket in tickets]))
+            if tickets:
+                await client.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
+            for ref, reason in dropped.items():
+                await client.call("/drop", DropRequest(self._cell, ref, reason), Acknowledged)
+            self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
             await self._recorder.tidy()
 
     async def _client(self) -> AsyncWireClient:
@@ -173,6 +189,35 @@ class Sealer:
         if self._ledger is not None:
             await self._ledger.close()
             self._ledger = None
+
+
+def _build_rows(
+    tickets: Sequence[FinishedTicket],
+) -> tuple[dict[TicketRef, list[Trajectory]], dict[TicketRef, str]]:
+    """The rows of each ticket that can be trained on, and what is wrong with the others."""
+    rows_of: dict[TicketRef, list[Trajectory]] = {}
+    defects: dict[TicketRef, str] = {}
+    for ticket in tickets:
+        rows, defect = _try_to_build(ticket)
+        if defect:
+            defects[ticket.ref] = defect
+        else:
+            rows_of[ticket.ref] = rows
+    return rows_of, defects
+
+
+def _try_to_build(ticket: FinishedTicket) -> tuple[list[Trajectory], str]:
+    """A ticket's rows, or why it cannot become any."""
+    if ticket.defect:
+        return [], ticket.defect
+    try:
+        rows = ticket.rows()
+    except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
+        log.exception("the rows of %s cannot be built", ticket.ref)
+        return [], repr(error)
+    if not rows:
+        return [], "none of its calls is trained"
+    return rows, next(filter(None, map(find_defect, rows)), "")
 
 
 def _settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:

@@ -15,6 +15,7 @@ from areal_hpc.proxy.events import (
     SessionDropped,
     SessionEnded,
     SessionOpened,
+    TicketDropped,
     TicketFinished,
     TicketsSealed,
     TicketsSettled,
@@ -60,6 +61,8 @@ class Session:
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
         """Of every reply so far."""
+        self.defect = ""
+        """Why it cannot become rows; empty unless the journal holds unsound events of it."""
 
     @property
     def session_id(self) -> str:
@@ -103,7 +106,13 @@ class FinishedTicket:
         self.ref = ref
         self.sessions = sessions
         self.finished_at = finished_at
-        plans = [plan for session in sessions for plan in session.plan()]
+        self.defect = next((session.defect for session in sessions if session.defect), "")
+        """Why it cannot become rows; empty for a sound ticket."""
+        plans: list[RowPlan] = []
+        try:
+            plans = [plan for session in sessions for plan in session.plan()]
+        except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
+            self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
         self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].sequence_tokens for p in plans)
 
@@ -121,6 +130,8 @@ class SessionBook:
         """Finished, not sealed."""
         self.sealed: dict[TicketRef, SettledTicket] = {}
         """Sealed, not yet acknowledged by the ledger."""
+        self.dropped: dict[TicketRef, str] = {}
+        """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
         self.settled_rows: dict[TicketRef, int] = {}
         self._by_key: dict[bytes, Session] = {}
 
@@ -134,6 +145,8 @@ class SessionBook:
             return self.finished[ref].row_count
         if ref in self.sealed:
             return len(self.sealed[ref].rows)
+        if ref in self.dropped:
+            return 0
         return self.settled_rows.get(ref)
 
     def apply(self, event: Event) -> None:
@@ -157,6 +170,9 @@ class SessionBook:
                 self._remove(self.sessions[event.session_id])
             case TicketFinished():
                 self._finish(event)
+            case TicketDropped():
+                self._forget_finished(event.ref)
+                self.dropped[event.ref] = event.reason
             case TicketsSealed():
                 for ticket in event.tickets:
                     self._seal(ticket)
@@ -172,16 +188,19 @@ class SessionBook:
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
 
     def _seal(self, ticket: SettledTicket) -> None:
-        finished = self.finished.pop(ticket.ref, None)  # a compacted journal has no sessions of it
+        self._forget_finished(ticket.ref)
+        self.sealed[ticket.ref] = ticket
+
+    def _forget_finished(self, ref: TicketRef) -> None:
+        finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it
         for session in finished.sessions if finished else []:
             self._remove(session)
-        self.sealed[ticket.ref] = ticket
 
     def _settle(self, ref: TicketRef) -> None:
         ticket = self.sealed.pop(ref, None)
-        if ticket is None:
+        if ticket is None and self.dropped.pop(ref, None) is None:
             return
-        self.settled_rows[ref] = len(ticket.rows)
+        self.settled_rows[ref] = len(ticket.rows) if ticket else 0
         while len(self.settled_rows) > REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]
 

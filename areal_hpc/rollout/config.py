@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_hpc.config import StageConfig
+from areal_hpc.trajectory import MAX_TEMPERATURE
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
 
@@ -14,7 +15,7 @@ from areal_hpc.wire.proxy import ExportSettings
 class SamplingConfig(StageConfig):
     """Generation parameters that apply where the agent's own request is silent."""
 
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling."""

@@ -41,7 +41,7 @@ from areal_hpc.shards.schema import (
     Axis,
     shard_name,
 )
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.trajectory import Trajectory, find_defect
 
 Array = npt.NDArray[Any]
 Pieces = Mapping[str, Sequence[Array]]
@@ -57,11 +57,14 @@ def seal(
     A writer's name belongs to one live process.
 
     Raises:
-        ValueError: There is nothing to seal, or a reward is not finite.
+        ValueError: There is nothing to seal, or a row is not fit to train on (`find_defect`).
         ClusterError: The storage refused (full, read-only, gone). Sealing again is safe.
     """
     if not trajectories:
         raise ValueError("a shard holds at least one trajectory, got none")
+    for number, trajectory in enumerate(trajectories):
+        if defect := find_defect(trajectory):
+            raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
     pieces = _pieces(trajectories)
     try:
         partial = _claim(shards_dir, index_dir, writer_name)
@@ -124,8 +127,6 @@ def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[Array]]:
             pieces[name] = [np.array(values, dtype)]
         elif dataset.axis is Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
-    if not np.isfinite(pieces["reward"][0]).all():
-        raise ValueError(f"rewards must be finite numbers, got {pieces['reward'][0].tolist()}")
     return pieces
 
 

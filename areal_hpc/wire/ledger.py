@@ -3,18 +3,18 @@
 A restarted ledger grants no training tickets before it has heard from the trainer.
 All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 
-| route        | request          | reply          | caller  |
-|--------------|------------------|----------------|---------|
-| /lease       | LeaseRequest     | LeaseReply     | driver  |
-| /settle      | SettleRequest    | Acknowledged   | proxy   |
-| /drop        | DropRequest      | Acknowledged   | driver  |
-| /evaluated   | EvaluatedRequest | Acknowledged   | driver  |
-| /open_epoch  | OpenEpochRequest | Acknowledged   | trainer |
-| /batch       | BatchRequest     | BatchReply     | trainer |
-| /publish     | PublishRequest   | Acknowledged   | trainer |
-| /evaluate    | EvaluateRequest  | EvaluateReply  | trainer |
-| /finish      | FinishRequest    | Acknowledged   | trainer |
-| /status      | Empty            | LedgerStatus   | anyone  |
+| route        | request          | reply          | caller        |
+|--------------|------------------|----------------|---------------|
+| /lease       | LeaseRequest     | LeaseReply     | driver        |
+| /settle      | SettleRequest    | Acknowledged   | proxy         |
+| /drop        | DropRequest      | Acknowledged   | driver, proxy |
+| /evaluated   | EvaluatedRequest | Acknowledged   | driver        |
+| /open_epoch  | OpenEpochRequest | Acknowledged   | trainer       |
+| /batch       | BatchRequest     | BatchReply     | trainer       |
+| /publish     | PublishRequest   | Acknowledged   | trainer       |
+| /evaluate    | EvaluateRequest  | EvaluateReply  | trainer       |
+| /finish      | FinishRequest    | Acknowledged   | trainer       |
+| /status      | Empty            | LedgerStatus   | anyone        |
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class SettleRequest(Struct, frozen=True):
 
 
 class DropRequest(Struct, frozen=True):
-    """A ticket that will never settle: its agent kept failing, or its group was not accepted."""
+    """A ticket that will never settle: its agent or its seal failed, or its group was refused."""
 
     cell: str
     ref: TicketRef

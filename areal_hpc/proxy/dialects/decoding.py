@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 
 from areal_hpc.proxy.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
 Request = TypeVar("Request")
@@ -18,7 +19,7 @@ Request = TypeVar("Request")
 Positive = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Temperature = Annotated[float, Meta(ge=0)]
+Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 TopK = Annotated[int, Meta(ge=-1)]

@@ -18,7 +18,7 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.wire.ledger import Acknowledged, SettledTicket, SettleRequest
+from areal_hpc.wire.ledger import Acknowledged, DropRequest, SettledTicket, SettleRequest
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
 CELL = "cell-0"
@@ -243,11 +243,13 @@ class StandInLedger:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.settled: list[SettledTicket] = []
+        self.dropped: list[DropRequest] = []
         self.away = False
 
     async def start(self) -> None:
         app = web.Application()
         app.router.add_post("/settle", self._settle)
+        app.router.add_post("/drop", self._drop)
         self._runner, url = await _listen(app)
         rendezvous.publish(self._directory, "ledger", url)
 
@@ -258,6 +260,12 @@ class StandInLedger:
         if self.away:
             return web.Response(status=503)
         self.settled += msgspec.json.decode(await request.read(), type=SettleRequest).tickets
+        return web.Response(body=msgspec.json.encode(Acknowledged()))
+
+    async def _drop(self, request: web.Request) -> web.Response:
+        if self.away:
+            return web.Response(status=503)
+        self.dropped.append(msgspec.json.decode(await request.read(), type=DropRequest))
         return web.Response(body=msgspec.json.encode(Acknowledged()))
 
 

@@ -20,6 +20,7 @@ from areal_hpc.proxy.events import (
     SessionDropped,
     SessionEnded,
     SessionOpened,
+    TicketDropped,
     TicketFinished,
     TicketsSealed,
     TicketsSettled,
@@ -55,6 +56,7 @@ def picture(book: SessionBook) -> dict[str, Any]:
             for ref, ticket in book.finished.items()
         },
         "sealed": dict(book.sealed),
+        "dropped": dict(book.dropped),
     }
 
 
@@ -143,10 +145,16 @@ class RecorderMachine(RuleBasedStateMachine):
             TicketsSealed([SettledTicket(ref, "cell-0-000000.h5", [0], [1.0]) for ref in refs])
         )
 
-    @precondition(lambda self: self.book.sealed)
+    @precondition(lambda self: self.book.finished)
+    @rule()
+    def give_up(self) -> None:
+        self.recorder.record(TicketDropped(next(iter(self.book.finished)), "cannot be sealed"))
+
+    @precondition(lambda self: self.book.sealed or self.book.dropped)
     @rule(draw=draws)
     def settle(self, draw: int) -> None:
-        self.recorder.record(TicketsSettled(list(self.book.sealed)[: 1 + draw % 2]))
+        refs = [*self.book.sealed, *self.book.dropped]
+        self.recorder.record(TicketsSettled(refs[: 1 + draw % 2]))
 
     @rule()
     def compact(self) -> None:

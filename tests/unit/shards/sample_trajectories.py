@@ -64,15 +64,17 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
     def tokens(values: st.SearchStrategy[object], dtype: str) -> npt.NDArray[Any]:
         return np.array(draw(st.lists(values, min_size=length, max_size=length)), dtype)
 
+    loss_mask_T = tokens(st.integers(0, 1), "u1")
+    versions_T = tokens(st.integers(0, 2**62), "<i8")
     return Trajectory(
         ticket_id=draw(st.integers(0, 2**62)),
         attempt=draw(st.integers(0, 2**31 - 1)),
         episode=draw(st.integers(0, 2**31 - 1)),
         row=draw(st.integers(0, 2**31 - 1)),
         input_ids_T=tokens(st.integers(0, 2**31 - 1), "<i4"),
-        loss_mask_T=tokens(st.integers(0, 1), "u1"),
+        loss_mask_T=loss_mask_T,
         logprobs_T=tokens(_FLOAT32, "<f4"),
-        versions_T=tokens(st.integers(-1, 2**62), "<i8"),
+        versions_T=np.where(loss_mask_T, versions_T, -1),
         reward=draw(_FLOAT32),
         temperature=draw(st.floats(0, 2, width=32)),
         meta=draw(st.dictionaries(st.text(string.printable), _JSON, max_size=3)),

@@ -1,7 +1,9 @@
+import dataclasses
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -189,11 +191,24 @@ def test_there_is_no_empty_shard(layout: RunLayout) -> None:
         seal_in(layout, [])
 
 
-def test_a_reward_that_is_no_number_is_refused_before_anything_is_written(
-    layout: RunLayout,
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"reward": float("nan")},
+        {"logprobs_T": np.array([0, 0, 0, np.nan, -1, -1], np.float32)},
+        {"input_ids_T": np.array([1, 2, 3, 4, 5, -6], np.int32)},
+        {"versions_T": np.full(6, -1, np.int64)},
+        {"temperature": 1e300},
+        {"attempt": 2**40},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_an_unsound_row_is_refused_before_anything_is_written(
+    layout: RunLayout, change: dict[str, Any]
 ) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        seal_in(layout, [trajectory(reward=float("nan"))])
+    unsound = dataclasses.replace(trajectory(3), **change)
+    with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got "):
+        seal_in(layout, [trajectory(), unsound])
     assert not layout.shards_dir.exists()
 
 

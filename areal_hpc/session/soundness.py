@@ -1,0 +1,98 @@
+"""What a recorded model call must satisfy before it is journaled.
+
+A call that a client recorded by itself reaches the proxy as plain data. One whose lengths disagree
+makes a session that cannot become rows; an id outside the vocabulary, or a log-probability that is
+not finite, makes a row that stops every trainer that reads it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from areal_hpc.trajectory import LARGEST_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
+
+MAX_VERSION = 2**63 - 1
+"""Packed weight versions are stored as 64-bit integers."""
+MAX_ID_CHARS = 256
+
+
+def find_interaction_defect(
+    call: Interaction, tree: InteractionTree, vocab_size: int = MAX_TOKEN_IDS
+) -> str | None:
+    """The first property that keeps a model call out of its session, in words; None if it is sound.
+
+    Args:
+        call: What a client or an engine said of one call.
+        tree: The session's earlier calls.
+        vocab_size: Ids below it have an embedding.
+    """
+    if not 0 < len(call.interaction_id) <= MAX_ID_CHARS:
+        return f"expected an id of 1 to {MAX_ID_CHARS} characters, got {len(call.interaction_id)}"
+    return (
+        _find_token_defect(call, tree, vocab_size)
+        or _find_version_defect(call.spans, call.output_tokens)
+        or _find_number_defect(call)
+        or _find_message_defect(call)
+    )
+
+
+def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int) -> str | None:
+    sizes_bytes = (len(call.new_ids), len(call.output_ids), len(call.logprobs))
+    if any(size_bytes % 4 for size_bytes in sizes_bytes):
+        return f"expected token arrays of 4 bytes a token, got {sizes_bytes} bytes"
+    if len(call.logprobs) != len(call.output_ids):
+        return (
+            f"expected a log-probability for each of {call.output_tokens} sampled tokens, "
+            f"got {len(call.logprobs) // 4}"
+        )
+    if call.parent_id is not None and call.parent_id not in tree:
+        return f"the call that it continues, {call.parent_id!r:.300}, is not in the session"
+    prior_tokens = 0 if call.parent_id is None else tree[call.parent_id].sequence_tokens
+    prompt_tokens = prior_tokens + len(call.new_ids) // 4
+    if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
+        return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
+    for ids in (ids_of(call.new_ids), ids_of(call.output_ids)):
+        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+            odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+            return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
+    if not np.isfinite(np.frombuffer(call.logprobs, "<f4")).all():
+        return "expected finite log-probabilities, got inf or nan"
+    return None
+
+
+def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | None:
+    covered = 0
+    for span in spans:
+        if span.start != covered or span.end < span.start:
+            return f"expected a weight version from sampled token {covered} on, got {span}"
+        if not 0 <= span.version <= MAX_VERSION:
+            return f"expected a packed weight version of 0 to 2**63 - 1, got {span.version}"
+        covered = span.end
+    if covered != output_tokens:
+        return f"expected weight versions for {output_tokens} sampled tokens, got {covered}"
+    return None
+
+
+def _find_number_defect(call: Interaction) -> str | None:
+    if not 0 <= call.temperature <= MAX_TEMPERATURE:
+        return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
+    if call.reward is not None and not abs(call.reward) <= LARGEST_REWARD:
+        return f"expected a finite 32-bit float as reward, got {call.reward}"
+    if not (math.isfinite(call.asked_at) and math.isfinite(call.answered_at)):
+        return "expected finite times, got inf or nan"
+    return None
+
+
+def _find_message_defect(call: Interaction) -> str | None:
+    for message in (*call.new_messages, call.reply):
+        if not isinstance(message.get("role"), str):
+            return f"expected a role in every message, got {message!r:.200}"
+    try:
+        msgspec.json.decode(call.context or b"null")
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return "expected JSON as the context of the messages"
+    return None

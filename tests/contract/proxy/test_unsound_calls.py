@@ -1,0 +1,193 @@
+"""Calls that cannot be trained on: refused before the journal, dropped if a journal holds them."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_hpc.proxy.events import (
+    Event,
+    InteractionAdded,
+    RewardSet,
+    SessionEnded,
+    TicketFinished,
+    encode_event,
+)
+from areal_hpc.proxy.recorder import EVENT_KIND
+from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.journal import JournalWriter
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import FinishTicketRequest
+from tests.contract.proxy.proxy_stage import Stage
+from tests.contract.proxy.scripted_sglang import Script
+
+INF, NAN = float("inf"), float("nan")
+FUTURE = (9 << 32) + 1
+"""Weights that no replica of the stage has ever had."""
+
+UNSOUND: dict[str, dict[str, Any]] = {
+    "an array that is cut short": {"output_ids": b"\x01\x00\x00\x00\x02"},
+    "fewer log-probabilities": {"logprobs": pack_logprobs([-0.5] * 4)},
+    "more log-probabilities": {"logprobs": pack_logprobs([-0.5] * 6)},
+    "a negative prompt": {"prompt_tokens": -5},
+    "a prompt of 2**40": {"prompt_tokens": 2**40},
+    "a negative id": {"output_ids": pack_ids([-7, 1, 2, 3, 4])},
+    "an id outside the vocabulary": {"output_ids": pack_ids([2**31 - 1, 1, 2, 3, 4])},
+    "a prompt's id outside the vocabulary": {"new_ids": "of 10**6"},
+    "a log-probability that is no number": {"logprobs": pack_logprobs([NAN] * 5)},
+    "an infinite log-probability": {"logprobs": pack_logprobs([-INF] * 5)},
+    "a version of 2**63": {"spans": [VersionSpan(2**63, 0, 5)]},
+    "a version of 2**70": {"spans": [[2**70, 0, 5]]},
+    "a negative version": {"spans": [VersionSpan(-2, 0, 5)]},
+    "a version of the future": {"spans": [VersionSpan(FUTURE, 0, 5)]},
+    "no versions": {"spans": []},
+    "versions outside the reply": {"spans": [VersionSpan(0, 0, 9)]},
+    "versions with a gap": {"spans": [VersionSpan(0, 0, 2), VersionSpan(0, 3, 5)]},
+    "a temperature of 1e300": {"temperature": 1e300},
+    "a reward of 1e300": {"reward": 1e300},
+    "a context that is no JSON": {"context": b"{"},
+    "a message without a role": {"new_messages": [{"content": "hi"}]},
+    "no id": {"interaction_id": ""},
+    "a parent that is not there": {"parent_id": "nobody"},
+}
+
+
+@pytest.fixture
+def sound(stage: Stage) -> Interaction:
+    """A call as the proxy itself recorded it."""
+    _, key = stage.open_session(TicketRef(1, 0))
+    assert stage.ask(key, "hi").status_code == 200
+    (one,) = stage.await_journaled(key)
+    return one
+
+
+def changed(sound: Interaction, change: dict[str, Any]) -> dict[str, Any]:
+    """The call as a client would send it, with some fields replaced."""
+    fields = {name: getattr(sound, name) for name in sound.__struct_fields__}
+    if change.get("new_ids") == "of 10**6":
+        change = {"new_ids": pack_ids([10**6] * (len(sound.new_ids) // 4))}
+    return fields | {"interaction_id": "made-up"} | change
+
+
+@pytest.mark.parametrize("change", UNSOUND.values(), ids=UNSOUND)
+def test_an_unsound_call_is_refused_and_not_journaled(
+    stage: Stage, sound: Interaction, change: dict[str, Any]
+) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    answer = stage.post("/rl/record", {"interactions": [changed(sound, change)]}, key)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert "expected" in error["message"] or "not in the session" in error["message"]
+    assert stage.journaled(key) == []
+
+
+def test_the_same_call_is_recorded_when_it_is_sound(stage: Stage, sound: Interaction) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    answer = stage.post("/rl/record", {"interactions": [changed(sound, {})]}, key)
+    assert answer.json() == {"interaction_count": 1}
+    assert len(stage.await_journaled(key)) == 1
+
+
+def test_weights_whose_replies_the_proxy_passed_on_are_known(
+    stage: Stage, sound: Interaction
+) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    stage.sglang.script = lambda request: Script("hello world", versions=[("9.1", 0, 5)])
+    assert stage.post("/generate", {"input_ids": [5], "rid": "r"}, key).status_code == 200
+    body = {"interactions": [changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)]})]}
+    assert stage.post("/rl/record", body, key).status_code == 200
+    stage.kill_proxy()  # forgets it, for the other tests
+    stage.start_proxy()
+
+
+def test_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:
+    _, key = stage.open_session()
+    answer = stage.ask(key, "hi", temperature=1e308)
+    assert answer.status_code == 400
+    assert "temperature" in answer.json()["error"]["message"]
+
+
+def append_to_journal(stage: Stage, *events: Event) -> None:
+    """What an earlier version of the proxy would have written."""
+    (path,) = stage.journal_dir.glob("*/journal")
+    writer = JournalWriter(path, 60.0)
+    for event in events:
+        writer.append(EVENT_KIND, encode_event(event))
+    writer.close()
+
+
+def poisoned(stage: Stage, session_id: str, bad: Interaction, ref: TicketRef) -> None:
+    """Let the dead proxy's journal hold a finished ticket with an unsound call."""
+    append_to_journal(
+        stage,
+        InteractionAdded(session_id, bad),
+        RewardSet(session_id, bad.interaction_id, 1.0),
+        SessionEnded(session_id),
+        TicketFinished(ref, [session_id], time.time()),
+    )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"output_ids": b"\x01\x00\x00\x00\x02"},
+        {"prompt_tokens": 2**40},
+        {"logprobs": pack_logprobs([NAN] * 5)},
+        {"context": b"{"},
+        {"spans": [VersionSpan(0, 0, 2**40)]},
+    ],
+    ids=["cut short", "a prompt of 2**40", "nan", "no JSON", "versions outside"],
+)
+def test_a_journal_that_holds_an_unsound_call_costs_its_ticket_alone(
+    own_stage: Stage, change: dict[str, Any]
+) -> None:
+    stage, bad_ref, good_ref = own_stage, TicketRef(7, 2), TicketRef(8, 0)
+    bad_session, _ = stage.open_session(bad_ref)
+    good_session, good_key = stage.open_session(good_ref)
+    stage.ask(good_key, "hi")
+    (sound,) = stage.await_journaled(good_key)
+    stage.finish_session(good_key, 1.0)
+    stage.post("/rl/finish_ticket", FinishTicketRequest(good_ref, [good_session]))
+    stage.kill_proxy()
+    bad = msgspec.structs.replace(sound, interaction_id="bad", **change)
+    poisoned(stage, bad_session, bad, bad_ref)
+    stage.start_proxy()
+    assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
+    assert [one.ref for one in stage.ledger.settled] == [good_ref]
+    (dropped,) = stage.ledger.dropped
+    assert dropped.ref == bad_ref
+    assert "cannot be sealed: its journal holds an unsound call: expected" in dropped.reason
+    repeated = stage.post("/rl/finish_ticket", FinishTicketRequest(bad_ref, [bad_session]))
+    assert repeated.json() == {"rows": 0}
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert stage.post("/rl/seal", {}).json() == {"tickets": 0}
+    assert (len(stage.ledger.settled), len(stage.ledger.dropped)) == (1, 1)
+    (shard,) = read_index(stage.layout.index_dir)
+    assert shard.rows == 1
+
+
+def test_a_dropped_ticket_is_told_once_the_ledger_answers_again(own_stage: Stage) -> None:
+    stage, ref = own_stage, TicketRef(7, 2)
+    session_id, key = stage.open_session(ref)
+    stage.ask(key, "hi")
+    (sound,) = stage.await_journaled(key)
+    stage.kill_proxy()
+    bad = msgspec.structs.replace(sound, interaction_id="bad", prompt_tokens=-1)
+    poisoned(stage, session_id, bad, ref)
+    stage.ledger.away = True
+    stage.start_proxy()
+    assert stage.post("/rl/seal", {}).json() == {"tickets": 0}
+    stage.kill_proxy()
+    stage.start_proxy()
+    assert stage.ledger.dropped == []
+    stage.ledger.away = False
+    give_up_at = time.monotonic() + 60
+    while not stage.ledger.dropped:
+        assert time.monotonic() < give_up_at, stage.log
+        time.sleep(0.02)
+    assert [one.ref for one in stage.ledger.dropped] == [ref]
+    assert not list(Path(stage.layout.shards_dir).glob("*.h5"))
