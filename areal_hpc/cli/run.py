@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from areal_hpc.cli.arguments import Commands, program, stop_on_signals
 from areal_hpc.layout import RunLayout
 
 if TYPE_CHECKING:
+    from areal_hpc.launch.plan import Stage
     from areal_hpc.recipe import Recipe
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
@@ -165,8 +167,26 @@ def _plan(arguments: argparse.Namespace) -> int:
             for process in job.processes:
                 where = {"all": "every task", "first": "first task"}.get(process.tasks, "others")
                 print(f"    {process.name:<10} {process.role:<7} {where:<11} {process.entry}")
+        for line in _gpus_here(stage, recipe):
+            print(f"  {line}")
     print("\n".join(["", *memory_table(recipe)]))
     return 0
+
+
+def _gpus_here(stage: Stage, recipe: Recipe) -> Iterator[str]:
+    """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
+    from areal_hpc.cluster.gpus import visible_gpus
+    from areal_hpc.errors import RecipeError
+    from areal_hpc.launch.devices import assign, describe
+
+    visible = visible_gpus(os.environ)
+    if not visible.ids:
+        return
+    try:
+        for line in describe(assign(stage, visible, recipe)):
+            yield f"GPUs with areal-hpc run on this machine: {line}"
+    except RecipeError as error:
+        yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
 
 
 def _keys(arguments: argparse.Namespace) -> int:

@@ -29,6 +29,8 @@ class ProcessSpec(Struct, frozen=True):
     """Crashes after which the job gives up; ten minutes without one cancel them."""
     ends_job: bool = False
     """Its clean exit ends the job."""
+    uses_gpus: bool = False
+    """It computes on its task's GPUs, where `Launch.gpus` names them; others see none."""
 
 
 class JobSpec(Struct, frozen=True):
@@ -87,6 +89,9 @@ class Launch(Struct, frozen=True):
     launcher_lock: str | None = None
     """The job stops when this file's lock is released; None for jobs that outlive the launcher."""
     stop_grace_s: float = 12.0
+    gpus: list[list[str]] | None = None
+    """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the
+    environment of the job says, as Slurm made it."""
     slurm: SlurmLaunch | None = None
     """None for jobs of this machine."""
 

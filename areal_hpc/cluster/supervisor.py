@@ -19,6 +19,7 @@ from typing import IO
 
 import msgspec
 
+from areal_hpc.cluster import gpus
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.jobspec import (
     IDLE_EXIT_CODE,
@@ -100,6 +101,16 @@ def surroundings(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     interface = interface_of(host)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return {**gloo, "AREAL_HPC_HOST": host}
+
+
+def visible_gpus_of(spec: ProcessSpec, launch: Launch, rank: int) -> dict[str, str]:
+    """The variable that shows a process its task's GPUs and no others; nothing under Slurm.
+
+    submitit's local executor hides every GPU of the machine from the jobs that it starts.
+    """
+    if launch.gpus is None:
+        return {}
+    return {gpus.VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
 
 
 class _Child:
@@ -221,6 +232,7 @@ class _Supervisor:
         environ = {
             **os.environ,
             **self._surroundings,
+            **visible_gpus_of(spec, self._launch, position.rank),
             **self._launch.variables.get(spec.role, {}),
             "AREAL_HPC_RANK": str(position.rank),
             "AREAL_HPC_NUM_TASKS": str(position.num_tasks),

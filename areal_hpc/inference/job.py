@@ -6,6 +6,7 @@ import hashlib
 import os
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from pydantic import Field
 
 from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.config import StageConfig
@@ -139,8 +141,11 @@ def log_dir_of(job: InferenceJobConfig, layout: RunLayout) -> Path:
     return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 
 
-def resolve_device(config: InferenceConfig) -> Device:
-    """The device named in the recipe, or the GPU if this node has one."""
+def resolve_device(
+    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEV
+) -> Device:
+    """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    return "cuda" if any(Path("/dev").glob("nvidia[0-9]*")) else "cpu"
+    is_hidden = named_gpus(environ) == ()
+    return "cuda" if device_files(dev) and not is_hidden else "cpu"

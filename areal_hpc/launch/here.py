@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from areal_hpc.cluster.gpus import visible_gpus
 from areal_hpc.cluster.jobspec import (
     JobSpec,
     Launch,
@@ -17,6 +19,7 @@ from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
+from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import held, prepared, pythons_of
 from areal_hpc.layout import ROLES, RunLayout
@@ -82,7 +85,12 @@ def run(
         Interrupted: `stop` was set.
     """
     with prepared(
-        recipe, command_line=command_line, say=reporter.say, fresh=fresh, sys_path=sys_path
+        recipe,
+        command_line=command_line,
+        say=reporter.say,
+        fresh=fresh,
+        sys_path=sys_path,
+        misfits=shortages(recipe, visible_gpus(os.environ)),
     ) as ready:
         for stage in ready.stages:
             if stop.is_set():
@@ -98,6 +106,7 @@ def run_stage(
     """Run a stage that is no part of a run's plan, in a directory that is in place already.
 
     Raises:
+        RecipeError: This machine has too few GPUs for it.
         ClusterError: Another launcher works in this directory.
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
@@ -192,9 +201,13 @@ class _Foreground:
         self._stop = stop
         self._events = EventLog(layout.events, "launcher")
         self._jobs: list[_Job] = []
+        self._gpus: Assignment = {}
 
     def run(self, stage: Stage) -> None:
         self._jobs = []
+        self._gpus = assign(stage, visible_gpus(os.environ), self._recipe)
+        for line in describe(self._gpus):
+            self._reporter.say(f"GPUs     {line}")
         try:
             for spec in stage.jobs:
                 handle = self._submit(spec)
@@ -217,6 +230,7 @@ class _Foreground:
             variables={role: dict(getattr(cluster, role).variables) for role in ROLES},
             launcher_lock=str(self._layout.lock),
             stop_grace_s=cluster.stop_grace_s,
+            gpus=self._gpus[spec.name],
         )
         handle = submit_local(launch)
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)

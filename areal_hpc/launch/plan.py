@@ -91,17 +91,19 @@ def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
         "device": recipe.trainer.device,
         "dtype": recipe.trainer.dtype,
     }
-    process = ProcessSpec("warmup", "train", "areal_hpc.trainer.sft_job:run", config, ends_job=True)
+    process = ProcessSpec(
+        "warmup", "train", "areal_hpc.trainer.sft_job:run", config, ends_job=True, uses_gpus=True
+    )
     return JobSpec(
         "warmup",
         "train",
         [process],
         tasks=recipe.trainer.parallel.world_size,
-        gpus_per_task=_trainer_gpus(recipe),
+        gpus_per_task=gpus_of_a_rank(recipe),
     )
 
 
-def _trainer_gpus(recipe: Recipe) -> int:
+def gpus_of_a_rank(recipe: Recipe) -> int:
     """GPUs of one rank. `auto` means one: who plans does not see the nodes."""
     return 0 if recipe.trainer.device == "cpu" else 1
 
@@ -146,10 +148,17 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "train",
         [
             _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
-            ProcessSpec("trainer", "train", "areal_hpc.trainer.job:run", trainer, ends_job=True),
+            ProcessSpec(
+                "trainer",
+                "train",
+                "areal_hpc.trainer.job:run",
+                trainer,
+                ends_job=True,
+                uses_gpus=True,
+            ),
         ],
         tasks=recipe.trainer.parallel.world_size,
-        gpus_per_task=_trainer_gpus(recipe),
+        gpus_per_task=gpus_of_a_rank(recipe),
     )
 
 
@@ -205,14 +214,19 @@ def _cell_job(
     keeper, driver = "areal_hpc.inference.job:run", "areal_hpc.rollout.job:run"
     nodes = recipe.inference.nodes_per_replica
     follower = _service(
-        "follower", "agents", "areal_hpc.inference.follower:run", inference, tasks="others"
+        "follower",
+        "agents",
+        "areal_hpc.inference.follower:run",
+        inference,
+        tasks="others",
+        uses_gpus=True,
     )
     gpus = recipe.inference.replicas_per_cell * recipe.inference.tp // nodes
     return JobSpec(
         name,
         "agents",
         [
-            _service("inference", "agents", keeper, inference, tasks="first"),
+            _service("inference", "agents", keeper, inference, tasks="first", uses_gpus=True),
             *([follower] if nodes > 1 else []),
             _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy, tasks="first"),
             _service("driver", "agents", driver, rollout, tasks="first", ends_job=True),
@@ -231,6 +245,7 @@ def _service(
     *,
     tasks: Literal["all", "first", "others"] = "all",
     ends_job: bool = False,
+    uses_gpus: bool = False,
 ) -> ProcessSpec:
     """A process that its supervisor restarts when it crashes."""
     return ProcessSpec(
@@ -241,4 +256,5 @@ def _service(
         tasks=tasks,
         restarts=CRASHES_FORGIVEN,
         ends_job=ends_job,
+        uses_gpus=uses_gpus,
     )

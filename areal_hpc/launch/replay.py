@@ -20,7 +20,7 @@ from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
-from areal_hpc.launch.plan import Stage, policy_model
+from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
 from areal_hpc.recipe import Recipe, load
@@ -160,8 +160,14 @@ class Replay:
             "forks": [[fork.epoch, fork.base_step] for fork in self.start.forks],
         }
         entry = "areal_hpc.trainer.replay_job:run"
-        process = ProcessSpec(name, "train", entry, config, ends_job=True)
-        job = JobSpec(name, "train", [process], tasks=recipe.trainer.parallel.world_size)
+        process = ProcessSpec(name, "train", entry, config, ends_job=True, uses_gpus=True)
+        job = JobSpec(
+            name,
+            "train",
+            [process],
+            tasks=recipe.trainer.parallel.world_size,
+            gpus_per_task=gpus_of_a_rank(recipe),
+        )
         done_marker = self._out.checkpoints_dir / step_name(last_step) / "COMMITTED"
         stage = Stage(name, job, (), done_marker)
         here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)

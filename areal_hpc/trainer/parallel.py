@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.cluster import rendezvous
+from areal_hpc.cluster.gpus import visible_gpus
 from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.trainer.config import ParallelConfig
@@ -82,8 +84,17 @@ def _device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ClusterError("trainer.device is cuda, and this node shows no GPU")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    visible = torch.cuda.device_count()
+    index = 0 if visible == 1 else local_rank  # the one visible is bound to this task
+    if index >= visible:
+        raise ClusterError(
+            f"local rank {local_rank} of the trainer needs a GPU of its own, and {visible} are "
+            f"visible to it ({visible_gpus(os.environ).source})",
+            key="cluster.slurm.srun_flags",
+            hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _join_store(

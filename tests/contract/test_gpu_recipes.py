@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.launch.devices import shortages
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.architecture import misfits, read_architecture
@@ -62,11 +64,11 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(name: str, cache: Path, *overrides: str) -> str:
+def planned(name: str, cache: Path, *overrides: str, gpus: str = "") -> str:
     done = subprocess.run(
         [sys.executable, "-m", "areal_hpc", "plan", str(recipe_path(name)), *overrides],
         cwd=CHECKOUT,
-        env={**os.environ, "HF_HUB_CACHE": str(cache)},
+        env={**os.environ, "HF_HUB_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": gpus},
         capture_output=True,
         text=True,
         check=False,
@@ -109,6 +111,22 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
     longest = recipe.inference.context_tokens
     assert longest is not None
     assert longest <= recipe.trainer.max_tokens_per_microbatch
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if NODES[name] == 1])
+def test_a_recipe_for_one_node_runs_on_a_machine_like_it_and_on_none_smaller(name: str) -> None:
+    recipe = load(recipe_path(name))
+    assert shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
+    (problem,) = shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
+    assert "it needs 8 at once" in problem.message
+
+
+def test_the_plan_shares_the_gpus_of_this_machine_out(cache: Path) -> None:
+    said = planned("gsm8k_qwen3_0.6b", cache, gpus="0,1,2,3,4,5,6,7")
+    assert "GPUs with areal-hpc run on this machine: trainer: 0 | 1 | 2 | 3\n" in said
+    assert "GPUs with areal-hpc run on this machine: cell-0: 4,5,6,7\n" in said
+    said = planned("gsm8k_qwen3_0.6b", cache, gpus="0,1")
+    assert "areal-hpc run refuses on this machine: too few GPUs for the stage train" in said
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -17,14 +17,20 @@ REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = "recipes/quickstart.yaml"
 
 
-def areal_hpc(*arguments: str, cwd: Path = REPOSITORY) -> subprocess.CompletedProcess[str]:
+def areal_hpc(
+    *arguments: str, cwd: Path = REPOSITORY, gpus: str | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_hpc", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=110)
+    environ = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=110, env=environ
+    )
 
 
-def refused(tmp_path: Path, *overrides: str) -> str:
+def refused(tmp_path: Path, *overrides: str, gpus: str | None = None) -> str:
     """What the launcher says; asserts that it refused and left no job behind."""
-    answer = areal_hpc("run", QUICKSTART, f"cluster.fileroot={tmp_path / 'runs'}", *overrides)
+    fileroot = f"cluster.fileroot={tmp_path / 'runs'}"
+    answer = areal_hpc("run", QUICKSTART, fileroot, *overrides, gpus=gpus)
     assert answer.returncode == 78, answer.stderr + answer.stdout
     assert not list(tmp_path.glob("runs/quickstart/demo/jobs/*"))
     assert "Traceback" not in answer.stderr
@@ -116,6 +122,20 @@ def test_a_tiny_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
 def test_batch_sizes_that_do_not_divide(tmp_path: Path) -> None:
     said = refused(tmp_path, "trainer.batch_size=10", "trainer.minibatches=4")
     assert "batch_size=10 tickets do not divide into minibatches=4" in said
+
+
+def test_a_machine_with_too_few_gpus_is_told_with_whatever_else_is_wrong(tmp_path: Path) -> None:
+    shape = ("trainer.parallel.dp=2", "inference.replicas_per_cell=2", "inference.tp=2")
+    devices = ("trainer.device=cuda", "inference.device=cuda")
+    missing = ("train_dataset.generator=null", "train_dataset.path=data/none.jsonl")
+    said = refused(tmp_path, *shape, *devices, *missing, gpus="3,5,7,9")
+    assert (
+        "too few GPUs for the stage train: it needs 6 at once "
+        "(trainer 2 ranks x 1 = 2, cell-0 2 replicas x tp 2 = 4), "
+        "this machine shows 4 (CUDA_VISIBLE_DEVICES='3,5,7,9')"
+    ) in said
+    assert "stage warmup" not in said
+    assert "there is no data set at" in said
 
 
 def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:

@@ -107,6 +107,18 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
         Replay(recorded, 2, 3, (), out)
 
 
+def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
+    recorded: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    out = RunLayout(tmp_path / "out")
+    on_gpu = Replay(recorded, 2, 3, ("trainer.device=cuda",), out)
+    with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
+        on_gpu.carry_out(PlainReporter(out, 3, 0), threading.Event())
+    assert "at: trainer.parallel\n" in str(refusal.value)
+    assert not out.jobs_dir.exists()
+
+
 def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunLayout) -> None:
     assert find_start(recorded, 7).step == 6
     assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4

@@ -1,0 +1,46 @@
+"""GPUs that a process may use, as its environment and the device files tell; torch is not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+
+VARIABLE = "CUDA_VISIBLE_DEVICES"
+DEV = Path("/dev")
+_NO_GPU = ("", "-1", "NoDevFiles")
+"""Names in the variable that hide themselves and all after them; Slurm writes the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class VisibleGpus:
+    """What a machine shows."""
+
+    ids: tuple[str, ...]
+    """As CUDA_VISIBLE_DEVICES spells them: numbers, or names such as `GPU-8932f937-...`."""
+    source: str
+    """What was looked at, for a person."""
+
+
+def visible_gpus(environ: Mapping[str, str], dev: Path = DEV) -> VisibleGpus:
+    """The GPUs that the variable names; if it is not set, those with a device file."""
+    named = named_gpus(environ)
+    if named is not None:
+        return VisibleGpus(named, f"{VARIABLE}={environ[VARIABLE]!r}")
+    # CUDA numbers the ones that it may open from 0; those of a container need not be named so.
+    numbers = range(len(device_files(dev)))
+    return VisibleGpus(tuple(str(number) for number in numbers), f"{dev}/nvidia[0-9]*")
+
+
+def named_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The GPUs that the variable names, each once; None if it is not set, which hides none."""
+    if VARIABLE not in environ:
+        return None
+    names = (name.strip() for name in environ[VARIABLE].split(","))
+    return tuple(dict.fromkeys(takewhile(lambda name: name not in _NO_GPU, names)))
+
+
+def device_files(dev: Path = DEV) -> list[Path]:
+    """NVIDIA's device files, one per GPU."""
+    return sorted(dev.glob("nvidia[0-9]*"))

@@ -1,0 +1,86 @@
+"""GPUs of this machine for the jobs of a stage, each task its own. Pure.
+
+Under Slurm this is Slurm's to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from areal_hpc.cluster.gpus import VisibleGpus
+from areal_hpc.cluster.jobspec import JobSpec
+from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.launch.plan import Facts, Stage, plan
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import Recipe
+
+Assignment = Mapping[str, list[list[str]]]
+"""By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
+
+
+def assign(stage: Stage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
+    """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
+
+    A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
+
+    Raises:
+        RecipeError: There are too few.
+    """
+    needed = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
+    # Trainer and inference name the same device: a recipe is refused otherwise.
+    is_cpu = recipe.trainer.device == "auto" and not visible.ids
+    if needed > len(visible.ids) and not is_cpu:
+        raise RecipeError.of([_shortage(stage, needed, visible, recipe)])
+    left = iter(visible.ids)
+    return {
+        job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]
+        for job in stage.jobs
+    }
+
+
+def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
+    """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
+    facts = Facts(0, 0, "python", (), (0,) * len(recipe.train_dataset.sources))
+    problems: list[Problem] = []
+    for stage in plan(recipe, RunLayout(recipe.run_dir), facts).stages:
+        try:
+            assign(stage, visible, recipe)
+        except RecipeError as error:
+            problems += error.problems
+    return problems
+
+
+def describe(assignment: Assignment) -> Iterator[str]:
+    """A line for each job that has GPUs, as in `trainer: 0 | 1`: those of its tasks."""
+    for job, tasks in assignment.items():
+        if any(tasks):
+            yield f"{job}: {' | '.join(','.join(ids) for ids in tasks)}"
+
+
+def _shortage(stage: Stage, needed: int, visible: VisibleGpus, recipe: Recipe) -> Problem:
+    names = {job.name for job in stage.jobs}
+    keys = ["trainer.parallel"]
+    if any(job.is_task_a_node for job in stage.jobs):
+        keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
+    if EVALUATION_CELL in names:
+        keys.append("evaluation.separate_job")
+    shown = len(visible.ids)
+    return Problem(
+        f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
+        f"({', '.join(_need(job, recipe) for job in stage.jobs)}), "
+        f"this machine shows {shown} ({visible.source})",
+        ", ".join(keys),
+        f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
+        if shown
+        else "use trainer.device=cpu inference.device=cpu, or nodes with GPUs by areal-hpc submit",
+    )
+
+
+def _need(job: JobSpec, recipe: Recipe) -> str:
+    gpus = job.tasks * job.gpus_per_task
+    if not job.is_task_a_node:
+        return f"{job.name} {job.tasks} ranks x 1 = {gpus}"
+    inference = recipe.inference
+    return f"{job.name} {inference.replicas_per_cell} replicas x tp {inference.tp} = {gpus}"

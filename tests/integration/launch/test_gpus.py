@@ -1,0 +1,123 @@
+"""What the processes of `areal-hpc run` see of the machine's GPUs: real jobs, made-up GPUs.
+
+The launcher, submitit's local executor and the supervisors are real; each process of the plan is
+replaced by one that writes down the variable by which CUDA would decide.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_hpc.cluster.jobspec import JobSpec
+from areal_hpc.launch import here
+from areal_hpc.launch.plan import Facts, Stage, plan
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import Recipe, load
+
+REPOSITORY = Path(__file__).parents[3]
+OUTER = "3,5,7,9"
+RECORDER = """
+import os, time
+from pathlib import Path
+
+def record(config):
+    seen = Path(config["folder"]) / f"{config['name']}.{os.environ['AREAL_HPC_RANK']}"
+    seen.with_suffix(seen.suffix + ".new").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+    seen.with_suffix(seen.suffix + ".new").rename(seen)
+    while not (config["leads"] and len(list(seen.parent.glob("*.[0-9]"))) == config["processes"]):
+        time.sleep(0.05)
+    Path(config["marker"]).touch()
+"""
+
+
+class Silent:
+    """A reporter for nobody."""
+
+    def say(self, message: str) -> None:
+        return
+
+    def watch(self, stage: str) -> None:
+        return
+
+
+def recording(stage: Stage, folder: Path) -> Stage:
+    """The stage, its processes replaced by recorders; it ends when all have written."""
+    marker = folder / "done"
+    processes = sum(
+        {"all": job.tasks, "first": 1, "others": job.tasks - 1}[spec.tasks]
+        for job in stage.jobs
+        for spec in job.processes
+    )
+
+    def recorder_job(job: JobSpec) -> JobSpec:
+        recorders = [
+            msgspec.structs.replace(
+                spec,
+                entry="recorder:record",
+                config={
+                    "folder": str(folder / "seen"),
+                    "name": spec.name,
+                    "marker": str(marker),
+                    "leads": spec.name == "trainer",
+                    "processes": processes,
+                },
+            )
+            for spec in job.processes
+        ]
+        return msgspec.structs.replace(job, processes=recorders)
+
+    others = tuple(recorder_job(job) for job in stage.others)
+    return replace(stage, leader=recorder_job(stage.leader), others=others, done_marker=marker)
+
+
+def recipe_of(folder: Path, *overrides: str) -> Recipe:
+    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    roles = [
+        f"cluster.{role}={{python: {sys.executable}, variables: {{PYTHONPATH: '{path}'}}}}"
+        for role in ("serve", "train", "agents")
+    ]
+    return load(REPOSITORY / "recipes" / "quickstart.yaml", [*roles, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "expected"),
+    [
+        (
+            "cuda",
+            ("trainer.parallel.dp=2", "inference.replicas_per_cell=2"),
+            {"trainer.0": "3", "trainer.1": "5", "inference.0": "7,9"},
+        ),
+        (
+            "auto",
+            ("inference.tp=2", "inference.nodes_per_replica=2"),
+            {"trainer.0": "3", "inference.0": "5", "follower.1": "7"},
+        ),
+        ("cpu", ("trainer.parallel.dp=2",), {"trainer.0": "", "trainer.1": "", "inference.0": ""}),
+    ],
+)
+def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
+    device: str,
+    shape: tuple[str, ...],
+    expected: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", OUTER)
+    (tmp_path / "seen").mkdir()
+    (tmp_path / "recorder.py").write_text(RECORDER)
+    recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
+    layout = RunLayout(tmp_path / "run")
+    layout.root.mkdir()
+    facts = Facts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
+    stage = recording(plan(recipe, layout, facts).stages[-1], tmp_path)
+    here.run_stage(stage, recipe, layout, reporter=Silent(), stop=threading.Event())
+    seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
+    without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
+    assert seen == without | expected

@@ -1,0 +1,51 @@
+"""Which GPUs a process may use, by its environment and the device files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.cluster.gpus import VARIABLE, visible_gpus
+from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec
+from areal_hpc.cluster.supervisor import visible_gpus_of
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("3,5,7,9", ("3", "5", "7", "9")),
+        (" 1, 0 ", ("1", "0")),
+        ("GPU-8932f937,MIG-c1a2", ("GPU-8932f937", "MIG-c1a2")),
+        ("0,-1,1", ("0",)),
+        ("2,2,4", ("2", "4")),
+        ("", ()),
+        ("-1", ()),
+        ("NoDevFiles", ()),
+    ],
+)
+def test_the_variable_counts_whatever_device_files_there_are(
+    value: str, expected: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    visible = visible_gpus({VARIABLE: value}, tmp_path)
+    assert visible.ids == expected
+    assert visible.source == f"CUDA_VISIBLE_DEVICES={value!r}"
+
+
+def test_without_the_variable_device_files_are_counted_and_numbered_from_0(tmp_path: Path) -> None:
+    for name in ("nvidia4", "nvidia6", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path).ids == ("0", "1")
+    assert visible_gpus({}, tmp_path / "none").ids == ()
+
+
+def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slurm_says() -> None:
+    trainer = ProcessSpec("trainer", "train", "a:b", {}, uses_gpus=True)
+    ledger = ProcessSpec("ledger", "train", "a:b", {})
+    job = JobSpec("trainer", "train", [ledger, trainer], tasks=2)
+    launch = Launch(job, "jobs", "logs", "events", {}, gpus=[["3", "5"], ["7", "9"]])
+    assert visible_gpus_of(trainer, launch, 1) == {VARIABLE: "7,9"}
+    assert visible_gpus_of(ledger, launch, 1) == {VARIABLE: ""}
+    by_slurm = Launch(job, "jobs", "logs", "events", {})
+    assert visible_gpus_of(trainer, by_slurm, 1) == {}

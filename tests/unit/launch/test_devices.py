@@ -1,0 +1,132 @@
+"""How the GPUs of one machine are shared out among the jobs of a stage."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_hpc.cluster.gpus import VisibleGpus
+from areal_hpc.errors import RecipeError
+from areal_hpc.launch.devices import Assignment, assign, describe, shortages
+from areal_hpc.launch.plan import Facts, Stage, plan
+from areal_hpc.layout import RunLayout
+from areal_hpc.recipe import Recipe, load
+
+QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
+FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=())
+
+
+def recipe_of(device: str, *overrides: str) -> Recipe:
+    devices = (f"trainer.device={device}", f"inference.device={device}")
+    return load(QUICKSTART, [*devices, "trainer.batch_size=64", *overrides])
+
+
+def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
+    return plan(recipe, RunLayout(Path("/run")), FACTS).stages
+
+
+def shown(*ids: str) -> VisibleGpus:
+    return VisibleGpus(ids, f"CUDA_VISIBLE_DEVICES={','.join(ids)!r}")
+
+
+def refusal_of(recipe: Recipe, visible: VisibleGpus) -> str:
+    with pytest.raises(RecipeError) as refusal:
+        assign(stages_of(recipe)[-1], visible, recipe)
+    return str(refusal.value)
+
+
+def given_out(assignment: Assignment) -> list[str]:
+    return [one for tasks in assignment.values() for ids in tasks for one in ids]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    dp=st.sampled_from([1, 2, 4]),
+    cells=st.integers(1, 3),
+    replicas=st.integers(1, 3),
+    tp=st.sampled_from([1, 2, 4]),
+    spans_nodes=st.booleans(),
+    evaluates_apart=st.booleans(),
+    n_visible=st.integers(1, 48),
+    device=st.sampled_from(["auto", "cuda"]),
+)
+def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
+    dp: int, cells: int, replicas: int, tp: int, spans_nodes: bool, evaluates_apart: bool,
+    n_visible: int, device: str,
+) -> None:  # fmt: skip
+    nodes = 2 if spans_nodes and tp > 1 else 1
+    replicas = 1 if nodes > 1 else replicas
+    recipe = recipe_of(
+        device,
+        f"trainer.parallel.dp={dp}",
+        f"inference={{cells: {cells}, replicas_per_cell: {replicas}, tp: {tp}}}",
+        f"inference.nodes_per_replica={nodes}",
+        f"evaluation.separate_job={evaluates_apart}",
+    )
+    visible = shown(*(f"GPU-{number}" for number in range(n_visible)))
+    serving = (cells + evaluates_apart) * replicas * tp
+    if dp + serving > n_visible:
+        said = refusal_of(recipe, visible)
+        assert f"it needs {dp + serving} at once" in said
+        assert f"this machine shows {n_visible} (CUDA_VISIBLE_DEVICES=" in said
+        assert f"trainer {dp} ranks x 1 = {dp}" in said
+        each = f"{replicas} replicas x tp {tp} = {replicas * tp}"
+        assert all(f"cell-{index} {each}" in said for index in range(cells))
+        assert (f"evaluation {each}" in said) is evaluates_apart
+        return
+    for stage in stages_of(recipe):
+        assignment = assign(stage, visible, recipe)
+        assert [len(assignment[job.name]) for job in stage.jobs] == [j.tasks for j in stage.jobs]
+        for job in stage.jobs:
+            assert all(len(ids) == job.gpus_per_task > 0 for ids in assignment[job.name])
+        used = given_out(assignment)
+        assert len(set(used)) == len(used)
+        assert set(used) <= set(visible.ids)
+
+
+def test_ranks_and_replicas_take_the_gpus_in_the_order_in_which_they_are_shown() -> None:
+    recipe = recipe_of("cuda", "trainer.parallel.dp=2", "inference.replicas_per_cell=2")
+    warmup, train = stages_of(recipe)
+    visible = shown("3", "5", "7", "9")
+    assert assign(train, visible, recipe) == {"trainer": [["3"], ["5"]], "cell-0": [["7", "9"]]}
+    assert assign(warmup, visible, recipe) == {"warmup": [["3"], ["5"]]}
+    assert list(describe(assign(train, visible, recipe))) == ["trainer: 3 | 5", "cell-0: 7,9"]
+
+
+def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
+    nothing = VisibleGpus((), "/dev/nvidia[0-9]*")
+    recipe = recipe_of("auto")
+    assert given_out(assign(stages_of(recipe)[1], nothing, recipe)) == []
+    assert shortages(recipe, nothing) == []
+    said = refusal_of(recipe_of("cuda"), nothing)
+    assert "it needs 2 at once" in said
+    assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
+    assert "try: use trainer.device=cpu inference.device=cpu" in said
+
+
+def test_auto_with_too_few_gpus_is_refused_and_never_the_cpu() -> None:
+    said = refusal_of(recipe_of("auto"), shown("0"))
+    assert "too few GPUs for the stage train: it needs 2 at once" in said
+    assert "this machine shows 1 (CUDA_VISIBLE_DEVICES='0')" in said
+    assert (
+        "at: trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp" in said
+    )
+    assert "try: lower these keys to 1 in all, or use several nodes with areal-hpc submit" in said
+
+
+def test_tasks_on_the_cpu_are_given_no_gpu() -> None:
+    recipe = recipe_of("cpu")
+    assert given_out(assign(stages_of(recipe)[1], shown("0", "1", "2"), recipe)) == []
+
+
+def test_every_stage_that_lacks_gpus_is_reported() -> None:
+    recipe = recipe_of("cuda", "trainer.parallel.dp=4")
+    warmup, train = shortages(recipe, shown("0", "1"))
+    assert "the stage warmup: it needs 4 at once" in warmup.message
+    assert warmup.key == "trainer.parallel"
+    assert "the stage train: it needs 5 at once" in train.message
+    (left,) = shortages(recipe, shown("0", "1", "2", "3"))
+    assert left.key == train.key
