@@ -90,7 +90,7 @@ def run(
         say=reporter.say,
         fresh=fresh,
         sys_path=sys_path,
-        misfits=shortages(recipe, visible_gpus(os.environ)),
+        known_problems=shortages(recipe, visible_gpus(os.environ)),
     ) as ready:
         for stage in ready.stages:
             if stop.is_set():

@@ -42,7 +42,7 @@ def prepared(
     say: Callable[[str], None],
     fresh: bool = False,
     sys_path: Sequence[str] = (),
-    misfits: Sequence[Problem] = (),
+    known_problems: Sequence[Problem] = (),
 ) -> Iterator[Ready]:
     """Put a run directory in place and keep other launchers out of it.
 
@@ -52,7 +52,7 @@ def prepared(
         say: Where progress goes.
         fresh: Move an earlier run aside first.
         sys_path: Folders from which the user's code is imported, beside the present one.
-        misfits: What the caller has found wrong already, to be told with the rest.
+        known_problems: What the caller has found wrong already, to be told with the rest.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -60,7 +60,7 @@ def prepared(
     """
     pythons, layout = pythons_of(recipe), RunLayout(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
-    problems = [*misfits, *inputs.inspect_inputs(recipe, pythons, folders)]
+    problems = [*known_problems, *inputs.inspect_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
