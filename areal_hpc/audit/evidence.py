@@ -18,12 +18,22 @@ from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
 
+class UntrainedRecord(msgspec.Struct, frozen=True):
+    """What a consumed batch did not teach (`trainer.untrained.Untrained`)."""
+
+    step: int
+    reason: str
+    tickets: list[int] = []
+    """Those left out; without any, optimizer steps of the batch were not taken."""
+
+
 class CommitRecord(msgspec.Struct, frozen=True):
     """What `trainer.json` of a commit says about batches (`trainer.commits.store.TrainerState`)."""
 
     step: int = 0
     epoch: int = 0
     consumed: list[int] = []
+    untrained: list[UntrainedRecord] = []
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,10 @@ nothing that a ledger remembers is believed: only what a restart would find.
 | fate      | meaning                                                                          |
 |-----------|----------------------------------------------------------------------------------|
 | trained   | in exactly one batch that the newest commit consumed, its rows sealed and there  |
+| unsound   | likewise, but left out of what that batch was trained on, since a row of it is   |
+|           | unfit (`trajectory.find_defect`)                                                 |
+| skipped   | likewise, but optimizer steps of that batch were not taken, since their gradient |
+|           | was not finite                                                                   |
 | duplicate | in more batches than one (or in one consumed twice), or sharing a row with       |
 |           | another ticket of a batch: trained more often than once, now or on resume        |
 | lost      | issued, and nobody will ever train it, or nobody can tell whether it was: its    |
@@ -35,7 +39,7 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_hpc.audit.evidence import Evidence, read_evidence
+from areal_hpc.audit.evidence import Evidence, UntrainedRecord, read_evidence
 from areal_hpc.errors import Problem
 from areal_hpc.layout import RunLayout
 from areal_hpc.wire.ledger import SettledTicket
@@ -45,6 +49,8 @@ class Fate(StrEnum):
     """What became of a ticket; the module's table defines each."""
 
     TRAINED = "trained"
+    UNSOUND = "unsound"
+    SKIPPED = "skipped"
     DUPLICATE = "duplicate"
     LOST = "lost"
     DROPPED = "dropped"
@@ -68,6 +74,8 @@ class Audit:
     tickets: list[TicketFate]
     problems: list[Problem]
     """Files that cannot be believed, whatever they mean for tickets."""
+    untrained: list[UntrainedRecord]
+    """What consumed batches did not teach, and why: no fault of the accounts, but worth knowing."""
     committed_step: int
     is_finished: bool
 
@@ -140,7 +148,8 @@ def judge(evidence: Evidence) -> Audit:
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
-    return Audit(fates, problems, evidence.commit.step, evidence.is_finished)
+    commit = evidence.commit
+    return Audit(fates, problems, commit.untrained, commit.step, evidence.is_finished)
 
 
 def _collect_uses(evidence: Evidence) -> tuple[dict[int, list[_Use]], dict[int, int]]:
@@ -204,6 +213,11 @@ def _of_batched(
     if fault := rows.fault_of(ticket):
         return Fate.LOST, f"{where}: {fault}"
     if step in commit.consumed:
+        for one in commit.untrained:
+            if one.step == step and ticket.ref.ticket_id in one.tickets:
+                return Fate.UNSOUND, f"step {step}, {one.reason}"
+            if one.step == step and not one.tickets:
+                return Fate.SKIPPED, f"{where}: {one.reason}"
         return Fate.TRAINED, where
     if step <= commit.step:
         return Fate.LOST, f"{where}: the commit of step {commit.step} passed over that batch"

@@ -48,6 +48,8 @@ class OptimizerConfig(StageConfig):
     """Shape after the warm-up, down to `min_lr_ratio` at the last step."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Final learning rate as a share of the peak."""
+    on_nonfinite: Literal["skip", "stop"] = "skip"
+    """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
 
 
 class ObjectiveConfig(StageConfig):

@@ -9,15 +9,17 @@ from pathlib import Path
 
 import msgspec
 import torch
+import torch.distributed as dist
 
 from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.telemetry import PhaseTimer
+from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
     AGE,
     BEHAVIOUR,
     CURRENT,
     describe,
+    leave_out_unsound,
     make_rows,
     read_batch,
 )
@@ -30,7 +32,7 @@ from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
 from areal_hpc.trainer.objective import SUMS as LOSS_SUMS
 from areal_hpc.trainer.objective import interpolate, policy_loss
-from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.trainer.schedule import learning_rate
 from areal_hpc.trainer.step import (
     MicroBatch,
@@ -39,6 +41,7 @@ from areal_hpc.trainer.step import (
     run_passes,
     train_once,
 )
+from areal_hpc.trainer.untrained import Untrained, describe_norms, judge_norms
 from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import BatchManifest
 
@@ -77,6 +80,7 @@ class Learner:
         self._config = config
         self._layout = layout
         self._model_path = model_path
+        self._events = EventLog(layout.events, "trainer")
         self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits, fence)
         self._optimizer = build_optimizer(policy, config.optimizer)
         self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
@@ -107,10 +111,17 @@ class Learner:
         self._commits.clean(self.state.epoch)
 
     def train(self, manifest: BatchManifest) -> Line:
-        """Train on one batch; its metrics, the same on every rank. A collective."""
+        """Consume one batch; its metrics, the same on every rank. A collective.
+
+        Raises:
+            GradientError: A gradient is not finite and the recipe does not pass over it.
+            ShardError: This rank could not read a shard.
+            OtherRankFailed: Another one could not.
+        """
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
-            batch = read_batch(manifest, self._layout.shards_dir)
+            whole = read_batch(manifest, self._layout.shards_dir)
+            batch, untrained = leave_out_unsound(whole, manifest, self.policy.arch.vocab)
         with timer.phase("pack"):
             rows = make_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
@@ -121,17 +132,10 @@ class Learner:
             ]
         with timer.phase("train"):
             rate = learning_rate(self.state.step, config.total_steps, config.optimizer)
-            try:
-                tally, grad_norm = self._optimise(parts, rate)
-            except GradientError as error:
-                source = self._layout.manifest(manifest.step)
-                raise GradientError(
-                    f"step {manifest.step}, trained on {source.name}: {error.problems[0].message}",
-                    key=str(source),
-                    hint=error.problems[0].hint,
-                ) from error
+            tally, norms = self._optimise(parts, rate)
+        untrained += self._judge(norms, manifest.step)
         metrics = describe(batch, self.version, self.state.forks)
-        self._advance(manifest)
+        self._advance(manifest, untrained)
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
         line: Line = {
@@ -139,7 +143,7 @@ class Learner:
             **metrics,
             "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
             "loss": sums["loss"] / tokens,
-            "grad_norm": grad_norm,
+            **describe_norms(norms),
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
             "behaviour/weight_mean": sums["weight"] / tokens,
@@ -149,13 +153,28 @@ class Learner:
             "behaviour/kl": sums["kl"] / tokens,
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/metered_tokens": int(sums["metered"]),
-            "padding_waste": 1.0 - metrics["tokens/trained"] / sums["places"],
+            "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
             **timer.metrics(),
         }
         return finite(line)
 
-    def _optimise(self, parts: Sequence[Sequence[MicroBatch]], rate: float) -> tuple[Tally, float]:
-        """One optimizer step per part: the tally over all ranks and the largest gradient norm.
+    def _judge(self, norms: Sequence[float], step: int) -> list[Untrained]:
+        """What the gradients of the batch of `step` leave untrained."""
+        return judge_norms(
+            norms,
+            step,
+            self.state.untrained,
+            self._config.optimizer.on_nonfinite,
+            section="trainer.optimizer",
+            name=lambda step: f"step {step}, trained on {self._layout.manifest(step).name}",
+            way_out="areal-hpc replay tries settings on these batches, without servers: resume "
+            "with some that keep the norm finite, as trainer.objective.proximal=recompute may",
+        )
+
+    def _optimise(
+        self, parts: Sequence[Sequence[MicroBatch]], rate: float
+    ) -> tuple[Tally, list[float]]:
+        """One optimizer step per part: the tally over all ranks and the gradient norms.
 
         With a single part the weights at the start of the batch are those of its only forward
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
@@ -170,7 +189,7 @@ class Learner:
             seen, norm = train_once(self.policy, self._optimizer, part, loss, rate)
             tally.add(seen)
             norms.append(norm)
-        return tally.over_all_ranks(SUMS, MAXIMA), max(norms)
+        return tally.over_all_ranks(SUMS, MAXIMA), norms
 
     def _remember(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
         """Keep the log-probabilities of the weights that the batch starts from."""
@@ -209,12 +228,18 @@ class Learner:
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
-    def _advance(self, manifest: BatchManifest) -> None:
+    def _advance(self, manifest: BatchManifest, untrained: Sequence[Untrained]) -> None:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,
             consumed=[*self.state.consumed, manifest.step],
+            untrained=[*self.state.untrained, *untrained],
         )
+        if dist.get_rank() == 0:
+            for one in untrained:
+                of = f"tickets {one.tickets} of " if one.tickets else ""
+                logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
+                self._events.record("untrained", **msgspec.structs.asdict(one))
 
     def begin_commit(self, line: Line) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.

@@ -13,9 +13,9 @@ from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.model.huggingface import export_hf
-from areal_hpc.trainer.optimizer import GradientError
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
 from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.untrained import GradientError
 
 Decider = Conductor | Replay
 """Who decides on rank 0: for a run with its servers, or from the manifests of a recorded one."""

@@ -10,10 +10,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from areal_hpc.errors import ArealError
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.ranks import any_rank
+from areal_hpc.trainer.ranks import largest
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
@@ -58,34 +57,29 @@ def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
             group["betas"], group["eps"] = config.betas, config.eps
 
 
-class GradientError(ArealError):
-    """The gradients of a step are not finite. The weights are still those from before it."""
+_NO_GRADIENT, _FINITE, _NOT_FINITE = range(3)
 
 
 def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
-    changed. A collective.
-
-    Raises:
-        GradientError: The norm is not finite on some rank; raised on all of them.
+    changed. Weights, moments and step counts stay the same to the bit when the norm, which is the
+    same on every rank, is not finite or exactly 0 (`untrained.is_taken`). It is 0 when all
+    advantages are, or every token is clipped or masked: momentum and decay would move the weights
+    all the same, by what earlier batches taught. A collective.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
-    if any_rank(not math.isfinite(norm)):
-        raise GradientError(
-            f"the gradient norm is {norm}: the step is not taken",
-            key="trainer.optimizer",
-            hint="lower the learning rate, or look for odd rewards and log-probabilities in what "
-            "the step was to be trained on; the last commit stands",
-        )
-    for part in optimizer.chained_optimizers:
-        if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
-            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
-    optimizer.step_with_ready_grads()
+    kind = _NOT_FINITE if not math.isfinite(norm) else _FINITE if norm else _NO_GRADIENT
+    agreed = largest(kind)
+    if agreed == _FINITE:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        for part in optimizer.chained_optimizers:
+            if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
+        optimizer.step_with_ready_grads()
     policy.replica.zero_grad_buffer()
     optimizer.zero_grad()
-    return norm
+    return math.nan if agreed == _NOT_FINITE and kind != agreed else norm

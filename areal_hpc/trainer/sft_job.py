@@ -20,7 +20,7 @@ from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model.architecture import read_architecture
 from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import GradientError, apply_settings, build_optimizer
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
 from areal_hpc.trainer.rank import run_rank
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.schedule import learning_rate
@@ -31,6 +31,7 @@ from areal_hpc.trainer.sft import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_once
+from areal_hpc.trainer.untrained import Untrained, describe_norms, is_taken, judge_norms
 
 logger = logging.getLogger(__name__)
 
@@ -105,11 +106,13 @@ class SftTrainer:
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._committed = 0
         self._parent: str | None = None
+        self._untrained: list[Untrained] = []
         if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
             apply_settings(self._optimizer, job.warmup.optimizer)
             self._step = self._committed = commit.state.step
             self._parent = commit.path.name
+            self._untrained = list(commit.state.untrained)
             logger.info("resuming the warm-up after step %d", self._step)
         self._metrics = None
         if dist.get_rank() == 0:
@@ -147,17 +150,20 @@ class SftTrainer:
             warmup.max_tokens_per_microbatch,
         )
         rate = learning_rate(self._step, warmup.total_steps, warmup.optimizer)
-        try:
-            tally, grad_norm = train_once(
-                self._policy, self._optimizer, batches, imitation_loss, rate
-            )
-        except GradientError as error:
-            raise GradientError(
-                f"step {self._step + 1} of the warm-up: {error.problems[0].message}",
-                key=str(self._job.dataset_path),
-                hint="lower warmup.optimizer.lr",
-            ) from error
+        tally, norm = train_once(self._policy, self._optimizer, batches, imitation_loss, rate)
+        untrained = judge_norms(
+            [norm],
+            self._step + 1,
+            self._untrained,
+            warmup.optimizer.on_nonfinite,
+            section="warmup.optimizer",
+            name=lambda step: f"step {step} of the warm-up",
+            way_out="lower warmup.optimizer.lr and resume",
+        )
+        self._untrained = [*self._untrained, *untrained]
         self._step += 1
+        if not is_taken(norm):
+            logger.warning("step %d of the warm-up is not taken: its norm is %s", self._step, norm)
         if self._step % warmup.log_every_steps and self._step != warmup.total_steps:
             return
         total = tally.over_all_ranks(("loss", "tokens", "places"), ()).sums
@@ -167,7 +173,7 @@ class SftTrainer:
                 self._step,
                 {
                     "loss": total["loss"] / max(1, total["tokens"]),
-                    "grad_norm": grad_norm,
+                    **describe_norms([norm]),
                     "lr": rate,
                     "tokens/learnt": int(total["tokens"]),
                     "tokens/trained": int(total["places"]),
@@ -182,7 +188,13 @@ class SftTrainer:
         return [data[index] for index in chosen]
 
     def _begin_commit(self) -> None:
-        state = TrainerState(step=self._step, epoch=EPOCH, seed=self._job.seed, parent=self._parent)
+        state = TrainerState(
+            step=self._step,
+            epoch=EPOCH,
+            seed=self._job.seed,
+            parent=self._parent,
+            untrained=self._untrained,
+        )
         self._parent = self._commits.begin(self._policy, self._optimizer, state).name
         self._committed = self._step
 

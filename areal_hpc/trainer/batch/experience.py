@@ -7,7 +7,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +19,10 @@ from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.trainer.untrained import Untrained
+from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
-from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,39 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
     return [next(found[ticket.shard]) for ticket in manifest.tickets for _ in ticket.rows]
 
 
+def leave_out_unsound(
+    batch: Batch, manifest: BatchManifest, vocab_size: int
+) -> tuple[Batch, list[Untrained]]:
+    """The batch without the tickets that hold an unsound row, and what was left out.
+
+    A group is left out whole: its advantages are relative to all of it. Every rank reads the same
+    rows of sealed shards and decides alike.
+    """
+    rows = iter(batch.trajectories)
+    sound, left_out = Batch([], []), []
+    for ticket in manifest.tickets:
+        own = list(itertools.islice(rows, len(ticket.rows)))
+        if defect := _find_defect(own, ticket, vocab_size):
+            left_out.append(Untrained(manifest.step, defect, [ticket.ref.ticket_id]))
+        else:
+            sound.trajectories.extend(own)
+            sound.rewards.extend(ticket.rewards)
+    return sound, left_out
+
+
+def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str | None:
+    """What is wrong with the first unsound row of a ticket, and which it is."""
+    if len(ticket.rewards) != len(rows):
+        return f"expected {len(rows)} rewards in the manifest, got {len(ticket.rewards)}"
+    for number, row, reward in zip(ticket.rows, rows, ticket.rewards, strict=True):
+        # A shard may hold a row without tokens; a forward pass cannot.
+        defect = None if row.num_tokens else "expected at least one token, got none"
+        # With the manifest's reward, the one that is trained on.
+        if defect := defect or find_defect(replace(row, reward=reward), vocab_size):
+            return f"{ticket.shard} row {number}: {defect}"
+    return None
+
+
 def make_rows(
     batch: Batch, current: WeightVersion, forks: Sequence[Fork], objective: ObjectiveConfig
 ) -> list[Row]:
@@ -136,7 +170,10 @@ def _temperature(trajectory: Trajectory) -> float:
 
 
 def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dict[str, float]:
-    """What the batch is like, before any training: rewards, sizes, ages of its tokens."""
+    """What the batch is like, before any training: rewards, sizes, ages of its tokens.
+
+    A batch without rows has no mean reward.
+    """
     tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
     sampled = sum(tokens_of, Counter[int]())
     ages = [staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
@@ -144,13 +181,14 @@ def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dic
     for key in zip(batch.groups, batch.episodes, strict=True):
         numbers.setdefault(key, len(numbers))
     places = [numbers[key] for key in zip(batch.groups, batch.episodes, strict=True)]
-    return {
-        "reward/mean": float(episode_rewards(batch.rewards, places).mean()),
+    rewards = episode_rewards(batch.rewards, places)
+    mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
+    return mean | {
         "episodes": len(numbers),
         "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
         "tokens/sampled": sampled.total(),
-        "staleness/mean": float(np.average(ages, weights=list(sampled.values()))),
-        "staleness/max": max(ages),
+        "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
+        "staleness/max": max(ages, default=0),
         "versions/multi": sum(len(tokens) > 1 for tokens in tokens_of),
     }
 

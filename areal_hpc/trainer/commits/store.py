@@ -35,6 +35,7 @@ from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
+from areal_hpc.trainer.untrained import Untrained
 from areal_hpc.weights.version import Fork
 
 MARKER = "COMMITTED"
@@ -58,9 +59,11 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None = None
     """The commit this one was trained from."""
     consumed: list[int] = []
-    """Steps of the manifests trained on, from the first."""
+    """Steps of the manifests behind these weights, from the first."""
     forks: list[Fork] = []
     """Every epoch of this chain of commits, with the step it began from."""
+    untrained: list[Untrained] = []
+    """What those batches did not teach."""
     line: Line = {}
     """The metrics of this step as far as they were known: its line is written after the commit."""
 

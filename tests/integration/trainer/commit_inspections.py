@@ -32,7 +32,7 @@ from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.optimizer import GradientError, apply_settings
+from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
@@ -274,22 +274,6 @@ def draws_no_random_numbers(scenario: Scenario, layout: RunLayout) -> Found:
     before = states()
     begin(scenario, layout)
     return {"unchanged": states() == before}
-
-
-def odd_gradients(scenario: Scenario, layout: RunLayout) -> Found:
-    """The batch of step 2 is damaged."""
-    learner = make_learner(scenario, layout)
-    step(learner, layout, 1)
-    before = state_of(learner)
-    try:
-        step(learner, layout, 2)
-    except GradientError as error:
-        return {
-            "error": str(error),
-            "step": learner.state.step,
-            "weights_are_unchanged": state_of(learner) == before,
-        }
-    return {}
 
 
 def odd_maxima(scenario: Scenario, layout: RunLayout) -> Found:

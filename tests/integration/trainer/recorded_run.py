@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
 import yaml
 
 from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import write_manifest
+from areal_hpc.ledger.manifests import read_manifest, write_manifest
+from areal_hpc.shards.index import append_to_index, read_index
+from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.trajectory import Trajectory
@@ -29,10 +34,23 @@ TRAINER: dict[str, Any] = {
 """What scenarios do not say of the trainer's configuration."""
 
 
-def record_run(root: Path, steps: int, *, damaged_step: int = 0, oldest: int = 0) -> RunLayout:
-    """Write it. In the batch of `damaged_step` one log-probability is not a number.
+def record_run(
+    root: Path,
+    steps: int,
+    *,
+    oldest: int = 0,
+    far_steps: Collection[int] = (),
+    rewards: Mapping[int, Sequence[float]] | None = None,
+) -> RunLayout:
+    """Write it.
 
-    Each row was sampled by weights that are up to `oldest` versions old.
+    Args:
+        root: The run directory.
+        steps: Batches.
+        oldest: Each row was sampled by weights that are up to so many versions old.
+        far_steps: In their batches the engine's log-probabilities are so far from the trainer's
+            that the ratio of the two is no 32-bit number, though both are sound.
+        rewards: Of the episodes of each ticket, in the batches of these steps.
     """
     layout = RunLayout(root)
     make_tiny_model(
@@ -46,12 +64,15 @@ def record_run(root: Path, steps: int, *, damaged_step: int = 0, oldest: int = 0
             for ticket in range(TICKETS)
             for episode in range(SAMPLES)
         ]
-        if step == damaged_step:
-            rows[0].logprobs_T[rows[0].loss_mask_T != 0] = np.nan
+        if step in far_steps:
+            for row in rows:
+                row.logprobs_T[row.loss_mask_T != 0] = -200.0
+        if rewards and step in rewards:
+            rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
         shard = seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
         tickets = [
             SettledTicket(
-                TicketRef(step * TICKETS + ticket, 0),
+                TicketRef((step - 1) * TICKETS + ticket, 0),
                 shard.file,
                 list(range(ticket * SAMPLES, (ticket + 1) * SAMPLES)),
                 [row.reward for row in rows[ticket * SAMPLES : (ticket + 1) * SAMPLES]],
@@ -60,6 +81,27 @@ def record_run(root: Path, steps: int, *, damaged_step: int = 0, oldest: int = 0
         ]
         write_manifest(layout, BatchManifest(step, 1, tickets))
     return layout
+
+
+def spoil(layout: RunLayout, step: int, rows: Sequence[int], **columns: float) -> None:
+    """Overwrite columns of a batch's rows where they lie, and let the index say so.
+
+    Writers refuse what this makes; it stands for a shard of a writer that did not.
+    """
+    name = read_manifest(layout, step).tickets[0].shard
+    path = layout.shards_dir / name
+    with h5py.File(path, "r+") as file:
+        bounds = file["offsets"][:]
+        for column, value in columns.items():
+            for row in rows:
+                file[column][bounds[row] : bounds[row + 1]] = value
+    lines = [
+        describe_shard(path) if one.file == name else one for one in read_index(layout.index_dir)
+    ]
+    (index,) = layout.index_dir.iterdir()
+    index.unlink()
+    for line in lines:
+        append_to_index(layout.index_dir, describe_shard(path) if line.file == name else line)
 
 
 def write_recipe(layout: RunLayout, trainer: dict[str, Any]) -> None:
@@ -85,7 +127,7 @@ def _trajectory(
     mask_T = (generator.random(size) < 0.6).astype(np.uint8)
     mask_T[0], mask_T[-1] = 0, 1
     return Trajectory(
-        ticket_id=step * TICKETS + ticket,
+        ticket_id=(step - 1) * TICKETS + ticket,
         attempt=0,
         episode=episode,
         row=0,

@@ -187,32 +187,6 @@ def test_only_the_rank_that_failed_reports(
     assert outcome.reports[1 - failing] == {}
 
 
-@pytest.fixture
-def damaged(tmp_path: Path) -> RunLayout:
-    return record_run(tmp_path / "damaged", 3, damaged_step=2)
-
-
-def test_gradients_that_are_not_finite_leave_the_weights_alone_on_every_rank(
-    ranks: RankServer, damaged: RunLayout
-) -> None:
-    outcome = inspect(ranks, damaged, "odd_gradients", 2)
-    assert outcome.codes == [0, 0], outcome.log
-    for report in outcome.reports:
-        assert "step 2, trained on batch_00000002.json: the gradient norm is nan" in report["error"]
-        assert report["step"] == 1
-        assert report["weights_are_unchanged"]
-
-
-def test_gradients_that_are_not_finite_end_the_run_with_one_report(
-    ranks: RankServer, damaged: RunLayout
-) -> None:
-    trainer = {"total_steps": 3, "commit_every_steps": 1, "parallel": {"dp": 2}}
-    outcome = ranks.run(damaged, "replay", 2, trainer=trainer)
-    assert sorted(outcome.codes) == [70, STOPPED]
-    assert [path.name for path in damaged.checkpoints_dir.glob("step_*")] == FIRST
-    assert [report.get("kind") for report in outcome.reports].count("GradientError") == 1
-
-
 def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
     ranks: RankServer, layout: RunLayout
 ) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from areal_hpc.audit.evidence import UntrainedRecord
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.ledger.drops import Drop, append_drop
 from areal_hpc.ledger.manifests import write_manifest
@@ -56,7 +58,13 @@ class RunDirectory:
         self.layout.manifest(step).unlink(missing_ok=True)
         write_manifest(self.layout, BatchManifest(step, 1, tickets))
 
-    def commit(self, step: int, epoch: int, consumed: list[int] | None = None) -> Path:
+    def commit(
+        self,
+        step: int,
+        epoch: int,
+        consumed: list[int] | None = None,
+        untrained: Sequence[UntrainedRecord] = (),
+    ) -> Path:
         """A complete commit with what the trainer's state says of batches, among other things."""
         path = self.layout.checkpoints_dir / step_name(step)
         path.mkdir(parents=True, exist_ok=True)
@@ -66,6 +74,7 @@ class RunDirectory:
             "seed": 1,
             "parent": None,
             "consumed": consumed if consumed is not None else [*range(1, step + 1)],
+            "untrained": untrained,
         }
         (path / "trainer.json").write_bytes(msgspec.json.encode(state))
         (path / "COMMITTED").touch()

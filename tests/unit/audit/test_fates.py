@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_hpc.audit.evidence import UntrainedRecord
 from areal_hpc.audit.fates import Audit, Fate, audit_run
 from areal_hpc.ledger.drops import Drop, append_drop
 from areal_hpc.wire.ledger import TicketRef
@@ -100,6 +101,47 @@ def test_the_newest_epoch_owns_the_chain(run: RunDirectory) -> None:
 def test_a_commit_without_its_marker_does_not_count(run: RunDirectory) -> None:
     (run.commit(3, epoch=1) / "COMMITTED").unlink()
     assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=6"
+
+
+# Consumed and not trained on -------------------------------------------------------------------
+
+LEFT_OUT = UntrainedRecord(2, "cell-0-000001.h5 row 0: expected finite log-probabilities", [3])
+NOT_TAKEN = UntrainedRecord(3, "the gradient norm is nan: 1 of 1 optimizer steps are not taken")
+
+
+def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
+    run: RunDirectory,
+) -> None:
+    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    audit = audit_run(run.layout)
+    assert audit.is_clean
+    assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=0"
+    assert [(one.ticket_id, one.why) for one in audit.of(Fate.UNSOUND)] == [
+        (3, f"step 2, {LEFT_OUT.reason}")
+    ]
+    assert of(audit, Fate.SKIPPED) == [5, 6]
+    assert NOT_TAKEN.reason in audit.of(Fate.SKIPPED)[0].why
+
+
+def test_an_unsound_ticket_of_a_skipped_batch_is_unsound(run: RunDirectory) -> None:
+    whole_batch = UntrainedRecord(2, NOT_TAKEN.reason)
+    run.commit(3, epoch=1, untrained=[LEFT_OUT, whole_batch])
+    assert of(audit_run(run.layout), Fate.UNSOUND) == [3]
+    assert of(audit_run(run.layout), Fate.SKIPPED) == [4]
+
+
+def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirectory) -> None:
+    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    run.shard_of(2).unlink()
+    run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
+    found = fates(run)
+    assert (found[0], found[3], found[5]) == (Fate.DUPLICATE, Fate.LOST, Fate.SKIPPED)
+
+
+def test_a_batch_that_an_abandoned_epoch_skipped_is_open_again(run: RunDirectory) -> None:
+    run.commit(3, epoch=1, untrained=[NOT_TAKEN])
+    run.commit(2, epoch=2)
+    assert of(audit_run(run.layout), Fate.OPEN) == [5, 6]
 
 
 # Trained twice --------------------------------------------------------------------------------
@@ -277,6 +319,18 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
     assert answer.returncode == 65
     assert answer.stdout.splitlines()[-1] == "trained_once=4 duplicates=0 lost=2 open=0"
     assert "that shard is gone" in answer.stdout
+
+
+def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirectory) -> None:
+    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    answer = areal_hpc_audit(run.layout.root)
+    assert answer.returncode == 0
+    assert answer.stdout.splitlines() == [
+        f"untrained: batch 2, ticket 3: {LEFT_OUT.reason}",
+        f"untrained: batch 3: {NOT_TAKEN.reason}",
+        "not finished, committed up to step 3, 1 tickets dropped, 0 filtered, 1 unsound, 2 skipped",
+        "trained_once=3 duplicates=0 lost=0 open=0",
+    ]
 
 
 def test_the_command_lists_every_ticket_on_request(run: RunDirectory) -> None:

@@ -11,12 +11,14 @@ from areal_hpc.trainer.batch.experience import (
     CURRENT,
     Batch,
     describe,
+    leave_out_unsound,
     make_rows,
     same_weights,
 )
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.trajectory import LARGEST_REWARD, Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 NOW = WeightVersion(1, 9)
 STRETCHES = st.lists(
@@ -79,3 +81,67 @@ def test_a_restart_renames_the_weights_of_the_commit_alone() -> None:
     # 1.5 was trained after the commit and lost: 2.5 are other weights of the same step.
     assert same_weights(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
     assert same_weights(WeightVersion(3, 9), forks) == [WeightVersion(2, 9), WeightVersion(3, 9)]
+
+
+def one_ticket_each(rewards: list[list[float]]) -> tuple[Batch, BatchManifest]:
+    """A ticket for each list of rewards, with a row for each reward."""
+    rows = [
+        row(number, [(None, 1), (9, 2)], reward=0.0) for number in range(sum(map(len, rewards)))
+    ]
+    tickets, first = [], 0
+    for number, own in enumerate(rewards):
+        places = [*range(first, first + len(own))]
+        tickets.append(SettledTicket(TicketRef(10 + number, 1), "cell-0-000000.h5", places, own))
+        first += len(own)
+    flat = [reward for own in rewards for reward in own]
+    return Batch(rows, flat), BatchManifest(5, 1, tickets)
+
+
+def test_a_sound_batch_is_left_as_it_is() -> None:
+    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
+    sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
+    assert (sound.trajectories, sound.rewards) == (batch.trajectories, batch.rewards)
+    assert left_out == []
+
+
+def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:
+    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * LARGEST_REWARD], [0.0, 1.0]])
+    batch.trajectories[1].logprobs_T[2] = np.nan
+    sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
+    assert sound.trajectories == batch.trajectories[4:]
+    assert sound.rewards == [0.0, 1.0]
+    assert [(one.step, one.tickets) for one in left_out] == [(5, [10]), (5, [11])]
+    assert left_out[0].reason.startswith("cell-0-000000.h5 row 1: expected finite log-prob")
+    assert left_out[1].reason.startswith("cell-0-000000.h5 row 3: expected a finite 32-bit float")
+
+
+def test_a_token_beyond_the_models_vocabulary_is_unsound() -> None:
+    batch, manifest = one_ticket_each([[1.0]])  # its tokens are 0, 1 and 2
+    (left_out,) = leave_out_unsound(batch, manifest, vocab_size=2)[1]
+    assert "expected token ids from 0 to 1, got 2" in left_out.reason
+
+
+def test_a_row_without_tokens_is_unsound() -> None:
+    batch, manifest = one_ticket_each([[1.0], [0.5]])
+    batch.trajectories[0] = row(0, [])
+    sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
+    assert sound.trajectories == batch.trajectories[1:]
+    assert left_out.reason.endswith("row 0: expected at least one token, got none")
+
+
+def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
+    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5]])
+    manifest.tickets[0].rewards.pop()
+    sound, (left_out,) = leave_out_unsound(batch, manifest, vocab_size=3)
+    assert (sound.trajectories, sound.rewards) == (batch.trajectories[2:], [0.5])
+    assert left_out.reason == "expected 2 rewards in the manifest, got 1"
+
+
+def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
+    assert make_rows(Batch([], []), NOW, [Fork(1, 0)], ObjectiveConfig()) == []
+    found = describe(Batch([], []), NOW, [Fork(1, 0)])
+    assert "reward/mean" not in found
+    assert set(found.values()) == {0}
+    unsampled = Batch([row(0, [(None, 3)], reward=0.5)], [0.5])
+    found = describe(unsampled, NOW, [Fork(1, 0)])
+    assert (found["reward/mean"], found["tokens/sampled"], found["staleness/mean"]) == (0.5, 0, 0.0)

@@ -1,0 +1,99 @@
+"""What consumed batches did not teach: tickets left out, optimizer steps not taken."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
+
+from areal_hpc.errors import ArealError
+
+MAX_NONFINITE_IN_A_ROW = 3
+"""Batches. One has an odd row; in three one after another it is the weights or the settings."""
+
+
+class GradientError(ArealError):
+    """Gradients are not finite, and the run does not go on without them. The last commit stands."""
+
+
+class Untrained(msgspec.Struct, frozen=True):
+    """A part of a consumed batch that the weights did not learn from."""
+
+    step: int
+    """The step of the batch."""
+    reason: str
+    tickets: list[int] = []
+    """Those left out for an unsound row. Without any, optimizer steps of the batch were not taken
+    because their gradient was not finite."""
+
+
+def judge_norms(
+    norms: Sequence[float],
+    step: int,
+    earlier: Sequence[Untrained],
+    on_nonfinite: Literal["skip", "stop"],
+    *,
+    section: str,
+    name: Callable[[int], str],
+    way_out: str,
+) -> list[Untrained]:
+    """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
+
+    Pure; the streak is read from what earlier batches left, which commits hold: a resumed run
+    decides as the one that was not interrupted.
+
+    Args:
+        norms: One for each optimizer step of the batch, the same on all ranks.
+        step: The step of the batch.
+        earlier: What earlier batches left untrained.
+        on_nonfinite: What to do about a norm that is not finite.
+        section: Where the recipe has the optimizer's keys.
+        name: What a step is called in an error.
+        way_out: What to try once skipping has not helped.
+
+    Raises:
+        GradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the last of
+            `MAX_NONFINITE_IN_A_ROW` such batches.
+    """
+    odd = [norm for norm in norms if not math.isfinite(norm)]
+    if not odd:
+        return []
+    reason = (
+        f"the gradient norm is {odd[0]}: {len(odd)} of {len(norms)} optimizer steps are not taken"
+    )
+    key = f"{section}.on_nonfinite"
+    if on_nonfinite == "stop":
+        raise GradientError(
+            f"{name(step)}: {reason}",
+            key=key,
+            hint=f"set {key}=skip to go on without such steps; the last commit stands",
+        )
+    before = range(step - MAX_NONFINITE_IN_A_ROW + 1, step)
+    if {*before} <= {one.step for one in earlier if not one.tickets}:
+        raise GradientError(
+            f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
+            f"{key}=skip ends after {MAX_NONFINITE_IN_A_ROW} batches in a row",
+            key=key,
+            hint=way_out,
+        )
+    return [Untrained(step, reason)]
+
+
+def is_taken(norm: float) -> bool:
+    """Whether an optimizer step whose gradient has this norm changes anything."""
+    return math.isfinite(norm) and norm > 0.0
+
+
+def describe_norms(norms: Sequence[float]) -> dict[str, float]:
+    """The largest gradient norm of a batch, and how many optimizer steps were not taken.
+
+    A batch of which nothing is left counts as one step, not taken.
+    """
+    norms = norms or [0.0]
+    return {
+        "grad_norm": max(norms) if all(map(math.isfinite, norms)) else math.nan,
+        "step/skipped": sum(not is_taken(norm) for norm in norms),
+        "step/nonfinite": sum(not math.isfinite(norm) for norm in norms),
+    }

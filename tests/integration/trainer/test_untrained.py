@@ -1,0 +1,268 @@
+"""A row, a batch or a gradient that cannot be learnt from costs itself and nothing else."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_hpc.audit.fates import Fate, audit_run
+from areal_hpc.layout import RunLayout
+from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.telemetry import read_step_lines
+from tests.integration.trainer.rank_server import Outcome, RankServer
+from tests.integration.trainer.recorded_run import SAMPLES, record_run, spoil
+
+INSPECTIONS = "tests.integration.trainer.untrained_inspections"
+NAIVE = {"proximal": "none", "correction": "none"}
+"""The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
+EQUAL = [0.5] * SAMPLES
+LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
+LEARN = "areal_hpc.trainer.learner:Learner.train"
+FAILED, STOPPED = 70, 143
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def each_step(
+    ranks: RankServer, layout: RunLayout, parallel: dict[str, int] | None = None, **trainer: Any
+) -> list[dict[str, Any]]:
+    """What every rank finds when it trains on all batches."""
+    parallel = parallel or {}
+    count = int(np.prod([*parallel.values(), 1]))
+    outcome = ranks.run(
+        layout, "inspect", count, inspect=f"{INSPECTIONS}:each_step",
+        trainer={"parallel": parallel, **trainer},
+    )  # fmt: skip
+    assert outcome.codes == [0] * count, outcome.log
+    return outcome.reports
+
+
+def column(report: dict[str, Any], name: str) -> list[Any]:
+    return [line[name] for line in report["lines"]]
+
+
+def train(ranks: RankServer, layout: RunLayout, dp: int = 1, **scenario: Any) -> Outcome:
+    optimizer = {"lr": 1e-3, "on_nonfinite": scenario.pop("on_nonfinite", "skip")}
+    settings = {"commit_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
+                "parallel": {"dp": dp}, **scenario.pop("trainer", {})}  # fmt: skip
+    return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
+
+
+# Rows --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS[:2])
+def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
+    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    layout = record_run(tmp_path / "run", 3)
+    without = record_run(tmp_path / "without", 3)
+    spoil(layout, 2, [0, 1], logprobs=np.nan)
+    spoil(layout, 2, [SAMPLES], input_ids=2**30)
+    sound = read_manifest(without, 2)
+    without.manifest(2).write_bytes(
+        msgspec.json.encode(msgspec.structs.replace(sound, tickets=sound.tickets[2:]))
+    )
+    expected = each_step(ranks, without, parallel)
+    for rank, found in enumerate(each_step(ranks, layout, parallel)):
+        assert found["held"] == expected[rank]["held"]
+        assert found["consumed"] == [1, 2, 3]
+        assert [(step, tickets) for step, tickets, _ in found["untrained"]] == [(2, [3]), (2, [4])]
+        assert column(found, "episodes") == [12, 4, 12]
+        assert column(found, "step/skipped") == [0, 0, 0]
+    reasons = [reason for _, _, reason in found["untrained"]]
+    assert "row 0: expected finite log-probabilities" in reasons[0]
+    assert f"row {SAMPLES}: expected token ids from 0 to 319, got {2**30}" in reasons[1]
+    events = [json.loads(line) for line in layout.events.read_text().splitlines()]
+    assert {one["event"] for one in events} == {"untrained"}
+    assert [(one["step"], one["tickets"]) for one in events] == [(2, [3]), (2, [4])]
+
+
+def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names_them(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    layout = record_run(tmp_path, 4)
+    spoil(layout, 2, [0, 4, 8], logprobs=np.inf)
+    spoil(layout, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but nobody's tokens
+    outcome = train(ranks, layout, 2, trainer={"total_steps": 4})
+    assert outcome.codes == [0, 0], outcome.log
+    lines = read_step_lines(layout.metrics)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert [line["step/skipped"] for line in lines] == [0, 1, 1, 0]
+    assert ["reward/mean" in line for line in lines] == [True, False, True, True]
+    audit = audit_run(layout)
+    assert [one.ticket_id for one in audit.of(Fate.UNSOUND)] == [3, 4, 5]
+    assert audit.verdict == "trained_once=9 duplicates=0 lost=0 open=0"
+    assert audit.is_clean
+
+
+# Steps without a gradient ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_a_batch_whose_advantages_are_all_zero_changes_no_bit(
+    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    layout = record_run(tmp_path, 4, rewards={3: EQUAL})
+    for found in each_step(ranks, layout, parallel):
+        held = found["held"]
+        assert held[0] != held[1] != held[2] == held[3] != held[4]
+        assert column(found, "step/skipped") == [0, 0, 1, 0]
+        assert column(found, "step/nonfinite") == [0, 0, 0, 0]
+        assert found["lines"][2]["grad_norm"] == 0.0
+        assert found["adam_steps"] == [3.0]
+        assert found["untrained"] == []
+
+
+def test_every_optimizer_step_of_a_batch_is_judged_by_itself(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    # Rows are dealt in turn: the second of two parts gets every second episode.
+    layout = record_run(tmp_path, 4, rewards={2: EQUAL, 3: [1.0, 0.5, 0.0, 0.5]})
+    (found,) = each_step(ranks, layout, minibatches=2)
+    held = found["held"]
+    assert held[0] != held[1] == held[2] != held[3]
+    assert column(found, "step/skipped") == [0, 2, 1, 0]
+    assert found["adam_steps"] == [5.0]
+
+
+@pytest.mark.parametrize("parallel", [{"dp": 2, "ep": 2}, {"tp": 2}, {"pp": 2}])
+def test_no_layout_and_no_family_learns_from_gradients_of_no_use(
+    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    outcome = ranks.run(
+        RunLayout(tmp_path), "inspect", 2, inspect=f"{INSPECTIONS}:gradients_of_no_use",
+        trainer={"parallel": parallel}, families=["qwen3", "qwen3_moe"],
+    )  # fmt: skip
+    assert outcome.codes == [0, 0], outcome.log
+    for report in outcome.reports:
+        for family, found in report.items():
+            assert found == {
+                "norms": ["0.0", "nan"],
+                "unchanged": True,
+                "next_step_changes": True,
+                "left_no_trace": True,
+            }, family
+
+
+# Gradients that are not finite -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parallel", LAYOUTS)
+def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_taken(
+    ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    layout = record_run(tmp_path, 3, far_steps=[2])
+    for found in each_step(ranks, layout, parallel, objective=NAIVE):
+        held = found["held"]
+        assert held[0] != held[1] == held[2] != held[3]
+        assert found["consumed"] == [1, 2, 3]
+        assert column(found, "step/skipped") == column(found, "step/nonfinite") == [0, 1, 0]
+        assert [norm is None for norm in column(found, "grad_norm")] == [False, True, False]
+        (entry,) = found["untrained"]
+        assert entry[:2] == [2, []]
+        assert "1 of 1 optimizer steps are not taken" in entry[2]
+        json.dumps(found["lines"], allow_nan=False)
+
+
+@pytest.mark.parametrize("dp", [1, 2])
+def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
+    ranks: RankServer, tmp_path: Path, dp: int
+) -> None:
+    layout = record_run(tmp_path, 5, far_steps=[2, 3, 4])
+    for began_after in ("the first start", "a resume from within the streak"):
+        outcome = train(ranks, layout, dp, trainer={"total_steps": 5})
+        assert sorted(outcome.codes) == [FAILED, STOPPED][:dp], (began_after, outcome.log)
+        (report,) = (one for one in outcome.reports if one)
+        assert report["kind"] == "GradientError"
+        assert "step 4, trained on batch_00000004.json" in report["error"]
+        assert "batch_00000002.json and step 3, trained on batch_00000003" in report["error"]
+        assert "trainer.optimizer.on_nonfinite" in report["error"]
+        assert "areal-hpc replay" in report["error"]
+        assert [line["step"] for line in read_step_lines(layout.metrics)] == [1, 2, 3]
+    audit = audit_run(layout)
+    assert [one.step for one in audit.untrained] == [2, 3]
+    assert [one.ticket_id for one in audit.of(Fate.SKIPPED)] == [*range(3, 9)]
+    assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=6"
+
+
+def test_a_run_that_is_to_stop_does_so_at_the_first(ranks: RankServer, tmp_path: Path) -> None:
+    layout = record_run(tmp_path, 3, far_steps=[2])
+    outcome = train(ranks, layout, 2, trainer={"total_steps": 3}, on_nonfinite="stop")
+    assert sorted(outcome.codes) == [FAILED, STOPPED]
+    (report,) = (one for one in outcome.reports if one)
+    assert "step 2, trained on batch_00000002.json: the gradient norm is" in report["error"]
+    assert "set trainer.optimizer.on_nonfinite=skip" in report["error"]
+    assert [path.name for path in layout.checkpoints_dir.glob("step_*")] == ["step_00000001"]
+    # Nothing but the key is needed to go on.
+    assert train(ranks, layout, 2, trainer={"total_steps": 3}).codes == [0, 0]
+
+
+def resumed_after_a_kill(
+    ranks: RankServer, recorded: Path, folder: Path, steps: int, nth: int
+) -> Sequence[Outcome]:
+    """A run left alone, and the resume of one that was killed before its nth step."""
+    settings = {"total_steps": steps, "commit_every_steps": 2}
+    alone = RunLayout(shutil.copytree(recorded, folder / "alone"))
+    killed = RunLayout(shutil.copytree(recorded, folder / "killed"))
+    kill = {"rank": 0, "call": LEARN, "nth": nth, "when": "before"}
+    assert train(ranks, killed, trainer=settings, kill=kill).codes == [-9]
+    return [train(ranks, one, trainer=settings) for one in (alone, killed)]
+
+
+def test_a_run_killed_between_two_odd_batches_ends_with_the_same_bits(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    recorded = record_run(tmp_path / "recorded", 6, far_steps=[2, 3, 5]).root
+    alone, resumed = resumed_after_a_kill(ranks, recorded, tmp_path, 6, 5)
+    assert (alone.codes, resumed.codes) == ([0], [0]), resumed.log
+    assert resumed.reports[0]["digests"] == alone.reports[0]["digests"]
+    names = [RunLayout(tmp_path / one).checkpoints_dir for one in ("alone", "killed")]
+    states = [json.loads((name / "step_00000006/trainer.json").read_text()) for name in names]
+    assert [[one["step"] for one in state["untrained"]] for state in states] == [[2, 3, 5]] * 2
+    assert resumed.reports[0]["began_at"] in {2, 4}
+
+
+def test_a_kill_within_a_streak_does_not_begin_it_anew(ranks: RankServer, tmp_path: Path) -> None:
+    recorded = record_run(tmp_path / "recorded", 6, far_steps=[2, 3, 4]).root
+    alone, resumed = resumed_after_a_kill(ranks, recorded, tmp_path, 6, 4)
+    assert (alone.codes, resumed.codes) == ([FAILED], [FAILED])
+    assert resumed.reports == alone.reports
+
+
+def test_a_warm_up_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> None:
+    layout = record_run(tmp_path, 1)
+    data = tmp_path / "demonstrations.jsonl"
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    data.write_text(json.dumps({"messages": messages}) + "\n")
+    optimizer = {"lr": 1e30, "on_nonfinite": "skip"}  # the first step ruins the weights
+
+    def warm_up() -> dict[str, Any]:
+        config = {
+            "run_dir": str(tmp_path),
+            "model_path": str(layout.tiny_model_dir),
+            "dataset_path": str(data),
+            "seed": 3,
+            "warmup": {"total_steps": 8, "batch_size": 2, "commit_every_steps": 1,
+                       "log_every_steps": 1, "optimizer": optimizer},
+            "device": "cpu",
+            "dtype": "float32",
+        }  # fmt: skip
+        outcome = ranks.run(layout, "warm_up", warmup=config)
+        assert outcome.codes == [FAILED], outcome.log
+        return outcome.reports[0]
+
+    for _ in range(2):
+        assert "step 4 of the warm-up" in (error := warm_up()["error"])
+        assert "warmup.optimizer.on_nonfinite" in error
+    lines = read_step_lines(layout.warmup_metrics)
+    assert [line["step/skipped"] for line in lines] == [0, 1, 1]
+    optimizer["on_nonfinite"] = "stop"
+    assert "set warmup.optimizer.on_nonfinite=skip" in warm_up()["error"]

@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pytest
+
+from areal_hpc.trainer.untrained import (
+    GradientError,
+    Untrained,
+    describe_norms,
+    is_taken,
+    judge_norms,
+)
+
+
+def judge(
+    norms: list[float],
+    step: int,
+    earlier: list[Untrained],
+    on_nonfinite: Literal["skip", "stop"] = "skip",
+) -> list[Untrained]:
+    return judge_norms(
+        norms, step, earlier, on_nonfinite,
+        section="trainer.optimizer", name="batch {}".format, way_out="try something",
+    )  # fmt: skip
+
+
+def streak(norms: list[float]) -> list[Untrained]:
+    """What a run of batches of one optimizer step leaves untrained."""
+    found: list[Untrained] = []
+    for step, norm in enumerate(norms, 1):
+        found += judge([norm], step, found)
+    return found
+
+
+def test_finite_norms_leave_nothing_untrained() -> None:
+    assert judge([0.0, 1.0], 7, []) == judge([], 7, [], "stop") == []
+
+
+def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
+    odd = math.nan
+    assert [one.step for one in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
+    with pytest.raises(GradientError) as caught:
+        streak([1.0, odd, math.inf, odd])
+    assert caught.value.exit_code == 70
+    problem = caught.value.problems[0]
+    assert problem.message.startswith("batch 4: the gradient norm is nan")
+    assert "the same as at batch 2 and batch 3" in problem.message
+    assert (problem.key, problem.hint) == ("trainer.optimizer.on_nonfinite", "try something")
+
+
+def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
+    earlier = [Untrained(1, "unsound", [4]), Untrained(2, "unsound", [5])]
+    assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
+
+
+def test_a_batch_of_several_optimizer_steps_says_how_many_were_odd() -> None:
+    (found,) = judge([1.0, math.inf, 2.0, math.nan], 7, [])
+    assert found.reason == "the gradient norm is inf: 2 of 4 optimizer steps are not taken"
+    assert (found.step, found.tickets) == (7, [])
+
+
+def test_a_run_that_is_to_stop_names_the_way_past() -> None:
+    with pytest.raises(GradientError, match=r"set trainer\.optimizer\.on_nonfinite=skip"):
+        judge([math.nan], 1, [], "stop")
+
+
+def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
+    assert [*map(is_taken, (1.0, 0.0, math.inf, math.nan))] == [True, False, False, False]
+    assert describe_norms([0.5, 2.0]) == {
+        "grad_norm": 2.0, "step/skipped": 0, "step/nonfinite": 0,
+    }  # fmt: skip
+    assert describe_norms([]) == {"grad_norm": 0.0, "step/skipped": 1, "step/nonfinite": 0}
+    for odd in (math.nan, math.inf):
+        found = describe_norms([1.0, 0.0, odd, 2.0])
+        assert (found["step/skipped"], found["step/nonfinite"]) == (2, 1)
+        assert not math.isfinite(found["grad_norm"])
