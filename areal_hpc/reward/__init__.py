@@ -2,5 +2,6 @@
 
 Each is `(prompt, completions, prompt_ids, completion_ids, **task) -> float`, given what the model
 said and the row of the task set. They block, and some run long: call them through
-`AsyncRewardWrapper`, which gives each a process and a time limit.
+`AsyncRewardWrapper`, which gives each a process and a time limit. Mathematics and programs have
+limits of their own as well.
 """

@@ -1,11 +1,12 @@
-"""Where in a text the answer is."""
+"""Where in a text the answer is. Takes time in proportion to the text, whatever it holds."""
 
 from __future__ import annotations
 
 import re
 
-_TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-_FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_TAG, _TAG_END = (re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>"))
+_FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
+_FENCE_END = re.compile("```")
 
 
 def boxed(text: str) -> str | None:
@@ -24,11 +25,21 @@ def boxed(text: str) -> str | None:
 
 def tagged(text: str) -> str | None:
     """What the last `<answer>...</answer>` holds; None without one."""
-    found = _TAGGED.findall(text)
-    return str(found[-1]).strip() if found else None
+    found = _last_between(_TAG, _TAG_END, text)
+    return None if found is None else found.strip()
 
 
 def fenced(text: str) -> str | None:
     """The last fenced block of Python; None without one."""
-    found = _FENCED.findall(text)
-    return str(found[-1]) if found else None
+    return _last_between(_FENCE, _FENCE_END, text)
+
+
+def _last_between(opening: re.Pattern[str], closing: re.Pattern[str], text: str) -> str | None:
+    """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
+
+    Two searches, because one expression for the pair looks for its end anew from every opening.
+    """
+    found, place = None, 0
+    while (begin := opening.search(text, place)) and (end := closing.search(text, begin.end())):
+        found, place = text[begin.end() : end.start()], end.end()
+    return found

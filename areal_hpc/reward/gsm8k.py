@@ -39,5 +39,5 @@ def _last_number(text: str) -> Fraction | None:
     found = _NUMBER.findall(text)
     try:
         return Fraction(found[-1].replace(",", "")) if found else None
-    except ZeroDivisionError:
+    except (ZeroDivisionError, ValueError):  # 1/0; 1.5/2, or more digits than Python reads
         return None

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
-import functools
+import itertools
+import json
+import logging
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.reward import math_process
+from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
+from areal_hpc.reward.answers import boxed
+
+log = logging.getLogger(__name__)
 
 LONGEST_ANSWER_CHARS = 4000
 """An answer stands near the end; parsing the whole of a long chain of thought takes seconds."""
+MATH_TIMEOUT_S = 5.0
+"""Time for one comparison; an ordinary one takes a hundredth of a second."""
+MATH_MEMORY_BYTES = 1024**3
+"""Memory that the process of comparisons may take beside its packages."""
+DEEPEST_NESTING = 100
+"""Of brackets within a box. The parser of math-verify gives up not far above this."""
+
+_COMPARISONS = AnsweringProcesses(
+    Path(math_process.__file__),
+    str(MATH_TIMEOUT_S + 1.0),
+    str(MATH_MEMORY_BYTES),
+    timeout_s=MATH_TIMEOUT_S,
+)
 
 
 def math_reward(
@@ -16,8 +37,11 @@ def math_reward(
 ) -> float:
     r"""1.0 if the answer given equals the right one as mathematics, else 0.0.
 
-    The answer is the last `\boxed{...}`, formula or number, as math-verify finds it. math-verify's
-    own time limits are off: they need the main thread and its alarm signal.
+    The answer is the last `\boxed{...}`, formula or number, as math-verify finds it. One that
+    cannot be compared within `MATH_TIMEOUT_S`, such as a tower of powers, is worth 0.0: the
+    comparison is made in a process of its own, which is killed then, from whatever thread this is
+    called. The call blocks meanwhile, and a second longer while such a process starts, so an event
+    loop that must go on calls it through `AsyncRewardWrapper`.
 
     Args:
         prompt: Not looked at; nor are `prompt_ids` and `completion_ids`.
@@ -26,26 +50,38 @@ def math_reward(
         completion_ids: Tokens of the reply.
         answer: The right answer, LaTeX without dollar signs.
         task: The rest of the task, not looked at.
+
+    Raises:
+        RecipeError: The task's own answer is no mathematics.
+        ClusterError: The process of the comparison could not be started.
     """
-    from math_verify import verify
-
-    given = _parsed(completions[-LONGEST_ANSWER_CHARS:])
-    return float(bool(given) and verify(_right(answer), given, timeout_seconds=None))
-
-
-@functools.lru_cache(maxsize=4096)
-def _right(answer: str) -> Any:
-    parsed = _parsed(f"\\boxed{{{answer}}}")
-    if not parsed:
+    said = completions[-LONGEST_ANSWER_CHARS:]
+    in_box = boxed(said)
+    if in_box is not None and _nesting(in_box) > DEEPEST_NESTING:
+        return 0.0
+    try:
+        verdict = _COMPARISONS.ask(json.dumps([answer, said]).encode() + b"\n")
+    except (TimeoutError, ProcessDied) as error:
+        how = "ended its process" if isinstance(error, ProcessDied) else "took too long"
+        log.warning(
+            "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
+            answer,
+            how,
+            MATH_TIMEOUT_S,
+            MATH_MEMORY_BYTES >> 20,
+            in_box or said[-80:],
+        )
+        return 0.0
+    if verdict == math_process.NO_MATHEMATICS:
         raise RecipeError(
             f"the task's own answer is no mathematics: {answer!r:.200}",
             key="answer",
             hint="give LaTeX, such as \\frac{1}{2}, without dollar signs",
         )
-    return parsed
+    return float(verdict == math_process.EQUAL)
 
 
-def _parsed(text: str) -> Any:
-    from math_verify import parse
-
-    return parse(text, parsing_timeout=None)
+def _nesting(text: str) -> int:
+    """How many brackets are open at once, whatever closes them."""
+    steps = ({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0) for sign in text)
+    return max(itertools.accumulate(steps), default=0)

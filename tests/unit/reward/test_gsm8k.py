@@ -17,6 +17,8 @@ from areal_hpc.reward.gsm8k import gsm8k_reward_fn
         ("no idea", "7", 0.0),
         ("\\boxed{}, or 7", "7", 0.0),
         ("1/0", "7", 0.0),
+        ("#### 1.5/2", "7", 0.0),
+        ("7, and no end of it: " + "9" * 5000, "7", 0.0),
     ],
 )
 def test_the_last_number_counts(said: str, answer: str, reward: float) -> None:

@@ -1,0 +1,167 @@
+"""Warm processes that answer one question at a time and are killed when an answer is late.
+
+For a computation that nothing in its own process can stop: Python's signals need the main thread,
+and reach no C code. Works from any thread, in a running event loop, and after a fork.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shlex
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+
+START_TIMEOUT_S = 60.0
+"""Time a process may take to import its packages, which may lie on a slow file system."""
+
+
+class ProcessDied(Exception):
+    """The process ended during a question: a crash, or more memory than it may have."""
+
+
+class AnsweringProcesses:
+    """Processes of one program, started when needed and kept, at most one per core.
+
+    The program gets a socket as its standard input. It sends one byte when it is ready and one
+    byte for every line it reads, and ends when the socket closes, so that it dies with its parent.
+    It must ignore what is sent to stop the parent, and end by itself soon after `timeout_s`: its
+    parent may have been killed meanwhile. No module of this package is needed to run it.
+
+    Args:
+        program: Its file.
+        arguments: Its command line.
+        timeout_s: Longest time of one answer.
+    """
+
+    def __init__(self, program: Path, *arguments: str, timeout_s: float) -> None:
+        self._command = [sys.executable, "-P", str(program), *arguments]
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._forget()
+        # A fork while a process starts would give the child an end of a socket it knows nothing
+        # of, and the process would outlive its parent.
+        os.register_at_fork(
+            before=self._lock.acquire,
+            after_in_parent=self._lock.release,
+            after_in_child=self._disown,
+        )
+        atexit.register(self.close)
+
+    def ask(self, question: bytes) -> bytes:
+        """The answer, one byte, to one line. Waits while a question per core is under way.
+
+        Raises:
+            TimeoutError: There was none within `timeout_s`.
+            ProcessDied: There will be none.
+            ClusterError: No process could be started.
+        """
+        with self._places:
+            process = self._take()
+            try:
+                answer = process.ask(question, self._timeout_s)
+            except BaseException:  # boundary: after Ctrl-C too its answer would come too late
+                self._discard(process)
+                raise
+            self._idle.append(process)
+            return answer
+
+    def close(self) -> None:
+        """Kill all of them. They die with this process in any case."""
+        while self._started:
+            self._started.pop().kill()
+        self._idle.clear()
+
+    def _take(self) -> _Process:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.is_alive():
+                    return process
+                self._discard(process)
+            process = _Process(self._command)
+            self._started.add(process)
+            return process
+
+    def _discard(self, process: _Process) -> None:
+        self._started.discard(process)
+        process.kill()
+
+    def _forget(self) -> None:
+        self._started: set[_Process] = set()
+        self._idle: list[_Process] = []
+        self._places = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+
+    def _disown(self) -> None:
+        """In the child of a fork: the processes, and threads that hold places, are the parent's."""
+        for process in self._started:
+            process.disown()
+        self._forget()
+        self._lock.release()
+
+
+class _Process:
+    """One process and the socket to it."""
+
+    def __init__(self, command: list[str]) -> None:
+        self._name = shlex.join(command)
+        self._is_ready = False
+        self._socket, end = socket.socketpair()
+        try:
+            with end:
+                self._process = subprocess.Popen(
+                    command, stdin=end.fileno(), stdout=subprocess.DEVNULL
+                )
+        except OSError as error:
+            self._socket.close()
+            raise ClusterError(f"{self._name} cannot be started: {error}") from error
+
+    def ask(self, question: bytes, timeout_s: float) -> bytes:
+        if not self._is_ready:
+            self._wait_until_ready()
+        return self._exchange(question, timeout_s)
+
+    def _wait_until_ready(self) -> None:
+        try:
+            self._exchange(b"", START_TIMEOUT_S)
+        except (TimeoutError, ProcessDied) as error:
+            is_late = isinstance(error, TimeoutError)
+            what = (
+                f"not ready after {START_TIMEOUT_S:g} s" if is_late else "gone before it was ready"
+            )
+            raise ClusterError(
+                f"{self._name} was {what}", hint="read what it wrote to standard error"
+            ) from error
+        self._is_ready = True
+
+    def _exchange(self, question: bytes, timeout_s: float) -> bytes:
+        deadline = time.monotonic() + timeout_s
+        try:
+            self._socket.settimeout(timeout_s)
+            self._socket.sendall(question)
+            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+            answer = self._socket.recv(1)
+        except ConnectionError as error:
+            raise ProcessDied from error
+        if not answer:
+            raise ProcessDied
+        return answer
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._socket.close()
+
+    def disown(self) -> None:
+        """Give up this copy of the socket; the process is another one's child."""
+        self._socket.close()
+        self._process.returncode = 0

@@ -1,0 +1,130 @@
+"""Comparisons by math-verify: `python math_process.py TIMEOUT_S MEMORY_BYTES`, its own process.
+
+Stands alone: it is started by its path, by `areal_hpc/reward/answering.py`. Reads lines of
+`["the right answer", "what the model said"]` from a socket, its standard input.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+READY = b"."
+EQUAL = b"1"
+DIFFERENT = b"0"
+NO_MATHEMATICS = b"?"
+"""The right answer cannot be parsed."""
+HUGE_LOG2 = 2.0**20
+"""Whole numbers of this many bits are computed in an instant; twenty times as many take long."""
+
+
+def main() -> None:
+    """Answer until the parent is gone."""
+    timeout_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which still needs us
+        signal.signal(number, signal.SIG_IGN)
+    # The kernel ends this process when the parent is not there to do it, whatever runs here.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own limits are off
+    verdict("1", "1")  # imports, and compiles its expressions
+    limit_memory(memory_bytes)
+    with (
+        contextlib.suppress(ConnectionError),  # the parent is gone
+        socket.socket(fileno=sys.stdin.fileno()) as channel,
+        channel.makefile("rb") as questions,
+    ):
+        channel.setblocking(True)
+        channel.sendall(READY)
+        for line in questions:
+            answer, said = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, timeout_s)
+            found = verdict(answer, said)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            channel.sendall(found)
+
+
+def limit_memory(more_bytes: int) -> None:
+    """Allow this much more than there is now, and no image of a crash."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    for which, most in (
+        (resource.RLIMIT_AS, pages * resource.getpagesize() + more_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        ceiling = resource.getrlimit(which)[1]
+        most = most if ceiling == resource.RLIM_INFINITY else min(most, ceiling)
+        resource.setrlimit(which, (most, most))
+
+
+def verdict(answer: str, said: str) -> bytes:
+    """Whether what was said ends in the right answer."""
+    from math_verify import verify
+
+    given = _parsed(said)
+    if not given:
+        return DIFFERENT
+    right = _right(answer)
+    if not right:
+        return NO_MATHEMATICS
+    if _is_out_of_reach(given[0], right[0]) or _is_out_of_reach(right[0], given[0]):
+        return DIFFERENT
+    return EQUAL if verify(right, given, timeout_seconds=None) else DIFFERENT
+
+
+@functools.lru_cache(maxsize=4096)
+def _right(answer: str) -> Any:
+    return _parsed(f"\\boxed{{{answer}}}")
+
+
+def _parsed(text: str) -> Any:
+    from math_verify import parse
+
+    return parse(text, parsing_timeout=None)
+
+
+def _is_out_of_reach(huge: Any, number: Any) -> bool:
+    """A tower of powers or a factorial beside a plain number, told apart without computing it.
+
+    Only this: within a larger expression, such as a remainder, it may not have to be computed.
+    """
+    from sympy import Number
+
+    return (
+        isinstance(number, Number) and log2_of(huge) > HUGE_LOG2 and not log2_of(number) > HUGE_LOG2
+    )
+
+
+def log2_of(value: Any) -> float:
+    """At most the binary logarithm of a positive whole number; NaN for anything else.
+
+    Args:
+        value: An expression of sympy that has not been computed.
+    """
+    from sympy import Integer, Pow, factorial
+
+    if isinstance(value, Integer):
+        return math.log2(int(value)) if value > 0 else math.nan
+    if isinstance(value, Pow):
+        base, exponent = (log2_of(part) for part in value.args)
+        return base * _power_of_2(exponent)
+    if isinstance(value, factorial):
+        number = _power_of_2(log2_of(value.args[0]))
+        return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
+    return math.nan
+
+
+def _power_of_2(exponent: float) -> float:
+    return math.nan if math.isnan(exponent) else 2.0 ** min(exponent, 1000.0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""The last answer of a text is found in time proportional to the text."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from areal_hpc.reward.answers import boxed, fenced, tagged
+
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+"""What is meant, as one expression each. Their time grows with the square of the text."""
+
+TAGS = [
+    "<answer>",
+    "</answer>",
+    "<ANSWER>",
+    "</Answer>",
+    "<an\u017fwer>",
+    "<",
+    "/",
+    "answer>",
+    "a\n ",
+]
+FENCES = ["```", "``", "`", "python", "Py", "text", " ", "\t", "\u00a0", "\r", "\n", "x = 1\n"]
+
+
+def texts(pieces: list[str]) -> st.SearchStrategy[str]:
+    return st.lists(st.sampled_from(pieces), max_size=14).map("".join)
+
+
+@given(texts(TAGS))
+@example("<answer>a<answer>b</answer></answer>c</answer>")
+@example("<answer>a</answer>b</answer><answer>c")
+def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
+    found = TAGGED.findall(text)
+    assert tagged(text) == (found[-1].strip() if found else None)
+
+
+@given(texts(FENCES))
+@example("```text\na\n```\nb\n```")
+@example("````python\na```\n```")
+def test_the_last_fence_is_that_of_the_expression(text: str) -> None:
+    found = FENCED.findall(text)
+    assert fenced(text) == (found[-1] if found else None)
+
+
+def test_a_box_may_hold_braces() -> None:
+    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}}") == "\\frac{1}{2}"
+    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}") is None
+    assert boxed("1") is None
+
+
+@pytest.mark.parametrize(
+    ("function", "piece"),
+    [
+        ("tagged", "<answer>"),
+        ("tagged", "<answer></answer>"),
+        ("tagged", "</answer>"),
+        ("fenced", "```python\n"),
+        ("fenced", "```\n```"),
+        ("fenced", "``` \t"),
+        ("boxed", "\\boxed{"),
+        ("boxed", "\\boxed{}"),
+    ],
+)
+def test_two_megabytes_of_openings_take_no_minutes(function: str, piece: str) -> None:
+    program = f"from areal_hpc.reward import answers; answers.{function}({piece!r} * 250_000)"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=30.0)
