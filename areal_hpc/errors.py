@@ -92,3 +92,11 @@ class AgentError(ArealError):
     """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
 
     exit_code = 70
+
+
+def encodable(text: str) -> str:
+    """A text that UTF-8 can hold: half of a surrogate pair, as in a cut emoji, is spelled out.
+
+    What an agent raises may quote anything that a model said; messages and events are UTF-8.
+    """
+    return text.encode(errors="backslashreplace").decode()

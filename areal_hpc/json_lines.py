@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import json
 import logging
 import os
 from pathlib import Path
@@ -28,7 +29,8 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
 
     Args:
         path: The file; made if it is missing, but not its folder.
-        record: Anything that msgspec encodes as a JSON object; infinities and NaN become null.
+        record: Anything that msgspec encodes as a JSON object; infinities and NaN become null, and
+            half of a surrogate pair a question mark.
         sync: Force the line, and the name of a new file, to disk before returning.
 
     Raises:
@@ -39,7 +41,7 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     try:
         size_bytes = os.fstat(descriptor).st_size
         is_torn = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
-        line = b"\n" * is_torn + msgspec.json.encode(record) + b"\n"
+        line = b"\n" * is_torn + _encode(record) + b"\n"
         if (taken_bytes := os.write(descriptor, line)) != len(line):
             raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
         if sync:
@@ -48,6 +50,15 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
         os.close(descriptor)
     if sync and size_bytes == 0:
         sync_path(path.parent)
+
+
+def _encode(record: object) -> bytes:
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, as of an emoji that a model cut in two: UTF-8 has no form of it.
+        text = json.dumps(msgspec.to_builtins(record), ensure_ascii=False)
+        return msgspec.json.encode(json.loads(text.encode(errors="replace")))
 
 
 @overload

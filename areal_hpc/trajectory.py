@@ -84,7 +84,8 @@ def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
     """
     ids_T, mask_T = row.input_ids_T, row.loss_mask_T
     if not all(0 <= number < 2**31 for number in (row.attempt, row.episode, row.row)):
-        return f"expected numbers of 31 bits, got {(row.attempt, row.episode, row.row)}"
+        numbers = (row.attempt, row.episode, row.row)
+        return f"expected attempt, episode and row from 0 to 2**31 - 1, got {numbers}"
     low, high = int(ids_T.min(initial=0)), int(ids_T.max(initial=0))
     if low < 0 or high >= vocab_size:
         return f"expected token ids from 0 to {vocab_size - 1}, got {low if low < 0 else high}"

@@ -78,7 +78,8 @@ class ArealOpenAI(AsyncOpenAI):
             "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
         )
         key = new_key()
-        recorder = VolatileRecorder(encoder.vocab_size)
+        # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
+        recorder = VolatileRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
         recorder.record(
             SessionOpened(

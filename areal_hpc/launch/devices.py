@@ -66,15 +66,18 @@ def _shortage(stage: Stage, needed: int, visible: VisibleGpus, recipe: Recipe) -
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
     if EVALUATION_CELL in names:
         keys.append("evaluation.separate_job")
-    shown = len(visible.ids)
+    shown, least = len(visible.ids), len({job.is_task_a_node for job in stage.jobs})
+    lower = f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
+    cannot = (
+        f"at least {least} are needed: trainer ranks and SGLang share none; use trainer.device=cpu "
+        "inference.device=cpu, or nodes with GPUs by areal-hpc submit"
+    )
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
         f"({', '.join(_need(job, recipe) for job in stage.jobs)}), "
         f"this machine shows {shown} ({visible.source})",
         ", ".join(keys),
-        f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
-        if shown
-        else "use trainer.device=cpu inference.device=cpu, or nodes with GPUs by areal-hpc submit",
+        lower if shown >= least else cannot,
     )
 
 

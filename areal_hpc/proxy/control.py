@@ -31,6 +31,7 @@ from areal_hpc.session.rewards import (
     rewarded_interaction,
 )
 from areal_hpc.session.tree import Interaction
+from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
@@ -200,14 +201,16 @@ class Control:
         return msgspec.json.encode(RecordReply(len(session.tree)))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
-        newest = self._router.newest_version
-        if any(span.version > newest for span in one.spans):
-            raise RequestRefused(
-                400,
-                f"interaction {one.interaction_id!r:.300}: expected weight versions up to "
-                f"{newest}, the newest that this cell has sampled from, got {one.spans[-1]}",
-                key="interactions",
-            )
+        known = self._router.newest_version
+        newest = max((span.version for span in one.spans), default=0)
+        if newest <= known:
+            return
+        name = f"interaction {one.interaction_id!r:.300}"
+        versions = WeightVersion.unpack(known), WeightVersion.unpack(newest)
+        problem = f"expected weights up to version {versions[0]}, the newest known to this cell"
+        if known == 0 and self._router.serving_count == 0:  # restarted just now
+            raise RequestRefused(503, f"{name}: no replica has said yet which weights it serves")
+        raise RequestRefused(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
     def end_session(self, session: Session, body: bytes) -> bytes:
         """Close the session to requests. Repeating it is harmless."""

@@ -140,13 +140,22 @@ class Recorder:
         session marked: the session's ticket is then dropped where it would be sealed.
         """
         if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
-            session = self.book.sessions[event.session_id]
-            session.defect = session.defect or f"its journal holds an unsound call: {defect}"
-            log.error("session %s cannot be trained on: %s", event.session_id, session.defect)
+            self._mark(event.session_id, defect)
+        elif isinstance(event, InteractionAdded):
+            try:
+                self._apply(event)
+            except Exception as error:  # boundary: one call must not keep the cell from starting
+                log.exception("session %s: a call cannot be taken up", event.session_id)
+                self._mark(event.session_id, repr(error))
         elif isinstance(event, RewardSet) and not self._has_call(event):
             log.warning("session %s: a reward of a call that was left out", event.session_id)
         else:
             self._apply(event)
+
+    def _mark(self, session_id: str, defect: str) -> None:
+        session = self.book.sessions[session_id]
+        session.defect = session.defect or f"its journal holds an unsound call: {defect}"
+        log.error("session %s cannot be trained on: %s", session_id, session.defect)
 
     def _has_call(self, event: RewardSet) -> bool:
         return event.interaction_id in self.book.sessions[event.session_id].tree

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError, RecipeError
+from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
 from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
@@ -320,7 +320,7 @@ class Driver:
         )
 
     async def _drop(self, grant: TicketGrant, group: BaseExceptionGroup[ArealError]) -> None:
-        reason = str(first_error(group))
+        reason = encodable(str(first_error(group)))
         self._record("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
         await self._report("/drop", DropRequest(self._cell, grant.ref, reason))

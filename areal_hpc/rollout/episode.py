@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import placed
@@ -109,7 +109,7 @@ async def _run_placed(
         timed_out = isinstance(error, TimeoutError)
         status: Literal["timed_out", "failed", "unserved"] = "timed_out" if timed_out else "failed"
         status = status if is_served else "unserved"
-        reason = f"took longer than {spec.timeout_s:g} s" if timed_out else str(error)
+        reason = f"took longer than {spec.timeout_s:g} s" if timed_out else encodable(str(error))
     else:
         return EpisodeOutcome("ok", session.session_id, reward=reward)
     if proxy.incarnation != incarnation:

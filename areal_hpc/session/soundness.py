@@ -8,6 +8,7 @@ not finite, makes a row that stops every trainer that reads it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -18,6 +19,20 @@ from areal_hpc.trajectory import LARGEST_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
 MAX_ID_CHARS = 256
+
+
+class _NormalCall(msgspec.Struct):
+    function: dict[str, Any]
+
+
+class _NormalMessage(msgspec.Struct):
+    """What comparing two messages takes for granted (`session.normalise.difference`)."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: list[_NormalCall] | None = None
+    reasoning_content: str | None = None
 
 
 def find_interaction_defect(
@@ -68,9 +83,10 @@ def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | 
     covered = 0
     for span in spans:
         if span.start != covered or span.end < span.start:
-            return f"expected a weight version from sampled token {covered} on, got {span}"
+            found = f"one for {span.start} to {span.end}"
+            return f"expected a weight version from sampled token {covered} on, got {found}"
         if not 0 <= span.version <= MAX_VERSION:
-            return f"expected a packed weight version of 0 to 2**63 - 1, got {span.version}"
+            return f"expected a packed weight version from 0 to 2**63 - 1, got {span.version}"
         covered = span.end
     if covered != output_tokens:
         return f"expected weight versions for {output_tokens} sampled tokens, got {covered}"
@@ -89,10 +105,12 @@ def _find_number_defect(call: Interaction) -> str | None:
 
 def _find_message_defect(call: Interaction) -> str | None:
     for message in (*call.new_messages, call.reply):
-        if not isinstance(message.get("role"), str):
-            return f"expected a role in every message, got {message!r:.200}"
+        try:
+            msgspec.convert(message, _NormalMessage)
+        except (msgspec.ValidationError, RecursionError) as error:
+            return f"expected messages in normal form, got {message!r:.200} ({error})"
     try:
         msgspec.json.decode(call.context or b"null")
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return "expected JSON as the context of the messages"
     return None

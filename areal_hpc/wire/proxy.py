@@ -22,17 +22,18 @@ sessions of their own, end them and export them; those routes and names are ARea
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import Raw, Struct, field
+from msgspec import Meta, Raw, Struct, field
 
+from areal_hpc.trajectory import MAX_TEMPERATURE
 from areal_hpc.wire.ledger import Int64, TicketRef
 
 
 class SamplingDefaults(Struct, frozen=True):
     """What applies where the agent's request is silent."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] = 1.0
     top_p: float = 1.0
     top_k: Int64 = -1
     max_new_tokens: Int64 = 512

@@ -72,6 +72,12 @@ def test_lines_of_an_earlier_version_that_were_joined_are_left_out(tmp_path: Pat
     assert read_lines(path) == [FIRST]
 
 
+def test_half_of_a_surrogate_pair_is_no_reason_not_to_write(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(path, "cell-0").record("episode_failed", reason="cut \ud83d emoji")
+    assert [line["reason"] for line in read_lines(path)] == ["cut ? emoji"]
+
+
 def test_a_file_that_is_not_there_has_no_lines(tmp_path: Path) -> None:
     assert read_lines(tmp_path / "lines.jsonl") == []
 

@@ -93,6 +93,19 @@ def test_the_second_turn_reads_what_the_first_one_said(source: str, tmp_path: Pa
     assert second[said : said + len(letters)] == letters
 
 
+def test_an_id_that_the_tokenizer_lacks_is_recorded() -> None:
+    # Embeddings are padded beyond the tokenizer's ids, and a model may sample such an id.
+    padded = len(fast_tokenizer()) + 5
+
+    async def body(client: ArealOpenAI) -> None:
+        answer = await client.chat.completions.create(model="m", messages=[HI])
+        client.set_reward(answer.id, 1.0)
+        row = client.export_interactions("individual")[answer.id]
+        assert row.model_response.output_tokens[:2] == [104, padded]
+
+    with_client(body, lambda request: Script(versions=None, output_ids=[104, padded]))
+
+
 def test_rewards_pass_back_to_earlier_turns_and_agents() -> None:
     async def body(client: ArealOpenAI) -> None:
         first, second = await two_turns(client)

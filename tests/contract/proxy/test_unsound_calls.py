@@ -50,6 +50,9 @@ UNSOUND: dict[str, dict[str, Any]] = {
     "a reward of 1e300": {"reward": 1e300},
     "a context that is no JSON": {"context": b"{"},
     "a message without a role": {"new_messages": [{"content": "hi"}]},
+    "a context nested too deeply": {"context": b"[" * 5000 + b"]" * 5000},
+    "a text that is a list": {"reply": {"role": "assistant", "content": ["a"], "tool_calls": []}},
+    "calls that are none": {"reply": {"role": "assistant", "content": "", "tool_calls": ["x"]}},
     "no id": {"interaction_id": ""},
     "a parent that is not there": {"parent_id": "nobody"},
 }
@@ -110,6 +113,33 @@ def test_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:
     assert "temperature" in answer.json()["error"]["message"]
 
 
+def test_a_session_of_a_temperature_that_nobody_samples_at_is_refused(stage: Stage) -> None:
+    body = {"task_id": "t", "sampling": {"temperature": 1000.0}}
+    assert stage.post("/rl/start_session", body).status_code == 400
+
+
+def test_a_restarted_proxy_asks_for_patience_until_it_knows_the_weights(
+    own_stage: Stage,
+) -> None:
+    stage = own_stage
+    _, key = stage.open_session(TicketRef(1, 0))
+    stage.ask(key, "hi")
+    (sound,) = stage.await_journaled(key)
+    stage.kill_proxy()
+    stage.relay.show(stage.sglang.url, state="starting")
+    stage.start_proxy()
+    of_1_0 = changed(sound, {"spans": [VersionSpan(1 << 32, 0, 5)]})
+    assert stage.post("/rl/record", {"interactions": [of_1_0]}, key).status_code == 503
+    stage.route_to(stage.sglang.url)
+    assert stage.post("/rl/record", {"interactions": [of_1_0]}, key).status_code == 200
+    of_9_1 = changed(sound, {"spans": [VersionSpan(FUTURE, 0, 5)], "interaction_id": "next"})
+    refused = stage.post("/rl/record", {"interactions": [of_9_1]}, key)
+    assert (
+        "expected weights up to version 1.0, the newest known to this cell, got 9.1"
+        in (refused.json()["error"]["message"])
+    )
+
+
 def append_to_journal(stage: Stage, *events: Event) -> None:
     """What an earlier version of the proxy would have written."""
     (path,) = stage.journal_dir.glob("*/journal")
@@ -138,8 +168,9 @@ def poisoned(stage: Stage, session_id: str, bad: Interaction, ref: TicketRef) ->
         {"logprobs": pack_logprobs([NAN] * 5)},
         {"context": b"{"},
         {"spans": [VersionSpan(0, 0, 2**40)]},
+        {"reply": {"role": "assistant", "content": ["a"], "tool_calls": ["x"]}},
     ],
-    ids=["cut short", "a prompt of 2**40", "nan", "no JSON", "versions outside"],
+    ids=["cut short", "a prompt of 2**40", "nan", "no JSON", "versions outside", "no text"],
 )
 def test_a_journal_that_holds_an_unsound_call_costs_its_ticket_alone(
     own_stage: Stage, change: dict[str, Any]

@@ -136,6 +136,7 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
         (Returns({"chatcmpl-9": 1.0}), "no interaction chatcmpl-9"),
         (Raises(ValueError("no luck")), "the agent raised ValueError: no luck"),
         (Raises(SystemExit(3)), "the agent raised SystemExit: 3"),
+        (Raises(ValueError("half an emoji: \ud83d")), "half an emoji: \\ud83d"),
         (Raises(asyncio.CancelledError()), "cancelled from within"),
         (Raises(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
     ],
@@ -144,6 +145,7 @@ def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, said: 
     outcome, proxy = finish(play(tmp_path, agent))
     assert outcome.status == "failed"
     assert said in outcome.reason
+    assert outcome.reason.encode(), "it travels as UTF-8"
     assert all(session.ended for session in proxy.sessions.values())
 
 

@@ -104,17 +104,21 @@ def test_auto_without_any_gpu_is_the_cpu_and_cuda_is_refused() -> None:
     said = refusal_of(recipe_of("cuda"), nothing)
     assert "it needs 2 at once" in said
     assert "this machine shows 0 (/dev/nvidia[0-9]*)" in said
-    assert "try: use trainer.device=cpu inference.device=cpu" in said
+    assert "try: at least 2 are needed" in said
+    assert "use trainer.device=cpu inference.device=cpu" in said
 
 
 def test_auto_with_too_few_gpus_is_refused_and_never_the_cpu() -> None:
     said = refusal_of(recipe_of("auto"), shown("0"))
-    assert "too few GPUs for the stage train: it needs 2 at once" in said
-    assert "this machine shows 1 (CUDA_VISIBLE_DEVICES='0')" in said
+    assert "it needs 2 at once" in said
+    assert "try: at least 2 are needed: trainer ranks and SGLang share none" in said
+    said = refusal_of(recipe_of("auto", "trainer.parallel.dp=2"), shown("0", "1"))
+    assert "too few GPUs for the stage train: it needs 3 at once" in said
+    assert "this machine shows 2 (CUDA_VISIBLE_DEVICES='0,1')" in said
     assert (
         "at: trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp" in said
     )
-    assert "try: lower these keys to 1 in all, or use several nodes with areal-hpc submit" in said
+    assert "try: lower these keys to 2 in all, or use several nodes with areal-hpc submit" in said
 
 
 def test_tasks_on_the_cpu_are_given_no_gpu() -> None:
