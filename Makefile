@@ -10,7 +10,7 @@ PYTEST := $(TRAIN)/python -m pytest
 SIDE_BY_SIDE := --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks slurm demo test check lint format unit contract integration \
+.PHONY: help setup frameworks harnesses slurm demo test check lint format unit contract integration \
   slurm-tests acceptance parity gpu clean
 
 help: ## this list
@@ -21,6 +21,9 @@ setup: ## make or mend the environments in .venvs/
 
 frameworks: ## all environments, those of the agent frameworks included, which only tests need
 	@scripts/setup.sh tests
+
+harnesses: setup ## coding agents from npm and PyPI (1.7 GB), which only acceptance tests run
+	@scripts/setup_harnesses.sh
 
 slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; starts no service)
 	@scripts/install_slurm.sh
@@ -60,7 +63,7 @@ integration: frameworks ## real servers, real processes
 slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup ## kill, compare and train at length, and write the tables (four hours)
+acceptance: setup harnesses ## kill, compare and train at length, and write the tables (four hours)
 	$(PYTEST) tests/acceptance
 
 parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)

@@ -69,7 +69,7 @@ def _partial_groups(value: Any, source: Source) -> dict[str, Any]:
 def _generation(section: str) -> tuple[Rule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
-        always(f"{section}.min_new_tokens", 0, "a request may ask for `min_tokens` itself"),
+        always(f"{section}.min_new_tokens", 0, "replies have no least length"),
         lost(f"{section}.stop", "a request names its own `stop`"),
         anyway(f"{section}.stop_token_ids", "replies end where the model's own files say"),
         always(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),

@@ -79,6 +79,7 @@ class ProxyApp:
         self._caller = caller
         self._control = control
         self._relay = relay
+        self._ignored = metrics.IgnoredParameters()
         self._guards: dict[str, Callable[[str], Session | None]] = {
             "admin": self._require_admin,
             "session": self._session,
@@ -99,7 +100,7 @@ class ProxyApp:
             return Route("POST", path, "session", answer, request)
 
         for path, dialect in DIALECTS.items():
-            said = agent(path, self._speaking(dialect), dialect.request)
+            said = agent(path, self._speaking(path, dialect), dialect.request)
             yield replace(said, refused=dialect.refused, streams=True)
         counted = agent("/messages/count_tokens", self._count_tokens, MESSAGES.request)
         yield replace(counted, refused=MESSAGES.refused)
@@ -149,6 +150,8 @@ class ProxyApp:
             refused = (route or next(iter(methods.values()))).refused
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
+                if _asks_for_websocket(scope):
+                    raise RequestRefused(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
                 raise RequestRefused(405, f"{path} takes {allowed}, not {method}")
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
@@ -177,6 +180,8 @@ class ProxyApp:
         ]
         if status == 405:
             headers.append((b"allow", allowed.encode()))
+        if status == 426:  # clients that try a WebSocket first ask over HTTP at once
+            headers += [(b"upgrade", b"HTTP/1.1"), (b"connection", b"upgrade")]
         if status == 429:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
@@ -241,7 +246,8 @@ class ProxyApp:
         return self._control.health()
 
     async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
-        return metrics.exposition(self._book, self._caller.drift, self._caller.resumed)
+        drift, resumed = self._caller.drift, self._caller.resumed
+        return metrics.exposition(self._book, drift, resumed, self._ignored)
 
     async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
         return described(self._routes)
@@ -258,6 +264,7 @@ class ProxyApp:
     async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         _, call = messages.parse(body, session.request.sampling, self._model)
+        self._ignored.add("/messages/count_tokens", call.ignored)
         _, count = await self._caller.prompt_json(session, call)
         return messages_reply.token_count(count)
 
@@ -275,18 +282,25 @@ class ProxyApp:
         self._open_session(opened)
         return tokens.detokenize(body, self._model)
 
-    def _speaking(self, dialect: Dialect) -> Handler:
+    def _speaking(self, path: str, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""
 
         async def handler(opened: Session | None, body: bytes) -> Result:
             session = self._open_session(opened)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
+            self._ignored.add(path, call.ignored)
             if exchange.streams:
                 return exchange.events(await self._caller.stream(session, call, answer_id))
             return exchange.whole(await self._caller.answer(session, call, answer_id))
 
         return handler
+
+
+def _asks_for_websocket(scope: Scope) -> bool:
+    return any(
+        name == b"upgrade" and value.lower() == b"websocket" for name, value in scope["headers"]
+    )
 
 
 def _ignoring_session(answer: Callable[[bytes], bytes]) -> Handler:

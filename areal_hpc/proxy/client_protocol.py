@@ -75,6 +75,9 @@ class ResponseProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = self._extensions
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """The application refuses it; to install a library for WebSockets would not help."""
+
     def on_response_complete(self) -> None:
         """The application has said everything."""
         self._holder.flush()

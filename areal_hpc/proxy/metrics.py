@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 from areal_hpc.proxy.prompts import Drift
 from areal_hpc.proxy.sessions import SessionBook
 
+log = logging.getLogger(__name__)
+
 PREFIX = "areal_hpc_proxy_"
 
 
-def exposition(book: SessionBook, drift: Drift, resumed: int) -> bytes:
+class IgnoredParameters:
+    """How often requests gave parameters that have no effect, by route and name."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+
+    def add(self, route: str, names: Iterable[str]) -> None:
+        """Count what one request gave. The log hears of each parameter once."""
+        for name in names:
+            if (route, name) not in self.counts:
+                log.info("%s: %s has no effect here; it is counted from now on", route, name)
+            self.counts[route, name] += 1
+
+
+def exposition(book: SessionBook, drift: Drift, resumed: int, ignored: IgnoredParameters) -> bytes:
     """The body of GET /metrics."""
     sessions = book.sessions.values()
     in_flight = sum(session.in_flight for session in sessions)
@@ -35,6 +53,15 @@ def exposition(book: SessionBook, drift: Drift, resumed: int) -> bytes:
             "counter",
             "Times a replica went on from what a lost one had said.",
             {"": resumed},
+        ),
+        *_family(
+            "ignored_parameters_total",
+            "counter",
+            "Requests by the parameters in them that have no effect.",
+            {
+                f'{{route="{route}",parameter="{name}"}}': count
+                for (route, name), count in ignored.counts.items()
+            },
         ),
     ]
     return "".join(f"{line}\n" for line in lines).encode()

@@ -22,6 +22,11 @@ class ToolChoice(msgspec.Struct, frozen=True):
     parallel: bool = True
     """A reply may hold several calls."""
 
+    @property
+    def must_call(self) -> bool:
+        """The reply is a call, and no text."""
+        return self.mode == "required"
+
 
 class ModelCall(msgspec.Struct, frozen=True):
     """A validated request, free of its dialect."""
@@ -38,6 +43,8 @@ class ModelCall(msgspec.Struct, frozen=True):
     n: int = 1
     top_logprobs: int = 0
     tool_choice: ToolChoice = ToolChoice()
+    ignored: Sequence[str] = ()
+    """Names of the parameters that are accepted without effect."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.generation import Generation, SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
-from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.refusal import PromptTooLong, RequestRefused
 from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.session_limits import fit_into_episode, refuse_beyond_limits
 from areal_hpc.proxy.sessions import Session
@@ -234,12 +234,7 @@ class PromptMaker:
         context_tokens = self._model.context_tokens
         room = context_tokens - prompt_tokens
         if room < 1:
-            raise RequestRefused(
-                400,
-                f"the prompt's {prompt_tokens} tokens and a reply exceed the model's context "
-                f"of {context_tokens} tokens",
-                key=call.prompt_key,
-            )
+            raise PromptTooLong(prompt_tokens, context_tokens, call.prompt_key)
         asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = fit_into_episode(session, min(asked, room), call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)

@@ -94,6 +94,7 @@ class ProxyService:
                 self._app,
                 loop="none",
                 http=ResponseProtocol,
+                ws="none",
                 lifespan="off",
                 access_log=False,
                 log_config=None,

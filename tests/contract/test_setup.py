@@ -6,6 +6,7 @@ installation takes minutes and needs a package index.
 
 import ast
 import importlib.metadata
+import json
 import os
 import re
 import shutil
@@ -210,9 +211,18 @@ def locked(role: str) -> dict[str, str]:
     return {normal(name): version for name, version in pins}
 
 
-@pytest.mark.parametrize("role", ENVIRONMENTS)
+@pytest.mark.parametrize("role", [*ENVIRONMENTS, "harnesses"])
 def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
+
+
+def test_the_lock_of_npm_pins_what_the_public_registry_has() -> None:
+    lock = json.loads((CHECKOUT / "requirements" / "harnesses" / "package-lock.json").read_text())
+    packages = [package for path, package in lock["packages"].items() if path]
+    assert packages
+    for package in packages:
+        assert package["resolved"].startswith("https://registry.npmjs.org/")
+        assert package["integrity"].startswith("sha512-")
 
 
 def normal(name: str) -> str:

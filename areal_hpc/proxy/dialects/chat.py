@@ -1,9 +1,8 @@
 """OpenAI Chat Completions: request -> `ModelCall`.
 
-Every parameter is honoured or refused by name. Accepted without effect are those that promise
-none here: `user`, `metadata`, `safety_identifier`, `prompt_cache_key` (labels and hints) and
-`model` (a cell serves one model, whatever name an agent has for it). `seed` is passed on; SGLang
-uses it when it runs deterministically.
+Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+name. `model` is any name: a cell serves one model, whatever an agent calls it. `seed` is passed on;
+SGLang uses it when it runs deterministically.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ from areal_hpc.proxy.dialects.decoding import (
     FunctionSchema,
     Positive,
     decode,
-    refusal_of,
+    decode_part,
+    effort_variables,
     refuse_tools_without_parser,
     tool_choice,
 )
+from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.dialects.openai_sampling import (
     CompletionSampling,
     refuse_contradictions,
@@ -85,9 +86,16 @@ class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     tools: list[msgspec.Raw] | None = None
     tool_choice: Literal["none", "auto", "required"] | _NamedChoice | None = None
     parallel_tool_calls: bool | None = None
-    metadata: dict[str, str] | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    reasoning_effort: Any = None
+    metadata: Hint = None
+    prediction: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    store: Hint = None
+    verbosity: Hint = None
     # Beyond OpenAI, under SGLang's name:
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -119,7 +127,7 @@ def parse(
     tools = checked_tools(request.tools or [])
     choice = _tool_choice(request, tools)
     refuse_tools_without_parser(model, tools, choice)
-    return request, _call_of(request, known, defaults, tools, choice)
+    return request, _call_of(request, known, defaults, model, tools, choice)
 
 
 def _refuse_contradictions(request: ChatRequest) -> None:
@@ -160,10 +168,7 @@ def checked_tools(raw: Sequence[msgspec.Raw]) -> list[dict[str, Any]]:
     """
     tools: list[dict[str, Any]] = []
     for i, one in enumerate(raw):
-        try:
-            msgspec.json.decode(one, type=_Tool)
-        except msgspec.ValidationError as error:
-            raise refusal_of(str(error), f"tools[{i}]") from error
+        decode_part(one, _Tool, f"tools[{i}]")
         tools.append(msgspec.json.decode(one))
     return tools
 
@@ -178,17 +183,23 @@ def _call_of(
     request: ChatRequest,
     known: Sequence[Message],
     defaults: SamplingDefaults,
+    model: ServedModel,
     tools: list[dict[str, Any]],
     choice: ToolChoice,
 ) -> ModelCall:
     new = (normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages)
     limit = request.max_completion_tokens or request.max_tokens or 0
+    effort = effort_variables(request.reasoning_effort, model)
+    ignored = [*hints_in(request)]
+    if request.reasoning_effort is not None and effort is None:
+        ignored.append("reasoning_effort")
     return ModelCall(
         messages=[*known, *new],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=request.chat_template_kwargs or None,
+        variables={**(effort or {}), **(request.chat_template_kwargs or {})} or None,
         sampling=sampling_of(request, defaults, choice, limit),
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
+        ignored=ignored,
     )

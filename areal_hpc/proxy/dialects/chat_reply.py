@@ -137,10 +137,13 @@ class ChatEvents:
                 piece.output_ids, piece.logprobs, piece.top_logprobs, self._encoder
             )
             logprobs = {"content": content, "refusal": None}
-        if not delta.said and logprobs is None:
-            return self._beginning(delta.choice)
-        fields = _delta_fields(delta.said)
-        return self._beginning(delta.choice) + self._chunk(delta.choice, fields, None, logprobs)
+        chunks = [self._beginning(delta.choice)]
+        if delta.said.text or delta.said.reasoning or logprobs is not None:
+            fields = _delta_fields(delta.said)
+            chunks.append(self._chunk(delta.choice, fields, None, logprobs))
+        for call in delta.said.calls:  # one a chunk, as OpenAI does: some clients read no second
+            chunks.append(self._chunk(delta.choice, {"tool_calls": [_call_delta(call)]}, None))
+        return b"".join(chunks)
 
     def _beginning(self, choice: int) -> bytes:
         """The first chunk of a choice, once."""
@@ -167,8 +170,6 @@ def _delta_fields(said: Said) -> dict[str, Any]:
         fields["reasoning_content"] = said.reasoning
     if said.text:
         fields["content"] = said.text
-    if said.calls:
-        fields["tool_calls"] = [_call_delta(call) for call in said.calls]
     return fields
 
 

@@ -1,7 +1,8 @@
 """OpenAI's legacy Completions: request -> `ModelCall`.
 
 The prompt is text or token ids and is read as it is; one prompt a request. Every parameter is
-honoured or refused by name, as in `chat`. Without `max_tokens` the session's own limit holds.
+honoured, a hint, or refused by name, as in `chat`. Without `max_tokens` the session's own limit
+holds.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from areal_hpc.proxy.dialects.decoding import decode, refuse_unknown_tokens
+from areal_hpc.proxy.dialects.hints import hints_in
 from areal_hpc.proxy.dialects.openai_sampling import (
     CompletionSampling,
     refuse_contradictions,
@@ -65,6 +67,7 @@ def parse(
         prompt=_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
+        ignored=[*hints_in(request)],
     )
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
+from areal_hpc.proxy.dialects.hints import without_nulls
 from areal_hpc.proxy.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.trajectory import MAX_TEMPERATURE
@@ -29,17 +31,46 @@ _FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 def decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
-    """The request in a body.
+    """The request in a body. A null stands for absence, under whatever name.
 
     Raises:
         RequestRefused: 400, naming the parameter that is wrong or unknown.
     """
     try:
-        return decoder.decode(body)
+        return _decoded(decoder, body)
     except msgspec.ValidationError as error:
         raise refusal_of(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestRefused(400, f"the body is not JSON: {error}") from error
+
+
+def decode_part(raw: bytes | msgspec.Raw, form: Any, key: str) -> Any:
+    """A part of a request that stays as it is until the whole has been decoded.
+
+    Args:
+        raw: JSON.
+        form: The type that it is decoded to.
+        key: Where it stands in the request.
+
+    Raises:
+        RequestRefused: 400, naming the parameter that is wrong or unknown.
+    """
+    try:
+        return _decoded(_decoder_of(form), bytes(raw))
+    except msgspec.ValidationError as error:
+        raise refusal_of(str(error), key) from error
+
+
+@cache
+def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(form)
+
+
+def _decoded(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError:  # perhaps of a null, which few requests hold
+        return decoder.decode(without_nulls(body, decoder.type))
 
 
 def refusal_of(complaint: str, inside: str = "") -> RequestRefused:
@@ -80,17 +111,17 @@ def refuse_unknown_tokens(model: ServedModel, key: str, tokens: Iterable[int | s
 
 
 def refuse_two_grammars(named: Mapping[str, object], choice: ToolChoice) -> None:
-    """The engine takes one constraint at most, and so does a reply that must call a tool.
+    """The engine takes one grammar at most, and that of a reply that must call a tool is one.
 
     Args:
-        named: Constraints under the names that the dialect has for them; None if not asked for.
+        named: Grammars under the names that the dialect has for them; None if not asked for.
         choice: What was asked of tools.
 
     Raises:
         RequestRefused: 400, naming the first.
     """
     names = [name for name, value in named.items() if value is not None]
-    if len(names) > 1 or (names and choice.mode == "required"):
+    if len(names) > 1 or (names and choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
         raise RequestRefused(400, f"{names[0]} and {other} cannot both hold", key=names[0])
 
@@ -167,6 +198,20 @@ def tool_choice(
     return ToolChoice("none" if mode == "none" else "auto", None, parallel)
 
 
-def json_schema(schema: Mapping[str, Any] | None) -> str | None:
-    """A grammar's schema as JSON."""
-    return None if schema is None else msgspec.json.encode(schema).decode()
+def json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> str | None:
+    """The grammar of a reply's text: its schema as JSON.
+
+    A reply that must call a tool has no text that it could hold for; the tool's own grammar does.
+    """
+    if schema is None or choice.must_call:
+        return None
+    return msgspec.json.encode(schema).decode()
+
+
+def effort_variables(effort: object, model: ServedModel) -> dict[str, Any] | None:
+    """How the chat template is told how hard to think; None when it cannot be told."""
+    if effort == "none" and model.reasoning_parser is not None:
+        return {"enable_thinking": False, "thinking": False}
+    if model.reasoning_parser == "gpt-oss" and effort in ("low", "medium", "high"):
+        return {"reasoning_effort": effort}
+    return None

@@ -1,9 +1,8 @@
 """Anthropic Messages: request -> `ModelCall`.
 
-Every parameter is honoured or refused by name. Accepted without effect are those that promise
-none here: `cache_control`, `metadata`, `service_tier` and `eager_input_streaming` (hints and
-labels), `model` (a cell serves one), and the budget of `thinking`, which Anthropic calls a target.
-`max_tokens` may be left out: then the session's own limit holds.
+Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+name. `model` is any name: a cell serves one model. `max_tokens` may be left out: then the session's
+own limit holds.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from areal_hpc.proxy.dialects.decoding import (
     Temperature,
     TopK,
     decode,
+    decode_part,
     either,
     function_tool,
     json_schema,
-    refusal_of,
     refuse_tools_without_parser,
-    refuse_two_grammars,
     tool_choice,
 )
+from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
@@ -73,15 +72,17 @@ class _Tool(Struct, forbid_unknown_fields=True):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    cache_control: dict[str, Any] | None = None
-    eager_input_streaming: bool | None = None
+    cache_control: Hint = None
+    defer_loading: Hint = None
+    eager_input_streaming: Hint = None
 
 
 class _ThinkingConfig(Struct, forbid_unknown_fields=True):
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: Positive | None = None
-    display: Literal["summarized"] | None = None
-    """The reasoning is returned in full, which is what models called normal mean by it."""
+    budget_tokens: Hint = None
+    """Anthropic calls it a target."""
+    display: Hint = None
+    """The reasoning is always returned in full."""
 
 
 class _Format(Struct):
@@ -91,16 +92,7 @@ class _Format(Struct):
 
 class _OutputConfig(Struct, forbid_unknown_fields=True):
     format: _Format | None = None
-
-
-class _Edit(Struct, forbid_unknown_fields=True):
-    type: Literal["clear_thinking_20251015"]
-    keep: Literal["all"]
-
-
-class _ContextManagement(Struct, forbid_unknown_fields=True):
-    edits: list[_Edit] = []
-    """Claude Code asks for thinking to be kept, which it is."""
+    effort: Hint = None
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -117,12 +109,15 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     stream: bool | None = None
     tools: list[msgspec.Raw] | None = None
     tool_choice: _Choice | None = None
-    thinking: _ThinkingConfig | None = None
+    thinking: dict[str, Any] | None = None
+    """A `_ThinkingConfig`, or anything when the model does not reason."""
     output_config: _OutputConfig | None = None
-    context_management: _ContextManagement | None = None
-    metadata: dict[str, Any] | None = None
-    cache_control: dict[str, Any] | None = None
-    service_tier: Literal["auto", "standard_only"] | None = None
+    mcp_servers: list[Any] | None = None
+    betas: Hint = None
+    cache_control: Hint = None
+    context_management: Hint = None
+    metadata: Hint = None
+    service_tier: Hint = None
 
 
 _decoder = msgspec.json.Decoder(MessagesRequest)
@@ -142,7 +137,11 @@ def parse(
         RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
-    tools = _tools(request.tools or [])
+    if request.mcp_servers:
+        hint = "let the agent connect to them and offer their tools"
+        raise RequestRefused(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
+    ignored = [*hints_in(request)]
+    tools = _tools(request.tools or [], ignored)
     choice = _tool_choice(request.tool_choice, tools)
     refuse_tools_without_parser(model, tools, choice)
     messages = [*_system(request.system), *_conversation(request.messages)]
@@ -150,8 +149,9 @@ def parse(
         messages=messages,
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=_thinking_variables(request.thinking, model),
+        variables=_thinking_variables(request.thinking, model, ignored),
         sampling=_sampling_of(request, defaults, choice),
+        ignored=ignored,
     )
 
 
@@ -253,13 +253,12 @@ def _misplaced(message: _Message, i: int, j: int) -> RequestRefused:
 # Tools, sampling --------------------------------------------------------------------------------
 
 
-def _tools(raw: Sequence[msgspec.Raw]) -> list[dict[str, Any]]:
+def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
     tools = []
+    hints: set[str] = set()
     for i, one in enumerate(raw):
-        try:
-            tool = msgspec.json.decode(one, type=_Tool)
-        except msgspec.ValidationError as error:
-            raise refusal_of(str(error), f"tools[{i}]") from error
+        tool: _Tool = decode_part(one, _Tool, f"tools[{i}]")
+        hints |= {*hints_in(tool, "tools[].")}
         function = {
             "name": tool.name,
             "description": tool.description,
@@ -267,6 +266,7 @@ def _tools(raw: Sequence[msgspec.Raw]) -> list[dict[str, Any]]:
             "strict": tool.strict,
         }
         tools.append(function_tool(function, f"tools[{i}]"))
+    ignored += sorted(hints)
     return tools
 
 
@@ -280,15 +280,21 @@ def _tool_choice(asked: _Choice | None, tools: Sequence[dict[str, Any]]) -> Tool
     return tool_choice(tools, mode, name, parallel=not asked.disable_parallel_tool_use)
 
 
-def _thinking_variables(asked: _ThinkingConfig | None, model: ServedModel) -> dict[str, Any] | None:
-    """How chat templates are told whether the model shall reason: under one of two names."""
+def _thinking_variables(
+    asked: dict[str, Any] | None, model: ServedModel, ignored: list[str]
+) -> dict[str, Any] | None:
+    """How chat templates are told whether the model shall reason: under one of two names.
+
+    A model whose reasoning nobody can tell from its text is told nothing.
+    """
     if asked is None:
         return None
-    thinks = asked.type != "disabled"
     if model.reasoning_parser is None:
-        if asked.type == "enabled":  # `adaptive` leaves it to the model
-            raise RequestRefused(400, "no reasoning parser is configured", key="thinking")
+        ignored.append("thinking")
         return None
+    config: _ThinkingConfig = decode_part(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
+    ignored += hints_in(config, "thinking.")
+    thinks = config.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}
 
 
@@ -296,8 +302,7 @@ def _sampling_of(
     request: MessagesRequest, defaults: SamplingDefaults, choice: ToolChoice
 ) -> SamplingParams:
     form = request.output_config.format if request.output_config else None
-    schema = json_schema(form.schema if form else None)
-    refuse_two_grammars({"output_config.format": schema}, choice)
+    schema = json_schema(form.schema if form else None, choice)
     return SamplingParams(
         temperature=either(request.temperature, defaults.temperature),
         max_new_tokens=request.max_tokens or 0,

@@ -15,7 +15,7 @@ from areal_hpc.proxy.dialects.messages import MessagesRequest, parse
 from areal_hpc.proxy.dialects.openai_forms import named_event
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.refusal import PromptTooLong, RequestRefused
 from areal_hpc.proxy.replies import CallPart, Said
 from areal_hpc.proxy.sessions import Session
 
@@ -218,13 +218,20 @@ def token_count(tokens: int) -> bytes:
 
 def _error_fields(refusal: RequestRefused) -> dict[str, Any]:
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
-    named = f"{refusal.param}: " if refusal.param else ""
     kind = _KINDS.get(refusal.status, default)
-    return {"type": "error", "error": {"type": kind, "message": named + refusal.message}}
+    return {"type": "error", "error": {"type": kind, "message": _message(refusal)}}
+
+
+def _message(refusal: RequestRefused) -> str:
+    """The refusal with the parameter at fault in front, for which Anthropic has no field."""
+    if isinstance(refusal, PromptTooLong):  # Claude Code knows it by the whole of these words
+        most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
+        return f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
+    return f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
 
 
 def error(refusal: RequestRefused) -> bytes:
-    """A refusal in Anthropic's shape. The message begins with the parameter at fault."""
+    """A refusal in Anthropic's shape."""
     return msgspec.json.encode(_error_fields(refusal))
 
 

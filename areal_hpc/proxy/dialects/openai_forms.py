@@ -23,7 +23,7 @@ def error_fields(refusal: RequestRefused) -> dict[str, Any]:
         "message": refusal.message,
         "type": _KINDS.get(refusal.status, default),
         "param": refusal.param,
-        "code": None,
+        "code": refusal.code,
     }
 
 

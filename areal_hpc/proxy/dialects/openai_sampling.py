@@ -19,6 +19,7 @@ from areal_hpc.proxy.dialects.decoding import (
     refuse_two_grammars,
     refuse_unknown_tokens,
 )
+from areal_hpc.proxy.dialects.hints import Hint
 from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.proxy.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
@@ -59,7 +60,7 @@ class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: _ResponseFormat | None = None
-    user: str | None = None
+    user: Hint = None
     # Beyond OpenAI, under SGLang's names:
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -101,7 +102,7 @@ def sampling_of(
         RequestRefused: 400, naming a grammar that cannot hold beside another or a tool choice.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    schema = _schema_of(request.response_format)
+    schema = _schema_of(request.response_format, choice)
     grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
     refuse_two_grammars(grammars, choice)
     return SamplingParams(
@@ -123,8 +124,9 @@ def sampling_of(
     )
 
 
-def _schema_of(form: _ResponseFormat | None) -> str | None:
+def _schema_of(form: _ResponseFormat | None, choice: ToolChoice) -> str | None:
     """The schema that the reply must follow, as JSON."""
     if form is None or form.type == "text":
         return None
-    return json_schema(form.json_schema.schema if form.json_schema else {"type": "object"})
+    schema = form.json_schema.schema if form.json_schema else {"type": "object"}
+    return json_schema(schema, choice)

@@ -1,15 +1,13 @@
 """OpenAI Responses: request -> `ModelCall`.
 
-Every parameter is honoured or refused by name. Accepted without effect are those that promise
-none here: labels and hints (`user`, `metadata`, `safety_identifier`, `prompt_cache_key`,
-`prompt_cache_retention`, `service_tier`), `model` (a cell serves one) and
-`reasoning.encrypted_content` (reasoning is given in the open, and taken back from there). `store`
-says whether the reply can be retrieved; a session records everything.
+Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+name. `model` is any name: a cell serves one model. `store` says whether the reply can be retrieved;
+a session records everything. Reasoning is given in the open, and taken back from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,12 +18,13 @@ from areal_hpc.proxy.dialects.decoding import (
     Probability,
     Temperature,
     decode,
+    effort_variables,
     either,
     json_schema,
     refuse_tools_without_parser,
-    refuse_two_grammars,
     tool_choice,
 )
+from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.dialects.response_items import Item, conversation
 from areal_hpc.proxy.dialects.response_tools import OfferedTools, offered_tools
 from areal_hpc.proxy.generation import SamplingParams
@@ -37,7 +36,6 @@ from areal_hpc.session.template import Message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
-INCLUDED = (LOGPROBS, "reasoning.encrypted_content")
 INSTRUCTED = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
 such a reply brings its own. Other ids begin with `PLAIN`."""
@@ -58,14 +56,13 @@ class _Format(Struct):
 
 class _TextConfig(Struct, forbid_unknown_fields=True):
     format: _Format = msgspec.field(default_factory=_Format)
-    # A hint to models that know it. The Agents SDK sends `low` for agents that name no model.
-    verbosity: Literal["low", "medium"] | None = None
+    verbosity: Hint = None
 
 
 class _Reasoning(Struct, forbid_unknown_fields=True):
-    effort: str | None = None
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    effort: Any = None
+    summary: Hint = None
+    generate_summary: Hint = None
 
 
 class _StreamOptions(Struct):
@@ -89,17 +86,20 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     text: _TextConfig | None = None
     reasoning: _Reasoning | None = None
     include: list[str] | None = None
+    """`LOGPROBS`, and what other models and hosted tools would add, which are not here."""
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
-    service_tier: Literal["auto", "default"] | None = None
     user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
+    client_metadata: Hint = None
+    context_management: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    service_tier: Hint = None
+    truncation: Hint = None
 
     @property
     def with_logprobs(self) -> bool:
@@ -131,6 +131,7 @@ def parse(
     messages = [*_instructions(request), *_previous(request, session), *_input(request)]
     if not messages:
         raise RequestRefused(400, "there is nothing to answer", key="input")
+    variables = effort_variables(request.reasoning.effort, model) if request.reasoning else None
     return (
         request,
         tools,
@@ -138,10 +139,11 @@ def parse(
             messages=messages,
             tools=tools.schemas if choice.mode != "none" else None,
             tool_choice=choice,
-            variables=_reasoning_variables(request.reasoning, model),
+            variables=variables,
             sampling=_sampling_of(request, session.request.sampling, choice),
             prompt_key="input",
             top_logprobs=request.top_logprobs or 0,
+            ignored=[*hints_in(request), *sorted(tools.ignored), *_unheard(request, variables)],
         ),
     )
 
@@ -149,10 +151,6 @@ def parse(
 def _refuse_contradictions(request: ResponsesRequest) -> None:
     if request.background:
         raise RequestRefused(400, "a reply is answered at once", key="background")
-    for i, name in enumerate(request.include or ()):
-        if name not in INCLUDED:
-            problem = f"{name!r} cannot be included, only {' and '.join(INCLUDED)}"
-            raise RequestRefused(400, problem, key=f"include[{i}]")
     if request.top_logprobs and not request.with_logprobs:
         raise RequestRefused(400, f"top_logprobs needs {LOGPROBS} in include", key="top_logprobs")
     options = request.stream_options
@@ -198,19 +196,12 @@ def _tool_choice(request: ResponsesRequest, tools: OfferedTools) -> ToolChoice:
     return tool_choice(tools.schemas, mode, name, parallel=parallel)
 
 
-def _reasoning_variables(asked: _Reasoning | None, model: ServedModel) -> dict[str, Any] | None:
-    """How the chat template is told how much to reason, if it can be told."""
-    effort = asked.effort if asked is not None else None
-    if effort is None:
-        return None
-    if effort == "none":
-        off = {"enable_thinking": False, "thinking": False}
-        return off if model.reasoning_parser is not None else None
-    if model.reasoning_parser == "gpt-oss" and effort in ("low", "medium", "high"):
-        return {"reasoning_effort": effort}
-    raise RequestRefused(
-        400, f"this model cannot be asked for {effort!r} effort", key="reasoning.effort"
-    )
+def _unheard(request: ResponsesRequest, variables: dict[str, Any] | None) -> Iterator[str]:
+    """Names of the parameters that are hints by their values."""
+    if request.reasoning and request.reasoning.effort is not None and variables is None:
+        yield "reasoning.effort"
+    if any(name != LOGPROBS for name in request.include or ()):
+        yield "include"
 
 
 def _sampling_of(
@@ -219,8 +210,8 @@ def _sampling_of(
     form = request.text.format if request.text else _Format()
     schema = None
     if form.type != "text":
-        schema = json_schema(form.schema if form.type == "json_schema" else {"type": "object"})
-    refuse_two_grammars({"text.format": schema}, choice)
+        asked = form.schema if form.type == "json_schema" else {"type": "object"}
+        schema = json_schema(asked, choice)
     return SamplingParams(
         temperature=either(request.temperature, defaults.temperature),
         max_new_tokens=request.max_output_tokens or 0,

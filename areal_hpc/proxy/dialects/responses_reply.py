@@ -184,7 +184,8 @@ class ResponseEvents:
     def broken(self, refusal: RequestRefused) -> bytes:
         """What says that the stream ends early."""
         fields = error_fields(refusal)
-        named = {"code": fields["type"], "message": fields["message"], "param": fields["param"]}
+        code = fields["code"] or fields["type"]
+        named = {"code": code, "message": fields["message"], "param": fields["param"]}
         return self._event("error", error=fields, **named)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:

@@ -261,7 +261,7 @@ def test_streams_and_length_limits_are_those_of_the_proxy() -> None:
         assert len(client.tree) == 1
         await client.chat.completions.create(model="m", messages=[HI], max_tokens=65)
         long: ChatCompletionMessageParam = {"role": "user", "content": "hi " * 64}
-        with pytest.raises(openai.BadRequestError, match="context of 64 tokens"):
+        with pytest.raises(openai.BadRequestError, match="maximum context length is 64 tokens"):
             await client.chat.completions.create(model="m", messages=[long])
 
     requests = with_client(body, engine_max_tokens=64)

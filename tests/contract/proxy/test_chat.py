@@ -165,6 +165,7 @@ def test_a_stop_string_or_a_bare_end_of_turn_is_an_ordinary_reply(stage: Stage) 
             {"messages": QUESTION, "regex": "a", "response_format": {"type": "json_object"}},
             "response_format",
         ),
+        ({"messages": QUESTION, "modalities": ["text", "audio"]}, "modalities[1]"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
@@ -196,14 +197,6 @@ def test_the_sdk_names_the_parameter_at_fault(stage: Stage) -> None:
     with stage.client(key) as client, pytest.raises(BadRequestError) as caught:
         client.chat.completions.create(model="m", messages=QUESTION, logit_bias={"512": 1})
     assert caught.value.param == "logit_bias"
-
-
-def test_a_prompt_over_the_context_is_refused_with_both_numbers(stage: Stage) -> None:
-    _, key = stage.open_session()
-    answer = stage.ask(key, "x y " * 2000)
-    assert answer.status_code == 400
-    assert "2048" in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == "messages"
 
 
 @pytest.mark.parametrize(
@@ -269,6 +262,14 @@ def test_unknown_routes_and_methods_have_their_statuses(stage: Stage) -> None:
     assert stage.http.get(f"{stage.url}/v1/nothing").status_code == 404
     refused = stage.http.get(f"{stage.url}/v1/chat/completions")
     assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+
+
+def test_a_websocket_is_refused_so_that_clients_fall_back_at_once(stage: Stage) -> None:
+    asked = {"connection": "Upgrade", "upgrade": "websocket", "sec-websocket-version": "13"}
+    refused = stage.http.get(f"{stage.url}/v1/responses", headers=asked)
+    assert (refused.status_code, refused.headers["upgrade"]) == (426, "HTTP/1.1")
+    assert "takes POST" in refused.json()["error"]["message"]
+    assert "pip install" not in stage.log
 
 
 def test_the_routes_describe_themselves(stage: Stage) -> None:

@@ -150,6 +150,37 @@ def test_what_is_asked_of_tool_calls_becomes_a_grammar(
     assert params["skip_special_tokens"] is False
 
 
+def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
+    parsing_stage: Stage,
+) -> None:
+    key = says(parsing_stage, CALL)
+    asked = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    answer = parsing_stage.chat(key, QUESTION, tools=[ADD], **asked)
+    assert answer.status_code == 200, answer.text
+    assert len(answer.json()["choices"][0]["message"]["tool_calls"]) == 1
+    params = parsing_stage.sglang.requests[0]["sampling_params"]
+    assert "json_schema" not in params
+    assert "structural_tag" in params
+
+
+def test_a_stream_has_one_call_a_chunk(parsing_stage: Stage) -> None:
+    key = says(parsing_stage, f"I add. {CALL}\n{CALL}")
+    with parsing_stage.client(key) as client:
+        asked: Any = {"model": "m", "messages": QUESTION, "tools": [ADD], "stream": True}
+        chunks = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked)]
+    calling = [delta.tool_calls for delta in chunks if delta.tool_calls]
+    assert [len(calls) for calls in calling] == [1, 1]
+    (first,), (second,) = calling
+    assert (first.index, second.index) == (0, 1)
+    assert first.id
+    assert second.id not in (first.id, None)
+    for call in (first, second):
+        assert call.function is not None
+        assert (call.function.name, call.type) == ("add", "function")
+        assert json.loads(call.function.arguments or "") == {"x": 3, "y": 4}
+    assert "".join(delta.content or "" for delta in chunks).strip() == "I add."
+
+
 def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(
     parsing_stage: Stage,
 ) -> None:
@@ -164,10 +195,7 @@ def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(
     ("asked", "param"),
     [
         ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
-        (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
-        ),
+        ({"tool_choice": "required", "regex": "a+"}, "regex"),
     ],
 )
 def test_what_cannot_hold_together_is_refused(

@@ -194,9 +194,63 @@ def test_what_is_asked_of_anthropics_tools_becomes_a_grammar(
 
 
 @pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        ("responses", {"input": QUESTION, "reasoning": {"effort": "none"}}),
+        ("chat/completions", {"messages": QUESTION, "reasoning_effort": "none"}),
+    ],
+)
+def test_no_effort_is_told_to_the_template(
+    parsing_stage: Stage, route: str, asked: dict[str, Any]
+) -> None:
+    key = says(parsing_stage, "7")
+    answer = parsing_stage.post(f"/v1/{route}", asked, key)
+    assert answer.status_code == 200, answer.text
+    (interaction,) = parsing_stage.journaled(key)
+    assert json.loads(interaction.context)[1]["enable_thinking"] is False
+    assert "effort" not in parsing_stage.http.get(f"{parsing_stage.url}/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("route", "asked"),
+    [
+        (
+            "responses",
+            {
+                "input": QUESTION,
+                "tools": [FUNCTION, {"type": "web_search"}],
+                "tool_choice": {"type": "function", "name": "add"},
+                "text": {"format": {"type": "json_object"}},
+            },
+        ),
+        (
+            "messages",
+            {
+                "messages": QUESTION,
+                "tools": [TOOL],
+                "tool_choice": {"type": "tool", "name": "add"},
+                "output_config": {"format": {"type": "json_schema", "schema": PARAMETERS}},
+            },
+        ),
+    ],
+)
+def test_the_format_of_the_text_does_not_bind_a_call_that_must_be_made(
+    parsing_stage: Stage, route: str, asked: dict[str, Any]
+) -> None:
+    key = says(parsing_stage, CALL)
+    answer = parsing_stage.post(f"/v1/{route}", asked, key)
+    assert answer.status_code == 200, answer.text
+    (request,) = parsing_stage.sglang.requests
+    assert "json_schema" not in request["sampling_params"]
+    assert "structural_tag" in request["sampling_params"]
+    assert "web_search" not in parsing_stage.tokenizer.decode(request["input_ids"])
+
+
+@pytest.mark.parametrize(
     ("thinking", "variables"),
     [
         ({"type": "enabled", "budget_tokens": 1024}, True),
+        ({"type": "adaptive", "display": "omitted"}, True),
         ({"type": "adaptive"}, True),
         ({"type": "disabled"}, False),
     ],

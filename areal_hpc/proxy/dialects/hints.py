@@ -1,0 +1,92 @@
+"""Parameters that are accepted without effect, and null, which stands for absence.
+
+Clients add hints with every release: how hard to think, what to cache, which tier to bill. A hint
+changes neither how the model samples nor what is said, so it is accepted whatever its value, and
+counted. A dialect declares each as a field of type `Hint`; any other parameter that cannot be
+honoured is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Annotated, Any, get_type_hints
+
+import msgspec
+from msgspec import Meta, Struct, inspect
+
+Hint = Annotated[Any, Meta(description="Accepted without effect.")]
+"""Any value, and None when it is not given."""
+
+
+def hints_in(request: Struct, inside: str = "") -> Iterator[str]:
+    """Names of the hints that a request gives.
+
+    Args:
+        request: What was decoded, or an object within it.
+        inside: Where that stands, with a dot at the end.
+    """
+    for name in _hints_of(type(request)):
+        if getattr(request, name) is not None:
+            yield inside + name
+    for name in request.__struct_fields__:
+        value = getattr(request, name)
+        if isinstance(value, Struct):
+            yield from hints_in(value, f"{inside}{name}.")
+
+
+@cache
+def _hints_of(form: type[Struct]) -> tuple[str, ...]:
+    declared = get_type_hints(form, include_extras=True)
+    return tuple(name for name, kind in declared.items() if kind == Hint)
+
+
+def without_nulls(body: bytes, form: Any) -> bytes:
+    """A request without the members that are null, down to where a client's own data begins.
+
+    SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas
+    and the arguments of tools are data: null means something there.
+
+    Args:
+        body: JSON, as received.
+        form: The type that it is decoded to.
+    """
+    return _without_nulls(body.lstrip(), (_described(form),))
+
+
+@cache
+def _described(form: Any) -> inspect.Type:
+    return inspect.type_info(form)
+
+
+def _without_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
+    plain = [*_plain(forms)]
+    structs = [one for one in plain if isinstance(one, inspect.StructType)]
+    items = tuple(one.item_type for one in plain if isinstance(one, inspect.ListType))
+    if structs and raw[:1] == b"{":
+        members: dict[str, tuple[inspect.Type, ...]] = {}
+        for struct in structs:
+            for field in struct.fields:
+                members[field.encode_name] = (*members.get(field.encode_name, ()), field.type)
+        found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        kept = {
+            name: msgspec.Raw(_without_nulls(bytes(value), members.get(name, ())))
+            for name, value in found.items()
+            if bytes(value) != b"null"
+        }
+        return msgspec.json.encode(kept)
+    if items and raw[:1] == b"[":
+        listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
+        return msgspec.json.encode([msgspec.Raw(_without_nulls(bytes(r), items)) for r in listed])
+    return raw
+
+
+def _plain(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
+    """The types that a value may have, out of unions and constraints."""
+    for form in forms:
+        if isinstance(form, inspect.Metadata):
+            yield from _plain((form.type,))
+        elif isinstance(form, inspect.UnionType):
+            yield from _plain(form.types)
+        else:
+            yield form

@@ -1,0 +1,192 @@
+"""Hints change nothing and are counted, null is absence, all else that is unknown is refused."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.proxy.app import DIALECTS
+from areal_hpc.proxy.dialects.dialect import Dialect
+from tests.contract.proxy.proxy_stage import Stage
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
+QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
+ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+TOOL = {"name": "add", "input_schema": {"type": "object"}}
+LEAST: dict[str, dict[str, Any]] = {
+    "/chat/completions": {"messages": QUESTION},
+    "/completions": {"prompt": "hello"},
+    "/messages": {"messages": QUESTION},
+    "/responses": {"input": "hello"},
+}
+"""What a request must have."""
+UNCALLED: dict[str, Any] = {"/messages": {"type": "none"}, "/responses": "none"}
+"""The tools of a request are not for this model, which has no tool-call parser."""
+HINTS: dict[str, dict[str, Any]] = {
+    "/chat/completions": {
+        "metadata": {"a": "b"},
+        "prediction": {"type": "content", "content": "7"},
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "reasoning_effort": "xhigh",
+        "safety_identifier": "s",
+        "service_tier": "auto",
+        "store": True,
+        "user": "u",
+        "verbosity": "high",
+    },
+    "/completions": {"user": "u"},
+    "/messages": {
+        "betas": ["b-2026-01-01"],
+        "cache_control": {"type": "ephemeral", "ttl": "1h"},
+        "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        "metadata": {"user_id": "u"},
+        "output_config.effort": "max",
+        "service_tier": "batch",
+        "thinking": {"type": "enabled", "budget_tokens": 1024, "display": "updates"},
+        "tools[].cache_control": {"type": "ephemeral"},
+        "tools[].defer_loading": True,
+        "tools[].eager_input_streaming": True,
+    },
+    "/responses": {
+        "client_metadata": {"a": "b"},
+        "context_management": [{"type": "compaction"}],
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+        "prompt_cache_key": "k",
+        "prompt_cache_retention": "24h",
+        "reasoning.effort": "low",
+        "reasoning.generate_summary": "concise",
+        "reasoning.summary": "detailed",
+        "safety_identifier": "s",
+        "service_tier": "flex",
+        "text.verbosity": "high",
+        "tools[].defer_loading": True,
+        "tools[image_generation]": {"type": "image_generation"},
+        "tools[tool_search]": {"type": "tool_search", "execution": "client"},
+        "tools[web_search]": {"type": "web_search", "external_web_access": False},
+        "tools[web_search_preview]": {"type": "web_search_preview_2025_03_11"},
+        "truncation": "auto",
+    },
+}
+"""A value of each hint, none of which the proxy has been told before."""
+NAMED = [(route, name) for route, hints in HINTS.items() for name in hints]
+
+
+def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
+    """A request that gives one parameter more, wherever that stands."""
+    outer, _, inner = name.partition(".")
+    if not outer.startswith("tools["):
+        return {**LEAST[route], outer: {inner: value} if inner else value}
+    tool = TOOL if route == "/messages" else ADD
+    tools = [{**tool, inner: value}] if inner else [tool, value]
+    return {**LEAST[route], "tools": tools, "tool_choice": UNCALLED[route]}
+
+
+def ignored(stage: Stage) -> dict[tuple[str, str], int]:
+    """How often each parameter was taken without effect."""
+    text = stage.http.get(f"{stage.url}/metrics").text
+    pattern = r'areal_hpc_proxy_ignored_parameters_total\{route="(.+)",parameter="(.+)"\} (\d+)'
+    return {(route, name): int(count) for route, name, count in re.findall(pattern, text)}
+
+
+@pytest.mark.parametrize(("route", "name"), NAMED)
+def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str, name: str) -> None:
+    before = ignored(stage)
+    sent = []
+    for body in (LEAST[route], body_with(route, name, HINTS[route][name])):
+        _, key = stage.open_session()
+        stage.sglang.requests.clear()
+        answer = stage.post(f"/v1{route}", body, key)
+        assert answer.status_code == 200, answer.text
+        (request,) = stage.sglang.requests
+        sent.append({part: request[part] for part in ("input_ids", "sampling_params")})
+    assert sent[0] == sent[1]
+    assert ignored(stage) == {**before, (route, name): before.get((route, name), 0) + 1}
+    assert stage.log.count(f" {route}: {name} has no effect here") == 1
+
+
+def test_the_document_names_every_hint() -> None:
+    rows = re.findall(r"^\| `POST (/\S+)` \| (`.*`) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert {route: sorted(re.findall(r"`(.+?)`", names)) for route, names in rows} == {
+        route: sorted(hints) for route, hints in HINTS.items()
+    }
+
+
+@pytest.mark.parametrize("route", LEAST)
+def test_null_is_absence_whatever_is_null(stage: Stage, route: str) -> None:
+    dialect: Dialect = DIALECTS[route]
+    known = {*dialect.request.__struct_fields__} - {*LEAST[route]}
+    for name in ("sparkle", *sorted(known)):
+        _, key = stage.open_session()
+        answer = stage.post(route, {**LEAST[route], name: None}, key)
+        assert answer.status_code == 200, (name, answer.text)
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("/messages", {"thinking": {"type": "disabled", "display": None, "sparkle": None}}),
+        ("/messages", {"output_config": {"format": None, "effort": None, "sparkle": None}}),
+        (
+            "/messages",
+            {
+                "tools": [{**TOOL, "strict": None, "sparkle": None}],
+                "tool_choice": UNCALLED["/messages"],
+            },
+        ),
+        ("/messages", {"tool_choice": {"type": "none", "name": None, "sparkle": None}}),
+        ("/messages", {"mcp_servers": []}),
+        ("/responses", {"text": {"format": None, "verbosity": None, "sparkle": None}}),
+        ("/responses", {"reasoning": {"effort": None, "summary": None, "sparkle": None}}),
+        (
+            "/responses",
+            {"tools": [{**ADD, "strict": None, "sparkle": None}], "tool_choice": "none"},
+        ),
+        ("/responses", {"input": [{"type": None, "role": "user", "content": "hi", "id": None}]}),
+        (
+            "/chat/completions",
+            {"stream": True, "stream_options": {"include_usage": None, "sparkle": None}},
+        ),
+        ("/chat/completions", {"modalities": ["text"]}),
+    ],
+)
+def test_what_asks_for_nothing_is_neither_refused_nor_counted(
+    stage: Stage, route: str, body: Mapping[str, Any]
+) -> None:
+    before = ignored(stage)
+    _, key = stage.open_session()
+    answer = stage.post(route, {**LEAST[route], **body}, key)
+    assert answer.status_code == 200, answer.text
+    assert ignored(stage).keys() <= {*before, ("/messages", "thinking")}
+
+
+@pytest.mark.parametrize(
+    ("route", "name"),
+    [
+        *((route, "sparkle") for route in LEAST),
+        ("/messages", "output_config.sparkle"),
+        ("/messages", "tools[].sparkle"),
+        ("/responses", "reasoning.sparkle"),
+        ("/responses", "text.sparkle"),
+        ("/responses", "tools[].sparkle"),
+    ],
+)
+def test_an_unknown_parameter_is_refused_by_name(stage: Stage, route: str, name: str) -> None:
+    before = ignored(stage)
+    _, key = stage.open_session()
+    answer = stage.post(route, {**body_with(route, name, 1), "empty": None}, key)
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    shown = error["message"].split(":")[0] if route == "/messages" else error["param"]
+    assert shown == name.replace("[]", "[0]")
+    assert ignored(stage) == before
+    assert stage.sglang.requests == []
+
+
+def test_the_routes_describe_their_hints(stage: Stage) -> None:
+    schemas = stage.http.get(f"{stage.url}/openapi.json").json()["components"]["schemas"]
+    for dialect in DIALECTS.values():
+        properties = schemas[dialect.request.__name__]["properties"].values()
+        assert any(one.get("description") == "Accepted without effect." for one in properties)

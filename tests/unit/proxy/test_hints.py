@@ -1,0 +1,78 @@
+"""Nulls are taken out of what a dialect declares, and left in what is the client's own data."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_hpc.proxy.dialects.chat import ChatRequest
+from areal_hpc.proxy.dialects.decoding import decode
+from areal_hpc.proxy.dialects.hints import hints_in, without_nulls
+from areal_hpc.proxy.dialects.messages import MessagesRequest
+from areal_hpc.proxy.dialects.responses import ResponsesRequest
+from areal_hpc.proxy.refusal import RequestRefused
+
+SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}
+
+
+@pytest.mark.parametrize(
+    ("form", "body", "expected"),
+    [
+        (ChatRequest, {"a": None, "n": None, "stop": ["a"]}, {"stop": ["a"]}),
+        (
+            ChatRequest,
+            {"tools": [{"function": {"parameters": SCHEMA, "strict": None}}]},
+            {"tools": [{"function": {"parameters": SCHEMA, "strict": None}}]},
+        ),
+        (
+            ChatRequest,
+            {"response_format": {"strict": None, "json_schema": {"schema": SCHEMA, "name": None}}},
+            {"response_format": {"json_schema": {"schema": SCHEMA}}},
+        ),
+        (
+            MessagesRequest,
+            {"messages": [{"content": [{"input": {"x": None}, "cache_control": None}]}]},
+            {"messages": [{"content": [{"input": {"x": None}}]}]},
+        ),
+        (
+            ResponsesRequest,
+            {
+                "tool_choice": {"name": "a", "mode": None},
+                "input": [{"id": None}, {}],
+                "tools": [None],
+            },
+            {"tool_choice": {"name": "a"}, "input": [{}, {}], "tools": [None]},
+        ),
+        (ChatRequest, [None], [None]),
+    ],
+)
+def test_only_declared_objects_lose_their_nulls(
+    form: type[msgspec.Struct], body: Any, expected: Any
+) -> None:
+    for text in (json.dumps(body), f" \n{json.dumps(body, indent=1)} "):
+        assert json.loads(without_nulls(text.encode(), form)) == expected
+
+
+def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": None}}
+    body = {"messages": [{"role": "assistant", "content": [call]}], "sparkle": None}
+    decoder = msgspec.json.Decoder(MessagesRequest)
+    request = decode(decoder, json.dumps(body).encode())
+    assert msgspec.to_builtins(request.messages[0])["content"] == [call]
+
+
+def test_hints_are_named_where_they_stand() -> None:
+    body = b'{"input": "a", "truncation": false, "text": {"verbosity": {"x": 1}}, "store": false}'
+    request = msgspec.json.decode(body, type=ResponsesRequest)
+    assert [*hints_in(request)] == ["truncation", "text.verbosity"]
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"messages": null}', b'{"model": null}', b'{"n": "two"}', b"null"]
+)
+def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
+    with pytest.raises(RequestRefused):
+        decode(msgspec.json.Decoder(ChatRequest), body)
