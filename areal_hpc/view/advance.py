@@ -80,7 +80,7 @@ def describe_advance(advance: Advance) -> list[str]:
         lines[0] += since
         lines += [
             f"  reward            {shown(last['reward/mean'], '.3f')}",
-            f"  speed             {shown(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  training phase    {shown(last['tokens_per_s'], '.0f')} tokens/s",
             f"  staleness         {shown(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]

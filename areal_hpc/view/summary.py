@@ -42,7 +42,7 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
             f"  (step {evaluations[0][0]} -> {evaluations[-1][0]})"
         )
     lines += [
-        f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s, "
+        f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s over all phases, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {shown(worst, '.1e')} largest log-probability difference "
         f"over {metered} tokens",
