@@ -21,18 +21,25 @@ MAX_VERSION = 2**63 - 1
 MAX_ID_CHARS = 256
 
 
-class _NormalCall(msgspec.Struct):
-    function: dict[str, Any]
+class _Call(msgspec.Struct):
+    function: Any
 
 
-class _NormalMessage(msgspec.Struct):
-    """What comparing two messages takes for granted (`session.normalise.difference`)."""
+class _Comparable(msgspec.Struct):
+    """What comparing two messages takes for granted (`session.normalise.difference`).
+
+    Nothing more: `proxy.message_normaliser` may give content a form of the user's own.
+    """
 
     role: str
-    content: str
-    name: str | None = None
-    tool_calls: list[_NormalCall] | None = None
     reasoning_content: str | None = None
+
+
+class _ComparableCalls(msgspec.Struct):
+    """The same of a message that holds tool calls."""
+
+    tool_calls: list[_Call]
+    content: str | None = None
 
 
 def find_interaction_defect(
@@ -106,7 +113,9 @@ def _find_number_defect(call: Interaction) -> str | None:
 def _find_message_defect(call: Interaction) -> str | None:
     for message in (*call.new_messages, call.reply):
         try:
-            msgspec.convert(message, _NormalMessage)
+            msgspec.convert(message, _Comparable)
+            if message.get("tool_calls"):
+                msgspec.convert(message, _ComparableCalls)
         except (msgspec.ValidationError, RecursionError) as error:
             return f"expected messages in normal form, got {message!r:.200} ({error})"
     try:

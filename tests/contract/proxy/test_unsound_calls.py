@@ -51,7 +51,9 @@ UNSOUND: dict[str, dict[str, Any]] = {
     "a context that is no JSON": {"context": b"{"},
     "a message without a role": {"new_messages": [{"content": "hi"}]},
     "a context nested too deeply": {"context": b"[" * 5000 + b"]" * 5000},
-    "a text that is a list": {"reply": {"role": "assistant", "content": ["a"], "tool_calls": []}},
+    "a text beside calls that is a list": {
+        "reply": {"role": "assistant", "content": ["a"], "tool_calls": [{"function": {}}]}
+    },
     "calls that are none": {"reply": {"role": "assistant", "content": "", "tool_calls": ["x"]}},
     "no id": {"interaction_id": ""},
     "a parent that is not there": {"parent_id": "nobody"},

@@ -1,0 +1,45 @@
+"""What of a model call keeps it out of its session, and what does not."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_hpc.session.soundness import find_interaction_defect
+from areal_hpc.session.tree import InteractionTree
+from tests.unit.session.model_stub import say, user
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "user", "content": [{"type": "text", "text": "parts, as a normaliser may make"}]},
+        {"role": "user", "content": None},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]},
+        {"role": "tool", "content": "7", "tool_call_id": "c", "more": {"of": "the user's own"}},
+    ],
+)
+def test_messages_that_can_be_compared_are_sound(message: dict[str, Any]) -> None:
+    call = say(InteractionTree(), [user("hi")], "hello")
+    odd = msgspec.structs.replace(call, new_messages=[message])
+    tree = InteractionTree()
+    assert find_interaction_defect(odd, tree) is None
+    tree.add(odd)
+    other = msgspec.structs.replace(odd, interaction_id="other", reply=message)
+    assert find_interaction_defect(other, tree) is None
+    tree.add(other)
+
+
+def test_a_call_that_continues_another_counts_its_tokens_as_prompt() -> None:
+    tree = InteractionTree()
+    first = say(tree, [user("hi")], "hello")
+    assert first.interaction_id in tree
+    more = msgspec.structs.replace(
+        first, interaction_id="more", parent_id=first.interaction_id, prompt_tokens=1
+    )
+    expected = first.sequence_tokens + len(first.new_ids) // 4
+    said = f"expected a prompt of {expected} tokens, got 1"
+    assert find_interaction_defect(more, tree) == said
+    assert (
+        find_interaction_defect(msgspec.structs.replace(more, prompt_tokens=expected), tree) is None
+    )
