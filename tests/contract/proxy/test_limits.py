@@ -68,9 +68,11 @@ def test_a_stream_that_its_client_left_gives_its_place_back(small_stage: Stage) 
             assert answer.status_code == 200, answer.read()
             next(answer.iter_lines())
     stage.sglang.script = lambda request: Script()
-    give_up_at = time.monotonic() + 15  # it would speak for longer
-    while stage.ask(key, "hi").status_code != 200:
+    give_up_at = time.monotonic() + 15  # they would speak for longer
+    while stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"]:
         assert time.monotonic() < give_up_at
+        time.sleep(0.01)
+    assert stage.ask(key, "hi").status_code == 200
     stage.post("/rl/end_session", {}, key)
 
 
