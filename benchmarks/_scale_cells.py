@@ -25,7 +25,6 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import shard_name
 from areal_hpc.shards.writer import seal
 from areal_hpc.telemetry import EventLog
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -40,6 +39,7 @@ from areal_hpc.wire.ledger import (
     TicketGrant,
     TicketRef,
 )
+from areal_hpc.wire.trajectory import Trajectory
 
 ROW_TOKENS = 64
 LONGEST_OVER_MEDIAN = 8.0

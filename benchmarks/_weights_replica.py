@@ -27,7 +27,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0
 STREAMS = 4

@@ -34,7 +34,7 @@ from areal_hpc.durable import sync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 from benchmarks._pairs import (
     Samples,
     Side,

@@ -69,7 +69,7 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
 
 
 def _version_text(packed: int) -> str:
-    from areal_hpc.weights.version import WeightVersion
+    from areal_hpc.wire.weight_version import WeightVersion
 
     return str(WeightVersion.unpack(packed))
 

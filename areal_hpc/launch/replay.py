@@ -27,7 +27,7 @@ from areal_hpc.recipe import Recipe, load
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.weights.version import Fork
+from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTED = (
     "cluster.train",
@@ -55,7 +55,7 @@ class Start:
     step: int
     commit: Path | None
     """None: the model that the run started from."""
-    forks: tuple[Fork, ...]
+    forks: tuple[GenerationFork, ...]
     """Every epoch of the run with the step it began from."""
 
 
@@ -64,7 +64,7 @@ class _CommitState(msgspec.Struct):
 
     step: int
     epoch: int
-    forks: list[Fork] = []
+    forks: list[GenerationFork] = []
 
 
 class Replay:
@@ -226,7 +226,7 @@ def find_start(run: RunLayout, first_step: int) -> Start:
     """The newest commit from which `first_step` can still be reached."""
     commits = _commits(run)
     known = read_state(run).forks or (commits[-1][0].forks if commits else ())
-    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (Fork(1, 0),)
+    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
     for state, path in reversed(commits):
         if state.step < first_step:
             return Start(state.step, path, forks)

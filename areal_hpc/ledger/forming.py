@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 from areal_hpc.ledger.drops import Drop, DropKind
 from areal_hpc.ledger.tickets import Tickets
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 
-def next_batch(tickets: Tickets, epoch: int, forks: Sequence[Fork] = ()) -> BatchManifest | None:
+def next_batch(
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork] = ()
+) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
 
     The tickets that settled first, in that order: the same arrivals give the same batches.
@@ -42,7 +44,7 @@ class AgeCheck:
         self._passed = 0
         """Tickets that settled first and are young enough for a step from `_version`."""
 
-    def too_old(self, tickets: Tickets, epoch: int, forks: Sequence[Fork]) -> list[Drop]:
+    def too_old(self, tickets: Tickets, epoch: int, forks: Sequence[GenerationFork]) -> list[Drop]:
         """As the function; the caller sets aside what is found, and nothing else."""
         version = WeightVersion(epoch, tickets.formed_steps)
         found = too_old(tickets, epoch, forks, self._passed if version == self._version else 0)
@@ -51,7 +53,7 @@ class AgeCheck:
 
 
 def too_old(
-    tickets: Tickets, epoch: int, forks: Sequence[Fork], known_young: int = 0
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
 ) -> list[Drop]:
     """What must be set aside before the next batch is formed, as the run's policy wants it.
 
@@ -73,8 +75,8 @@ def too_old(
     ]
 
 
-def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[Fork]) -> int:
+def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 if unknown."""
     if ticket.oldest_version == NO_VERSION:
         return 0
-    return staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)
+    return compute_staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)

@@ -13,8 +13,8 @@ from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.shards.index import read_index
-from areal_hpc.weights.version import Fork
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.weight_version import GenerationFork
 
 Record = TypeVar("Record")
 
@@ -28,13 +28,13 @@ class LedgerState(msgspec.Struct, frozen=True):
     """The newest epoch a trainer opened."""
     version_step: int = 0
     """The last step that trainer published, or resumed from."""
-    forks: tuple[Fork, ...] = ()
+    forks: tuple[GenerationFork, ...] = ()
     """Every epoch opened so far, with the step it began from."""
 
     def opened(self, epoch: int, base_step: int) -> LedgerState:
         """The state once the trainer of `epoch` resumes after `base_step`."""
         earlier = (fork for fork in self.forks if fork.epoch != epoch)
-        forks = (*earlier, Fork(epoch, base_step))
+        forks = (*earlier, GenerationFork(epoch, base_step))
         return LedgerState(self.incarnation, epoch, base_step, forks)
 
     def keeps(self, result: EvaluationResult) -> bool:

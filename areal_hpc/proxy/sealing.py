@@ -26,7 +26,6 @@ from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -35,6 +34,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
+from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 log = logging.getLogger(__name__)
 

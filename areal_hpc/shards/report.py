@@ -14,7 +14,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 
 VersionText = Callable[[int], str]
 """How a packed weight version is shown: shards store versions without knowing their meaning."""

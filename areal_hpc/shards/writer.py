@@ -41,7 +41,7 @@ from areal_hpc.shards.schema import (
     Axis,
     shard_name,
 )
-from areal_hpc.trajectory import Trajectory, find_defect
+from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 Array = npt.NDArray[Any]
 Pieces = Mapping[str, Sequence[Array]]

@@ -29,7 +29,7 @@ from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 

@@ -42,8 +42,8 @@ from areal_hpc.trainer.step import (
     train_once,
 )
 from areal_hpc.trainer.untrained import Untrained, describe_norms, judge_norms
-from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class Learner:
         self._events = EventLog(layout.events, "trainer")
         self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits, fence)
         self._optimizer = build_optimizer(policy, config.optimizer)
-        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
+        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[GenerationFork(epoch, 0)])
         self.reopened_line: Line = {}
         """What the commit knows of the metrics of its step."""
         if (commit := self._commits.agree_on_latest()) is not None:
@@ -96,7 +96,7 @@ class Learner:
                 epoch=epoch,
                 seed=seed,
                 parent=commit.path.name,
-                forks=[*held.forks, Fork(epoch, held.step)],
+                forks=[*held.forks, GenerationFork(epoch, held.step)],
                 line={},
             )
             logger.info("epoch %d resumes after step %d", epoch, held.step)

@@ -11,8 +11,8 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.json_lines import append_line
 from areal_hpc.telemetry import EVALUATION, read_step_lines
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
+from areal_hpc.wire.weight_version import WeightVersion
 
 Line = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""

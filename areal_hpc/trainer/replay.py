@@ -17,8 +17,8 @@ from areal_hpc.trainer.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.metrics import Line, MetricsLog
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 class Replay:

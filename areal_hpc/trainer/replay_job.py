@@ -18,7 +18,7 @@ from areal_hpc.trainer.learner import make_learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.rank import run_rank
 from areal_hpc.trainer.replay import Replay
-from areal_hpc.weights.version import Fork
+from areal_hpc.wire.weight_version import GenerationFork
 
 
 class ReplayJobConfig(StageConfig):
@@ -62,7 +62,7 @@ def run(config: dict[str, Any]) -> None:
 def _train(
     job: ReplayJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
 ) -> bool:
-    forks = [Fork(epoch, step) for epoch, step in job.forks]
+    forks = [GenerationFork(epoch, step) for epoch, step in job.forks]
     learner = make_learner(
         job.trainer, layout, job.model_path, device, epoch=forks[-1].epoch, seed=job.seed
     )

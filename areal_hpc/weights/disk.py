@@ -31,7 +31,7 @@ from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import ITEM_BYTES, Bucket
 from areal_hpc.weights.swap import Swap
 from areal_hpc.weights.transport import Expected, Order, Transport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 _DTYPES = {
     "float64": "F64",

@@ -18,7 +18,7 @@ from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.faults.kills import FAULTS, HELD
 from tests.integration.launch.small_run import SIZES, processes_of
 from tests.slurm.devclusters import CHECKOUT, Devcluster

@@ -36,7 +36,7 @@ from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
 from areal_hpc.trainer.untrained import Untrained
-from areal_hpc.weights.version import Fork
+from areal_hpc.wire.weight_version import GenerationFork
 
 MARKER = "COMMITTED"
 STATE_FILE = "trainer.json"
@@ -60,7 +60,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """The commit this one was trained from."""
     consumed: list[int] = []
     """Steps of the manifests behind these weights, from the first."""
-    forks: list[Fork] = []
+    forks: list[GenerationFork] = []
     """Every epoch of this chain of commits, with the step it began from."""
     untrained: list[Untrained] = []
     """What those batches did not teach."""

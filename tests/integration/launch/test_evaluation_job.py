@@ -13,7 +13,7 @@ import pytest
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.launch.interruptions import trained_steps
 from tests.integration.launch.small_run import SmallRun, await_none_left
 

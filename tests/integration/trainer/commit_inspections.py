@@ -36,8 +36,8 @@ from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.trajectory import Trajectory
 from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]

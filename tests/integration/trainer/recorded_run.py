@@ -18,9 +18,9 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
-from areal_hpc.trajectory import Trajectory
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.weight_version import WeightVersion
 
 TICKETS, SAMPLES = 3, 4
 VOCAB = 320

@@ -27,8 +27,8 @@ from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+from areal_hpc.wire.weight_version import WeightVersion
 
 REPOSITORY = Path(__file__).parents[3]
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]

@@ -17,10 +17,10 @@ from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Trai
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.side_evaluation import SideEvaluation
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.trainer.test_conductor import (
     SPECS,
     Ledger,

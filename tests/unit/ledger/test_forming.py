@@ -11,7 +11,6 @@ from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import AgeCheck, next_batch, too_old
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
-from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     BatchCounts,
@@ -20,6 +19,7 @@ from areal_hpc.wire.ledger import (
     StaleGroups,
     TicketRef,
 )
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 
 def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> Tickets:
@@ -149,8 +149,8 @@ def test_weights_of_an_abandoned_epoch_are_as_old_as_the_commit_that_both_share(
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)
     tickets.settle(settled(ref, WeightVersion(1, 2)))
-    assert too_old(tickets, 1, [Fork(1, 0)]) == []
-    assert len(too_old(tickets, 2, [Fork(1, 0), Fork(2, 0)])) == 1
+    assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
+    assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
 def test_a_group_of_unknown_age_is_not_stale() -> None:
@@ -186,19 +186,23 @@ def test_a_filtered_ticket_gives_its_place_to_another() -> None:
     assert fill(tickets).counts == BatchCounts(filtered=1)
 
 
-class CountedForks(tuple[Fork, ...]):
+class CountedForks(tuple[GenerationFork, ...]):
     """Counts the tickets whose age was asked for."""
 
     looks = 0
 
-    def __iter__(self) -> Iterator[Fork]:
+    def __iter__(self) -> Iterator[GenerationFork]:
         self.looks += 1
         return super().__iter__()
 
 
 def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     """A trainer asks after every event: thousands of times a second in a large run."""
-    tickets, ages, forks = tickets_of("drop", bound=9), AgeCheck(), CountedForks([Fork(1, 0)])
+    tickets, ages, forks = (
+        tickets_of("drop", bound=9),
+        AgeCheck(),
+        CountedForks([GenerationFork(1, 0)]),
+    )
     for ref in tickets.lease("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
@@ -220,7 +224,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
 def test_looking_once_finds_what_looking_always_does(
     events: list[str], policy: StaleGroups
 ) -> None:
-    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [Fork(1, 0)]
+    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [GenerationFork(1, 0)]
     for event in events:
         if event in ("fresh", "old"):
             step = tickets.formed_steps if event == "fresh" else 0
@@ -228,7 +232,7 @@ def test_looking_once_finds_what_looking_always_does(
                 tickets.settle(settled(ref, WeightVersion(epoch, step)))
         elif event == "epoch":
             epoch += 1
-            forks.append(Fork(epoch, max(0, tickets.version_step - 1)))
+            forks.append(GenerationFork(epoch, max(0, tickets.version_step - 1)))
         found = too_old(tickets, epoch, forks)
         if event in ("look", "batch"):
             assert ages.too_old(tickets, epoch, forks) == found

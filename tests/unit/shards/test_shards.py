@@ -17,7 +17,7 @@ from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, trajectory
 
 
