@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines
 
 EVALUATION = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""

@@ -31,7 +31,7 @@ import msgspec
 import numpy as np
 import torch
 
-from areal_hpc.durable import sync_path, sync_tree
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits import sharded
@@ -79,9 +79,9 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
     state = TrainerState(step=number, epoch=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / MARKER).touch()
-    sync_tree(partial)
+    fsync_tree(partial)
     partial.rename(folder / partial.name.removeprefix("."))
-    sync_path(folder)
+    fsync_path(folder)
 
 
 def measure(

@@ -30,7 +30,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.durable import sync_path
+from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import seal
@@ -105,7 +105,7 @@ class Bench:
         os.fsync(descriptor)
         os.close(descriptor)
         partial.rename(self.group_path)
-        sync_path(self.folder)
+        fsync_path(self.folder)
 
     def read_groups(self) -> list[list[Any]]:
         with h5py.File(self.group_path, "r") as file:

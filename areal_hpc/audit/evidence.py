@@ -11,9 +11,9 @@ import msgspec
 import yaml
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.drops import read_drops
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
@@ -61,10 +61,10 @@ class Evidence:
     problems: Sequence[Problem] = ()
 
 
-def read_evidence(layout: RunLayout) -> Evidence:
+def read_evidence(layout: RunPaths) -> Evidence:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
-    is_finished = layout.finished.exists()
+    is_finished = layout.finished_marker.exists()
     commit = _newest_commit(layout.checkpoints_dir, problems)
     manifests = dict(_whole_manifests(layout, problems))
     drops: dict[int, str] = {}
@@ -125,7 +125,7 @@ def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
 
 
 def _whole_manifests(
-    layout: RunLayout, problems: list[Problem]
+    layout: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
     for step in manifest_steps(layout):
         try:
@@ -141,7 +141,7 @@ def _whole_manifests(
         yield step, manifest
 
 
-def _limits(layout: RunLayout) -> tuple[int, int, int]:
+def _limits(layout: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.

@@ -100,7 +100,7 @@ def _status(arguments: argparse.Namespace) -> int:
     lines += describe_advance(advance)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
-    if advance.step > 0 and (run.is_local or layout.finished.exists()):
+    if advance.step > 0 and (run.is_local or layout.finished_marker.exists()):
         lines += ["", summary(layout)]
     print("\n".join(lines))
     return 0
@@ -164,7 +164,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     grace_s = 0.0
     if not arguments.now:
         grace_s = read_advance(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
-    layout.cancelled.touch()  # before any signal: a job that is told to stop looks for it
+    layout.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
     ended = cancel_jobs(
         lambda: ids_of(layout),
         label=label_of(layout),

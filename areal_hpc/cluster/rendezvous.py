@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.durable import write_private
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.atomic import write_atomic_private
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -28,7 +28,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 def publish(directory: Path, name: str, url: str) -> Endpoint:
     """Tell the run that role `name` listens at `url`."""
     endpoint = Endpoint(name, url, socket.gethostname(), os.getpid(), time.time())
-    write_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
+    write_atomic_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
     return endpoint
 
 
@@ -76,5 +76,5 @@ def withdraw(directory: Path, name: str) -> None:
 def ensure_admin_key(path: Path) -> str:
     """The run's secret for control routes, made on first use."""
     if not path.exists():
-        write_private(path, secrets.token_urlsafe(32).encode())
+        write_atomic_private(path, secrets.token_urlsafe(32).encode())
     return path.read_text()

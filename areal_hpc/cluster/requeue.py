@@ -26,7 +26,7 @@ from areal_hpc.cluster.jobspec import (
 )
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from areal_hpc.cluster.requeue import (
 )
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import EventLog
 
 log = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines
 
 
 class Submission(Struct, frozen=True):

@@ -20,7 +20,7 @@ from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowReply, FollowRequest
 
@@ -36,7 +36,7 @@ LaunchPart = Callable[[int, Part, Ports], Command]
 def run(config: dict[str, Any]) -> None:
     """Follow the cell's first node until told to stop."""
     job = InferenceJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
 
     def launch(incarnation: int, part: Part, ports: Ports) -> Command:

@@ -28,12 +28,12 @@ from areal_hpc.cluster.submit import (
     write_job,
 )
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
 from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import EventLog
 
 LOOK_S = 0.5
@@ -149,16 +149,16 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
             submissions=str(layout.submissions),
             script=str(layout.jobs_dir / spec.name / "job.sbatch"),
             excluded_nodes=str(layout.excluded_nodes),
-            cancelled=str(layout.cancelled),
+            cancelled=str(layout.cancelled_marker),
             interface=network.interface,
-            progress=str(layout.warmup_metrics if stage.name == "warmup" else layout.metrics),
+            progress=str(layout.sft_metrics if stage.name == "warmup" else layout.metrics),
             done_marker=str(stage.done_marker),
         ),
     )
 
 
 def place_of(
-    recipe: Recipe, layout: RunLayout, pythons: dict[str, str], working_folder: Path
+    recipe: Recipe, layout: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunPlace:
     """What all jobs of a run have in common."""
     nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
@@ -173,7 +173,7 @@ def place_of(
     )
 
 
-def sketch(recipe: Recipe, layout: RunLayout) -> Plan:
+def sketch(recipe: Recipe, layout: RunPaths) -> Plan:
     """The plan without what only the task sets tell; no job's shape depends on that."""
     counts = (0,) * len(recipe.train_dataset.sources)
     return plan(recipe, layout, Facts(0, 0, pythons_of(recipe)["serve"], (), counts))
@@ -198,7 +198,7 @@ def requests_of(
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     place = place or place_of(recipe, layout, pythons_of(recipe), working_folder)
     stages = [one for one in sketch(recipe, layout).stages if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
@@ -217,7 +217,7 @@ def after_success(job_ids: Sequence[str]) -> str:
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
+def watch(recipe: Recipe, layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
     Raises:
@@ -225,7 +225,7 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
         Interrupted: `stop` was set. The jobs go on.
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
-    while not layout.finished.exists():
+    while not layout.finished_marker.exists():
         left = (one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
@@ -235,7 +235,7 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
         if time.monotonic() - asked_at < poll_s:
             continue
         is_gone = _is_gone(layout, stage.leader.name)
-        if is_gone and was_gone and not layout.finished.exists():
+        if is_gone and was_gone and not layout.finished_marker.exists():
             raise _why_gone(layout, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
         poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, LONGEST_QUEUE_POLL_S)
@@ -244,7 +244,7 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
     _see_jobs_off(layout, reporter, stop)
 
 
-def _is_gone(layout: RunLayout, job: str) -> bool:
+def _is_gone(layout: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
     newest = newest_of_each(read_submissions(layout.submissions))[job]
     try:
@@ -253,7 +253,7 @@ def _is_gone(layout: RunLayout, job: str) -> bool:
         return False  # slurmctld may be away for a while
 
 
-def _why_gone(layout: RunLayout, leader: str) -> JobFailedError:
+def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
     for job in (leader, *newest_of_each(read_submissions(layout.submissions))):
         if (crash := crash_of(job, outcomes_in(layout.jobs_dir / job))) is not None:
             return crash
@@ -273,7 +273,7 @@ def _still_live(job_ids: Sequence[str]) -> list[str]:
         return list(job_ids)
 
 
-def _see_jobs_off(layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
+def _see_jobs_off(layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
     job_ids = [one.job_id for one in newest_of_each(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live := _still_live(job_ids):

@@ -22,8 +22,8 @@ from areal_hpc.launch import prepare
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import held, prepared, pythons_of
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import EventLog, read_step_lines
 
 STOP_MARGIN_S = 3.0
@@ -101,7 +101,7 @@ def run(
 
 
 def run_stage(
-    stage: Stage, recipe: Recipe, layout: RunLayout, *, reporter: Reporter, stop: threading.Event
+    stage: Stage, recipe: Recipe, layout: RunPaths, *, reporter: Reporter, stop: threading.Event
 ) -> None:
     """Run a stage that is no part of a run's plan, in a directory that is in place already.
 
@@ -187,7 +187,7 @@ class _Foreground:
     def __init__(
         self,
         recipe: Recipe,
-        layout: RunLayout,
+        layout: RunPaths,
         attempt: int,
         pythons: dict[str, str],
         reporter: Reporter,

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20
@@ -55,13 +55,13 @@ class Plan:
     stages: tuple[Stage, ...]
 
 
-def plan(recipe: Recipe, layout: RunLayout, facts: Facts) -> Plan:
+def plan(recipe: Recipe, layout: RunPaths, facts: Facts) -> Plan:
     """Decide every job of a run."""
     reinforcement = Stage(
         name="train",
         leader=_trainer_job(recipe, layout, facts),
         others=_cell_jobs(recipe, layout, facts),
-        done_marker=layout.finished,
+        done_marker=layout.finished_marker,
     )
     if recipe.warmup is None:
         return Plan((reinforcement,))
@@ -69,17 +69,17 @@ def plan(recipe: Recipe, layout: RunLayout, facts: Facts) -> Plan:
     return Plan((warmup, reinforcement))
 
 
-def starting_model(recipe: Recipe, layout: RunLayout) -> Path:
+def starting_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model before any training."""
     return recipe.model.path.resolve() if recipe.model.path else layout.tiny_model_dir
 
 
-def policy_model(recipe: Recipe, layout: RunLayout) -> Path:
+def policy_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
     return layout.export("warmup") if recipe.warmup else starting_model(recipe, layout)
 
 
-def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
+def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
     assert recipe.warmup is not None
     config = {
         "run_dir": str(layout.root),
@@ -108,7 +108,7 @@ def gpus_of_a_rank(recipe: Recipe) -> int:
     return 0 if recipe.trainer.device == "cpu" else 1
 
 
-def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
+def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
     evaluated = min(recipe.evaluation.tasks, facts.valid_tasks)
     trainer = {
         "run_dir": str(layout.root),
@@ -162,7 +162,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
     )
 
 
-def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec, ...]:
+def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_job
     splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
@@ -176,7 +176,7 @@ def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec
 
 
 def _cell_job(
-    recipe: Recipe, layout: RunLayout, facts: Facts, name: str, splits: tuple[Split, ...]
+    recipe: Recipe, layout: RunPaths, facts: Facts, name: str, splits: tuple[Split, ...]
 ) -> JobSpec:
     cell = {"run_dir": str(layout.root), "cell": name}
     model = str(policy_model(recipe, layout))

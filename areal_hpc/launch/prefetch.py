@@ -17,8 +17,8 @@ from typing import Any
 from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import RepoKind
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.paths import RunPaths
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
@@ -61,7 +61,7 @@ def wanted(recipe: Recipe) -> list[Wanted]:
     return found
 
 
-def prefetch(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
     Args:

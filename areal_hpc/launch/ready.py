@@ -17,8 +17,8 @@ from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import read_step_lines
 
 
@@ -26,7 +26,7 @@ from areal_hpc.telemetry import read_step_lines
 class Ready:
     """A run directory in which jobs can start."""
 
-    layout: RunLayout
+    layout: RunPaths
     attempt: int
     pythons: dict[str, str]
     """Interpreter of each role."""
@@ -58,7 +58,7 @@ def prepared(
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
-    pythons, layout = pythons_of(recipe), RunLayout(recipe.run_dir.resolve())
+    pythons, layout = pythons_of(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
     problems = [*known_problems, *inputs.inspect_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
@@ -72,8 +72,8 @@ def prepared(
     with held(layout.lock):
         prepare.announce_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
-            layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
-        layout.cancelled.unlink(missing_ok=True)
+            layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+        layout.cancelled_marker.unlink(missing_ok=True)
         facts = prepare.put_in_place(recipe, layout, say, pythons["serve"], folders)
         attempt = prepare.open_attempt(layout)
         prepare.record_provenance(recipe, layout, attempt, command_line)
@@ -82,7 +82,7 @@ def prepared(
         yield Ready(layout, attempt, pythons, left)
 
 
-def refuse_live_jobs(layout: RunLayout) -> None:
+def refuse_live_jobs(layout: RunPaths) -> None:
     """Make sure that none of the run's Slurm jobs waits or runs.
 
     Raises:
@@ -99,15 +99,15 @@ def refuse_live_jobs(layout: RunLayout) -> None:
         )
 
 
-def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
+def is_finished(recipe: Recipe, layout: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
-    if not layout.finished.exists():
+    if not layout.finished_marker.exists():
         return False
     rows = read_step_lines(layout.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive(layout: RunLayout) -> Path | None:
+def archive(layout: RunPaths) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:

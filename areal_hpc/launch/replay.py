@@ -17,13 +17,13 @@ import msgspec
 import yaml
 
 from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
-from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
-from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.telemetry import read_step_lines
@@ -84,11 +84,11 @@ class Replay:
 
     def __init__(
         self,
-        run: RunLayout,
+        run: RunPaths,
         first_step: int,
         last_step: int,
         overrides: Sequence[str],
-        out: RunLayout,
+        out: RunPaths,
     ) -> None:
         computed, learnt = split_overrides(overrides)
         self._as_recorded = load(run.recipe, computed)
@@ -129,7 +129,7 @@ class Replay:
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
         text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        write_private(out.recipe, text.encode())  # it may hold keys of other services
+        write_atomic_private(out.recipe, text.encode())  # it may hold keys of other services
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         links[out.export("warmup")] = run.export("warmup")
@@ -168,7 +168,7 @@ class Replay:
             tasks=recipe.trainer.parallel.world_size,
             gpus_per_task=gpus_of_a_rank(recipe),
         )
-        done_marker = self._out.checkpoints_dir / step_name(last_step) / "COMMITTED"
+        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / "COMMITTED"
         stage = Stage(name, job, (), done_marker)
         here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
@@ -222,7 +222,7 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in known)
 
 
-def find_start(run: RunLayout, first_step: int) -> Start:
+def find_start(run: RunPaths, first_step: int) -> Start:
     """The newest commit from which `first_step` can still be reached."""
     commits = _commits(run)
     known = read_state(run).forks or (commits[-1][0].forks if commits else ())
@@ -233,7 +233,7 @@ def find_start(run: RunLayout, first_step: int) -> Start:
     return Start(0, None, forks)
 
 
-def _commits(layout: RunLayout) -> list[tuple[_CommitState, Path]]:
+def _commits(layout: RunPaths) -> list[tuple[_CommitState, Path]]:
     """Every complete commit; those of a later epoch, whose chain was followed, come last."""
     found = []
     for marker in layout.checkpoints_dir.glob("step_*/COMMITTED"):
@@ -242,7 +242,7 @@ def _commits(layout: RunLayout) -> list[tuple[_CommitState, Path]]:
     return sorted(found, key=lambda commit: (commit[0].epoch, commit[0].step))
 
 
-def check_recorded(run: RunLayout, first_step: int, last_step: int) -> None:
+def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
     """All manifests and shards of these steps are there and whole.
 
     Raises:
@@ -275,7 +275,7 @@ def check_recorded(run: RunLayout, first_step: int, last_step: int) -> None:
         raise ShardError.of(problems)
 
 
-def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
+def compare(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
     if not steps:
         yield "compare  nothing: settings differ from the recorded ones in every step"
@@ -310,7 +310,7 @@ def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
         yield f"         {count} of {len(known)} steps differ{largest}"
 
 
-def _check_place(out: RunLayout, run: RunLayout, request: dict[str, Any]) -> None:
+def _check_place(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
     if out.root.is_relative_to(run.root):
         raise RecipeError(
             f"{out.root} lies in the recorded run, which is only read",

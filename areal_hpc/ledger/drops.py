@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from areal_hpc.json_lines import append_line, read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import DropRequest, TicketRef
 
 DropKind = Literal["failed", "filtered", "stale", "requeued"]
@@ -30,7 +30,7 @@ class Drop(msgspec.Struct, frozen=True):
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def append_drop(layout: RunLayout, drop: Drop) -> None:
+def append_drop(layout: RunPaths, drop: Drop) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 
     Raises:
@@ -39,6 +39,6 @@ def append_drop(layout: RunLayout, drop: Drop) -> None:
     append_line(layout.drops, drop, sync=True)
 
 
-def read_drops(layout: RunLayout) -> list[Drop]:
+def read_drops(layout: RunPaths) -> list[Drop]:
     """Every drop in order."""
     return read_lines(layout.drops, Drop)

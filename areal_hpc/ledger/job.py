@@ -22,7 +22,6 @@ from areal_hpc.cluster.requeue import release_held
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import manifests
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.curriculum import KEY, Curriculum
@@ -30,6 +29,7 @@ from areal_hpc.ledger.drops import read_drops
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 from areal_hpc.wire.ledger import StaleGroups
@@ -104,7 +104,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
         ShardError: A file of the ledger is damaged.
         RecipeError: The curriculum cannot be imported.
     """
-    layout = RunLayout(config.run_dir)
+    layout = RunPaths(config.run_dir)
     try:
         service = LedgerService(
             layout,
@@ -157,7 +157,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     await serving
 
 
-async def _release_cells(layout: RunLayout) -> None:
+async def _release_cells(layout: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
         released = await asyncio.to_thread(release_held, layout.jobs_dir)
@@ -166,7 +166,7 @@ async def _release_cells(layout: RunLayout) -> None:
         await asyncio.sleep(RELEASE_PERIOD_S)
 
 
-def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:
+def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over.
 
     Raises:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 import msgspec
 
 from areal_hpc.cluster.epochs import newest_epoch
-from areal_hpc.layout import RunLayout
 from areal_hpc.ledger import forming, manifests
 from areal_hpc.ledger.cells import Cells
 from areal_hpc.ledger.drops import Drop, append_drop, read_drops
@@ -31,6 +30,7 @@ from areal_hpc.ledger.refusal import (
 from areal_hpc.ledger.stream import TaskStream
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.ledger.waiting import News, Patience
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -63,7 +63,7 @@ class LedgerService:
 
     def __init__(
         self,
-        layout: RunLayout,
+        layout: RunPaths,
         policy: TicketPolicy,
         stream: TaskStream,
         *,
@@ -105,7 +105,7 @@ class LedgerService:
         manifests.write_state(layout, self._state)
         self._evaluation: Evaluation | None = None
         self._batch_wanted_until_s = float("-inf")
-        self._stopped = layout.finished.exists()
+        self._stopped = layout.finished_marker.exists()
         self._work, self._progress = News(), News()
         self._cells, self._ages = Cells(), forming.AgeCheck()
 
@@ -343,5 +343,5 @@ class LedgerService:
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
     def _check_newest_on_disk(self, epoch: int) -> None:
-        newest = newest_epoch(self._layout.epochs_dir)
+        newest = newest_epoch(self._layout.generations_dir)
         refuse_superseded_epoch(epoch, max(self._state.epoch, newest))

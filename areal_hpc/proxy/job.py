@@ -19,7 +19,6 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
@@ -27,6 +26,7 @@ from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.proxy.visits import Visits
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.config import ShardConfig
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
     model = read_model(
         job.model_name,
@@ -100,7 +100,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     finally:
         await service.close()
     rendezvous.withdraw(layout.rendezvous_dir, name)
-    if layout.finished.exists() and not recorder.book.finished and not recorder.book.sealed:
+    if layout.finished_marker.exists() and not recorder.book.finished and not recorder.book.sealed:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 

@@ -18,10 +18,10 @@ from collections.abc import Mapping, Sequence
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.events import TicketDropped, TicketsSealed, TicketsSettled
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import FinishedTicket
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
@@ -50,7 +50,7 @@ class Sealer:
     def __init__(
         self,
         recorder: Recorder,
-        layout: RunLayout,
+        layout: RunPaths,
         cell: str,
         config: ShardConfig,
         admin_key: str,

@@ -11,7 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
@@ -69,7 +69,7 @@ class Learner:
         self,
         policy: Policy,
         config: TrainerConfig,
-        layout: RunLayout,
+        layout: RunPaths,
         model_path: Path,
         *,
         epoch: int,
@@ -264,13 +264,13 @@ class Learner:
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
-        target = self._layout.export(step_name(self.state.step))
+        target = self._layout.export(format_step_dir(self.state.step))
         save_hf(self.policy, self._model_path, target)
 
 
 def make_learner(
     config: TrainerConfig,
-    layout: RunLayout,
+    layout: RunPaths,
     model_path: Path,
     device: torch.device,
     *,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.json_lines import append_line
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.replicas import Stall
 from areal_hpc.wire.weight_version import WeightVersion

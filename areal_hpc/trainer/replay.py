@@ -12,7 +12,7 @@ import msgspec
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
@@ -36,7 +36,7 @@ class Replay:
     def __init__(
         self,
         learner: Learner,
-        layout: RunLayout,
+        layout: RunPaths,
         config: TrainerConfig,
         first_step: int,
         last_step: int,
@@ -87,7 +87,7 @@ class Replay:
         self._metrics.release()
 
 
-def _read_manifest(layout: RunLayout, step: int) -> BatchManifest:
+def _read_manifest(layout: RunPaths, step: int) -> BatchManifest:
     path = layout.manifest(step)
     try:
         return msgspec.json.decode(path.read_bytes(), type=BatchManifest)

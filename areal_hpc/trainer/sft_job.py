@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsLog
@@ -69,7 +69,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = SftJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     run_rank(
         job.parallel,
@@ -80,7 +80,7 @@ def run(config: dict[str, Any]) -> None:
     )
 
 
-def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest) -> bool:
+def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
@@ -96,10 +96,10 @@ def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: Sto
 class SftTrainer:
     """The warm-up's loop, resumed from its latest commit when there is one."""
 
-    def __init__(self, job: SftJobConfig, layout: RunLayout, policy: Policy) -> None:
+    def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self._commits = CommitStore(layout.warmup_dir, KEPT_COMMITS)
+        self._commits = CommitStore(layout.sft_dir, KEPT_COMMITS)
         self._tokenizer = Tokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, ModelDirectory(job.model_path).read)
@@ -117,7 +117,7 @@ class SftTrainer:
         self._metrics = None
         if dist.get_rank() == 0:
             self._commits.clean(EPOCH)
-            self._metrics = MetricsLog(layout.warmup_metrics, None, self._step)
+            self._metrics = MetricsLog(layout.sft_metrics, None, self._step)
             if self._metrics.reopened:
                 self._metrics.write(self._step, self._metrics.reopened)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import span
 from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
@@ -43,7 +43,7 @@ class Advance:
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
 
 
-def read_advance(layout: RunLayout) -> Advance:
+def read_advance(layout: RunPaths) -> Advance:
     """Look at a run without touching it."""
     commit = _newest_commit(layout.checkpoints_dir)
     now = time.time()

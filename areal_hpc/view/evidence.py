@@ -13,8 +13,8 @@ from typing import Any
 from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Queue, QueuedJob
 from areal_hpc.cluster.submissions import Submission
-from areal_hpc.json_lines import decode_lines, read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import decode_lines, read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, log_files, records_of, tail
 
@@ -69,7 +69,7 @@ class Evidence:
     """Nodes on the run's exclude list."""
 
 
-def gather(layout: RunLayout, queue: Queue) -> Evidence:
+def gather(layout: RunPaths, queue: Queue) -> Evidence:
     """Read what a run left behind, and ask Slurm twice: what is, and what was.
 
     Raises:
@@ -92,7 +92,7 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
     )
 
 
-def _launched_at(layout: RunLayout) -> float:
+def _launched_at(layout: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
     if not layout.provenance.exists():
         return 0.0
@@ -100,7 +100,7 @@ def _launched_at(layout: RunLayout) -> float:
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _events(layout: RunLayout) -> list[dict[str, Any]]:
+def _events(layout: RunPaths) -> list[dict[str, Any]]:
     """The end of the event log."""
     if not layout.events.exists():
         return []
@@ -116,7 +116,7 @@ def _last_words(run: RunJobs) -> Iterator[LastWord]:
 
 
 def _stacks(
-    layout: RunLayout, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
+    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
 ) -> list[Stack]:
     """The last traceback of every log whose process died, the oldest first.
 

@@ -18,7 +18,7 @@ from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.states import Phase
 from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import aligned, clock, span
 
 
@@ -62,7 +62,7 @@ class JobView:
 class RunJobs:
     """All jobs of a run at one moment."""
 
-    layout: RunLayout
+    layout: RunPaths
     jobs: tuple[JobView, ...]
     """The trainer first, then by name."""
     look: Look
@@ -75,12 +75,12 @@ class RunJobs:
         return not self.ids
 
 
-def label_of(layout: RunLayout) -> str:
+def label_of(layout: RunPaths) -> str:
     """What the name or the comment of every Slurm job of a run holds."""
     return layout.root.parent.name
 
 
-def read_jobs(layout: RunLayout, queue: Queue) -> RunJobs:
+def read_jobs(layout: RunPaths, queue: Queue) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
@@ -89,12 +89,12 @@ def read_jobs(layout: RunLayout, queue: Queue) -> RunJobs:
     return judge_jobs(layout, queue.look(ids_of(layout)))
 
 
-def ids_of(layout: RunLayout) -> tuple[str, ...]:
+def ids_of(layout: RunPaths) -> tuple[str, ...]:
     """Every id that Slurm ever gave to a job of this run, oldest first."""
     return tuple(submission.job_id for submission in read_submissions(layout.submissions))
 
 
-def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
+def judge_jobs(layout: RunPaths, answer: Look) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
@@ -129,7 +129,7 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
     )
 
 
-def _outcomes(layout: RunLayout, job: str) -> dict[int, Outcome]:
+def _outcomes(layout: RunPaths, job: str) -> dict[int, Outcome]:
     found = {}
     for path in (layout.jobs_dir / job).glob("outcome.*.json"):
         found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=Outcome)
@@ -140,9 +140,9 @@ def state_of_run(run: RunJobs) -> str:
     """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
     layout = run.layout
     alive = [job for job in run.jobs if job.is_alive]
-    if layout.finished.exists():
+    if layout.finished_marker.exists():
         return "finished"
-    if layout.cancelled.exists():
+    if layout.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
         return "running here" if is_held(layout.lock) else _ended(run)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
@@ -52,7 +52,7 @@ class Record:
     lines: tuple[str, ...]
 
 
-def log_files(layout: RunLayout, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+def log_files(layout: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
     Args:
@@ -82,7 +82,7 @@ def _node_of(path: Path) -> str:
     return found[1] if found else ""
 
 
-def choose_attempt(layout: RunLayout, attempt: int | None) -> int:
+def choose_attempt(layout: RunPaths, attempt: int | None) -> int:
     """The attempt asked for, or the newest.
 
     Raises:
@@ -145,7 +145,7 @@ def last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]
 class Follower:
     """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
 
-    def __init__(self, layout: RunLayout, wanted: Sequence[str]) -> None:
+    def __init__(self, layout: RunPaths, wanted: Sequence[str]) -> None:
         self._layout = layout
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot
 
 
-def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
+def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     Args:
@@ -28,7 +28,7 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
     gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
     worst = None if None in gaps else max(gaps)
     oldest = max(row["staleness/max"] or 0 for row in trained)
-    exported = root / "export" / step_name(last["step"])
+    exported = root / "export" / format_step_dir(last["step"])
     metered = sum(row["logprob/metered_tokens"] for row in trained)
     spanning = sum(row["versions/multi"] for row in trained)
     lines = [
@@ -49,7 +49,11 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
         f"  staleness         {shown(last['staleness/mean'], '.2f')} mean, {oldest} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",
-        *([f"  learning curve    {root / layout.curve.name}"] if layout.curve.exists() else []),
+        *(
+            [f"  learning curve    {root / layout.learning_curve.name}"]
+            if layout.learning_curve.exists()
+            else []
+        ),
         *([f"  trained model     {exported}"] if exported.is_dir() else []),
         "try next:",
         f"  {program} shards show {root} 0    # one recorded reply, token by token",

@@ -17,7 +17,7 @@ import httpx
 from openai import OpenAI
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 VERDICTS = {"y": 1.0, "n": 0.0}
 Listen = Callable[[str, dict[str, Any]], str]
@@ -26,7 +26,7 @@ Listen = Callable[[str, dict[str, Any]], str]
 
 def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
     """One conversation, from a session to its reward; False while no ticket waits."""
-    layout = RunLayout(run)
+    layout = RunPaths(run)
     proxy = rendezvous.find(layout.rendezvous_dir, "proxy-cell-0")
     if proxy is None:
         return False

@@ -16,8 +16,8 @@ from typing import Any
 
 from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.faults.kills import FAULTS, HELD
 from tests.integration.launch.small_run import SIZES, processes_of
@@ -59,7 +59,7 @@ class SlurmRun:
 
     def __init__(self, cluster: Devcluster, root: Path) -> None:
         self.cluster = cluster
-        self.layout = RunLayout(root / "runs" / "quickstart" / "slurm")
+        self.layout = RunPaths(root / "runs" / "quickstart" / "slurm")
         self.scratch = root / "scratch"
         """A folder for each node, for what it alone has: nodes here share all others."""
         self._food = root / "food"

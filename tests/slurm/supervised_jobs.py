@@ -14,7 +14,7 @@ from areal_hpc.cluster.submissions import (
     read_submissions,
     record_submission,
 )
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
 RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"

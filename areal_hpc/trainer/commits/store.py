@@ -25,9 +25,9 @@ import msgspec
 import torch.distributed as dist
 
 from areal_hpc.cluster.deadline import note_save
-from areal_hpc.durable import sync_path
 from areal_hpc.errors import ArealError, ClusterError
-from areal_hpc.layout import step_name
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.trainer.commits import sharded
 from areal_hpc.trainer.commits.refusal import commit_refused
 from areal_hpc.trainer.commits.writer_peer import WriterPeer
@@ -159,7 +159,7 @@ class CommitStore:
             written_by = re.search(r"\.epoch_(\d+)$", path.name)
             if written_by is None or int(written_by[1]) <= epoch:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
-                doomed = path.with_name(f".{step_name(0)}.{uuid.uuid4().hex}")
+                doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)  # its writer may be about to be killed
 
@@ -176,7 +176,7 @@ class CommitStore:
         """
         self.finish()
         began = time.monotonic()
-        target = self._directory / step_name(state.step)
+        target = self._directory / format_step_dir(state.step)
         partial = self._partial(target, state.epoch)
         is_first = dist.get_rank() == 0
         with _storage(partial):
@@ -261,11 +261,11 @@ class CommitStore:
         partial = self._partial(commit.path, commit.state.epoch)
         with _storage(partial):
             (partial / MARKER).touch()
-            sync_path(partial / MARKER)
-            sync_path(partial)
+            fsync_path(partial / MARKER)
+            fsync_path(partial)
             self._fence()
             self._put_in_place(partial, commit)
-            sync_path(self._directory)
+            fsync_path(self._directory)
             for old in self.complete()[: -self._keep]:
                 # Hidden first: a half-deleted commit must not look complete.
                 doomed = old.path.with_name(f".{old.path.name}.old")

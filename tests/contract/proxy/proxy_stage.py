@@ -19,9 +19,9 @@ import msgspec
 from openai import OpenAI
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.events import InteractionAdded, SessionOpened, decode_event
 from areal_hpc.proxy.sessions import key_digest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.ledger import TicketRef
@@ -51,7 +51,7 @@ class Stage:
         context_tokens: int = 2048,
         **config: Any,
     ) -> None:
-        self.layout = RunLayout(root / "run")
+        self.layout = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.layout.admin_key)
         self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"

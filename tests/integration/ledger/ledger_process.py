@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -47,7 +47,7 @@ class LedgerProcess:
     """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
-        self.layout = RunLayout(run_dir)
+        self.layout = RunPaths(run_dir)
         self.config = {
             "run_dir": str(run_dir),
             "batch_size": 2,

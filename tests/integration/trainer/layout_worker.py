@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
@@ -241,7 +241,7 @@ class Case:
         save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
-def go_through(scenario: dict[str, Any], layout: RunLayout) -> dict[str, Any]:
+def go_through(scenario: dict[str, Any], layout: RunPaths) -> dict[str, Any]:
     """What is found out about every family of the scenario; an act of `replay_worker`."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}

@@ -16,7 +16,7 @@ import torch
 
 from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.commands import Idle, Publish, Train
 from areal_hpc.trainer.conductor import Conductor

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from areal_hpc.cluster import rendezvous
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.step import train_once
 from tests.integration.trainer.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.integration.trainer.replay_worker import Scenario, digests, make_learner
 
 
-def each_step(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Train on every batch; what is held before the first and after each one."""
     learner = make_learner(scenario, layout)
     held = [digests(learner.policy, learner._optimizer)]
@@ -33,7 +33,7 @@ def each_step(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     }
 
 
-def gradients_of_no_use(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def gradients_of_no_use(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """A step, two whose gradient is zero or not a number, and another; or without the two."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     found: dict[str, Any] = {}

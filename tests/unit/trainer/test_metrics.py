@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls, finite
 from areal_hpc.wire.replicas import Stall

@@ -8,7 +8,7 @@ from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Look, QueuedJob
 from areal_hpc.cluster.states import parse_state
 from areal_hpc.cluster.submissions import Submission
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
@@ -24,7 +24,7 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
 
 
 def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
-    layout = RunLayout(place)
+    layout = RunPaths(place)
     look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)

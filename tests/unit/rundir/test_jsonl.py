@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.telemetry import EventLog
 
 FIRST, SECOND = {"node": "n01", "step": 1}, {"node": "n02", "step": 2}

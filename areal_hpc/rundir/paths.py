@@ -1,4 +1,4 @@
-"""Where everything in a run directory lives. The only module that spells a path."""
+"""Paths inside a run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROLES = ("serve", "train", "agents")
 
 
 @dataclass(frozen=True, slots=True)
-class RunLayout:
+class RunPaths:
     """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
 
     root: Path
@@ -76,12 +76,12 @@ class RunLayout:
         return self.jobs_dir / "excluded_nodes.jsonl"
 
     @property
-    def cancelled(self) -> Path:
+    def cancelled_marker(self) -> Path:
         """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
         return self.root / "CANCELLED"
 
     @property
-    def epochs_dir(self) -> Path:
+    def generations_dir(self) -> Path:
         """One empty file per start of the trainer, created exclusively."""
         return self.root / "epochs"
 
@@ -139,7 +139,7 @@ class RunLayout:
         return self.evaluations_dir / f"step_{step:08d}.json"
 
     @property
-    def warmup_dir(self) -> Path:
+    def sft_dir(self) -> Path:
         """Commits of the supervised warm-up."""
         return self.root / "warmup"
 
@@ -163,7 +163,7 @@ class RunLayout:
         return self.root / "metrics.jsonl"
 
     @property
-    def warmup_metrics(self) -> Path:
+    def sft_metrics(self) -> Path:
         """One JSON object per logged step of the supervised warm-up."""
         return self.root / "warmup_metrics.jsonl"
 
@@ -178,7 +178,7 @@ class RunLayout:
         return self.root / "events.jsonl"
 
     @property
-    def curve(self) -> Path:
+    def learning_curve(self) -> Path:
         """The learning curve as a picture."""
         return self.root / "learning_curve.png"
 
@@ -188,7 +188,7 @@ class RunLayout:
         return self.root / "replay.json"
 
     @property
-    def finished(self) -> Path:
+    def finished_marker(self) -> Path:
         """Exists when every step of the recipe has been trained and committed."""
         return self.root / "FINISHED"
 
@@ -209,6 +209,6 @@ class RunLayout:
         return sorted(int(match[1]) for match in names if match)
 
 
-def step_name(step: int) -> str:
+def format_step_dir(step: int) -> str:
     """The folder name of a step: `step_00000040`."""
     return f"step_{step:08d}"

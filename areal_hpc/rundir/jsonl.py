@@ -17,9 +17,9 @@ from typing import Any, TypeVar, overload
 
 import msgspec
 
-from areal_hpc.durable import sync_path
+from areal_hpc.rundir.atomic import fsync_path
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     finally:
         os.close(descriptor)
     if sync and size_bytes == 0:
-        sync_path(path.parent)
+        fsync_path(path.parent)
 
 
 def _encode(record: object) -> bytes:
@@ -64,7 +64,7 @@ def _encode(record: object) -> bytes:
 @overload
 def read_lines(path: Path) -> list[dict[str, Any]]: ...
 @overload
-def read_lines(path: Path, kind: type[Record]) -> list[Record]: ...
+def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]: ...
 def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
@@ -80,7 +80,7 @@ def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     return decode_lines(content, kind, str(path))
 
 
-def decode_lines(content: bytes, kind: type[Record], source: str = "") -> list[Record]:
+def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[RecordT]:
     """The records in a piece of a file.
 
     Args:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def sync_path(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Force one file to disk, or the names in one directory: new files and renames.
 
     Raises:
@@ -19,13 +19,13 @@ def sync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def sync_tree(directory: Path) -> None:
+def fsync_tree(directory: Path) -> None:
     """Force every file below, and the directories that name them, to disk."""
     for path in [*directory.rglob("*"), directory]:
-        sync_path(path)
+        fsync_path(path)
 
 
-def write_durably(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     """Put a file in place so that after a crash it is there whole or not at all.
 
     Folders on the way to it are made.
@@ -33,16 +33,16 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o644) -> None:
     Raises:
         OSError: The storage refused; the old content, if any, still stands.
     """
-    write_beside(path, content, mode=mode).rename(path)
-    sync_path(path.parent)
+    write_temporary(path, content, mode=mode).rename(path)
+    fsync_path(path.parent)
 
 
-def write_private(path: Path, content: bytes) -> None:
+def write_atomic_private(path: Path, content: bytes) -> None:
     """The same, for what only its owner may read."""
-    write_durably(path, content, mode=0o600)
+    write_atomic(path, content, mode=0o600)
 
 
-def write_beside(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
+def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
     """The content in a hidden file next to `path`, durable but not in place yet."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
