@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.descriptors import allow_all_descriptors
-from areal_hpc.cluster.epochs import take_next_epoch
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from benchmarks._scale_cells import Tally, Tempo, run_cells, run_trainer
 
@@ -141,7 +141,7 @@ def main() -> None:
     layout = RunPaths(Path(sys.argv[2]))
     allow_all_descriptors()
     layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
-    take_next_epoch(layout.generations_dir)
+    claim_next_number(layout.generations_dir)
     print(json.dumps(uvloop.run(measure(layout, settings))))
 
 

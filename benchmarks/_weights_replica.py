@@ -19,10 +19,10 @@ from typing import Any
 import httpx
 import torch
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job import resolve_device
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec

@@ -11,8 +11,8 @@ import msgspec
 import yaml
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.ledger.drops import read_drops
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.drops import read_drops
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
@@ -127,7 +127,7 @@ def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
 def _whole_manifests(
     layout: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         try:
             manifest = read_manifest(layout, step)
         except ShardError as error:

@@ -18,14 +18,14 @@ from msgspec import Struct
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.jobspec import (
-    IDLE_EXIT_CODE,
-    Launch,
-    Outcome,
-    SlurmLaunch,
-)
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.jobs import (
+    IDLE_EXIT_CODE,
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+)
 from areal_hpc.rundir.jsonl import append_line, read_lines
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ Departure = Literal[
 ]
 
 
-def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
+def judge(outcomes: Sequence[TaskExit], fruitless: int) -> Verdict:
     """What the ends of a job's tasks mean.
 
     Args:
@@ -72,7 +72,7 @@ def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
     return "again" if fruitless <= allowed else "fail"
 
 
-def count_fruitless(before: int, outcomes: Sequence[Outcome], *, was_of_use: bool) -> int:
+def count_fruitless(before: int, outcomes: Sequence[TaskExit], *, was_of_use: bool) -> int:
     """Starts in a row that were of no use, when this one has ended. A stop counts for nothing."""
     if was_of_use:
         return 0
@@ -104,7 +104,7 @@ class Usefulness:
         except FileNotFoundError:
             return 0
 
-    def close(self, outcomes: Sequence[Outcome]) -> int:
+    def close(self, outcomes: Sequence[TaskExit]) -> int:
         """Count this start; the fruitless ones in a row."""
         lived_s = time.monotonic() - self._began_at
         was_of_use = self._bytes() > self._began_bytes or lived_s >= HEALTHY_S
@@ -118,7 +118,7 @@ class Usefulness:
         return fruitless
 
 
-def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str) -> list[str]:
+def exclude_faulty(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
     known = {row["node"] for row in read_lines(path)}
@@ -131,7 +131,7 @@ def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str)
     return list(new)
 
 
-def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Departure:
+def start_again(launch: LaunchFile, give_up_at: float, *, hold: bool = False) -> Departure:
     """Have this job started once more, by Slurm or by another submission of its script.
 
     Args:
@@ -159,7 +159,7 @@ def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Dep
     return "cancelled"
 
 
-def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -> Departure:
+def _ask_slurm(launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool) -> Departure:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING:
         log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)

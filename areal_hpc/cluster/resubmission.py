@@ -10,13 +10,13 @@ from pathlib import Path
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmRefusedError
-from areal_hpc.cluster.jobspec import SlurmLaunch
 from areal_hpc.cluster.submissions import (
     Submission,
     newest_of_each,
     read_submissions,
     record_submission,
 )
+from areal_hpc.rundir.jobs import SlurmLaunchInfo
 
 _AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
@@ -30,7 +30,7 @@ class NewNumber:
     job_id: str
 
 
-def submit_again(slurm: SlurmLaunch, job: str, job_id: str, excluded: str) -> NewNumber:
+def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> NewNumber:
     """Submit the script of a job that runs, to start when this one has ended.
 
     A member of an array becomes an array of itself alone, under its index: who waits for what

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.container import contain
-from areal_hpc.cluster.jobspec import JobSpec
 from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.rundir.jobs import JobSpec
 
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD = "payload.pkl"

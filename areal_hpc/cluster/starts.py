@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 
 _POLL_S = 0.25
 STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
@@ -47,7 +47,7 @@ class StopNote(Struct, frozen=True):
 
 def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start:
     """Take the next number. For the first task."""
-    number = take_next_epoch(folder)
+    number = claim_next_number(folder)
     start = Start(number, incarnation, node, address)
     _write(folder / f"{number:04d}", msgspec.json.encode(start))
     return start
@@ -61,7 +61,7 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
     """
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
-        number = newest_epoch(folder)
+        number = read_newest_number(folder)
         content = (folder / f"{number:04d}").read_bytes() if number else b""
         if content:  # it is empty for a moment
             start = msgspec.json.decode(content, type=Start)

@@ -13,10 +13,10 @@ import msgspec
 import psutil
 import submitit
 
-from areal_hpc.cluster.jobspec import Launch, Outcome
 from areal_hpc.cluster.sbatch import PAYLOAD, JobRequest
 from areal_hpc.cluster.supervisor import run_job
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.jobs import LaunchFile, TaskExit
 
 FOREVER_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -25,7 +25,7 @@ FOREVER_MIN = 60 * 24 * 365
 class JobHandle:
     """A submitted job."""
 
-    def __init__(self, launch: Launch, job: submitit.Job[None]) -> None:
+    def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
         self.name = launch.job.name
         self._launch = launch
         self._job = job
@@ -39,7 +39,7 @@ class JobHandle:
         """True once no task of the job runs any more."""
         return bool(self._job.done())
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TaskExit]:
         """How the tasks that have ended did so, lowest rank first."""
         return outcomes_in(Path(self._launch.job_dir))
 
@@ -67,7 +67,7 @@ def _kill(process: psutil.Process) -> None:
         return
 
 
-def submit_local(launch: Launch) -> JobHandle:
+def submit_local(launch: LaunchFile) -> JobHandle:
     """Start a job on this machine through submitit's local executor."""
     launch_path = _write_launch(launch)
     executor = submitit.LocalExecutor(
@@ -78,13 +78,13 @@ def submit_local(launch: Launch) -> JobHandle:
         return JobHandle(launch, executor.submit(run_job, str(launch_path)))
 
 
-def outcomes_in(job_dir: Path) -> list[Outcome]:
+def outcomes_in(job_dir: Path) -> list[TaskExit]:
     """How the tasks of a job that have ended did so, lowest rank first."""
     files = sorted(job_dir.glob("outcome.*.json"))
-    return [msgspec.json.decode(file.read_bytes(), type=Outcome) for file in files]
+    return [msgspec.json.decode(file.read_bytes(), type=TaskExit) for file in files]
 
 
-def _write_launch(launch: Launch) -> Path:
+def _write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     job_dir = Path(launch.job_dir)
     job_dir.mkdir(parents=True, exist_ok=True)
@@ -119,7 +119,7 @@ def script_of(request: JobRequest, members: int | None = None) -> str:
     return text
 
 
-def write_job(request: JobRequest, launch: Launch) -> Path:
+def write_job(request: JobRequest, launch: LaunchFile) -> Path:
     """Put everything in place that a job under Slurm needs; the path of its `launch.json`.
 
     `sbatch job.sbatch` is then enough to start it.
@@ -131,7 +131,7 @@ def write_job(request: JobRequest, launch: Launch) -> Path:
     return launch_path
 
 
-def submit_slurm(request: JobRequest, launch: Launch) -> str:
+def submit_slurm(request: JobRequest, launch: LaunchFile) -> str:
     """Hand a job to Slurm; its number. The script stays in the job's folder.
 
     Raises:
@@ -144,7 +144,7 @@ def submit_slurm(request: JobRequest, launch: Launch) -> str:
 
 
 def submit_array(
-    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[Launch]
+    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[LaunchFile]
 ) -> list[str]:
     """Hand the same job of several runs to Slurm as one array; the number of each.
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
@@ -20,6 +19,7 @@ from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowReply, FollowRequest
@@ -79,7 +79,7 @@ class Chief:
         Raises:
             ClusterError: It cannot be reached.
         """
-        endpoint = rendezvous.find(self._rendezvous_dir, f"relay-{self._cell}")
+        endpoint = rendezvous.find_endpoint(self._rendezvous_dir, f"relay-{self._cell}")
         if endpoint is None:
             raise ClusterError(f"the relay of {self._cell} is not published")
         if self._client is None or self._url != endpoint.url:

@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
@@ -25,6 +24,7 @@ from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EventLog
 
@@ -66,14 +66,14 @@ def run(config: dict[str, Any]) -> None:
     app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir, local)
     relay = RelayServer(app, advertised_host())
     relay.start()
-    rendezvous.publish(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
+    rendezvous.publish_endpoint(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
     try:
         while not stop.requested:
             for replica in replicas:
                 replica.tick()
             stop.wait(POLL_S)
     finally:
-        rendezvous.withdraw(layout.rendezvous_dir, f"relay-{job.cell}")
+        rendezvous.remove_endpoint(layout.rendezvous_dir, f"relay-{job.cell}")
         for replica in replicas:
             replica.request_stop()
         gone_by = time.monotonic() + STOP_GRACE_S

@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from areal_hpc.cluster.gpus import VisibleGpus
-from areal_hpc.cluster.jobspec import JobSpec
 from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 
 Assignment = Mapping[str, list[list[str]]]

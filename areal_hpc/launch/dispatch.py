@@ -13,7 +13,6 @@ from pathlib import Path
 
 from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.commands import SlurmSilentError
-from areal_hpc.cluster.jobspec import JobSpec, Launch, SlurmLaunch
 from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
 from areal_hpc.cluster.submissions import (
@@ -32,6 +31,7 @@ from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_o
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, SlurmLaunchInfo
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import EventLog
@@ -133,11 +133,11 @@ def enter(ready: Ready, job: str, job_id: str) -> Submission:
     return submission
 
 
-def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Launch:
+def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> LaunchFile:
     """What the supervisors of a job under Slurm are told."""
     cluster, layout = recipe.cluster, ready.layout
     network = cluster.slurm.network
-    return Launch(
+    return LaunchFile(
         job=spec,
         job_dir=str(layout.jobs_dir / spec.name),
         log_dir=str(layout.log_dir(ready.attempt)),
@@ -145,7 +145,7 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
         pythons=ready.pythons,
         variables={role: network.variables() | getattr(cluster, role).variables for role in ROLES},
         stop_grace_s=cluster.stop_grace_s,
-        slurm=SlurmLaunch(
+        slurm=SlurmLaunchInfo(
             submissions=str(layout.submissions),
             script=str(layout.jobs_dir / spec.name / "job.sbatch"),
             excluded_nodes=str(layout.excluded_nodes),

@@ -10,11 +10,6 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from areal_hpc.cluster.gpus import visible_gpus
-from areal_hpc.cluster.jobspec import (
-    JobSpec,
-    Launch,
-    Outcome,
-)
 from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
@@ -23,6 +18,11 @@ from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import held, prepared, pythons_of
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    TaskExit,
+)
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import EventLog, read_step_lines
 
@@ -155,7 +155,7 @@ def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "wit
     return "without" if other_cells else "fail"
 
 
-def crash_of(job: str, outcomes: Sequence[Outcome]) -> JobFailedError | None:
+def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:
@@ -221,7 +221,7 @@ class _Foreground:
 
     def _submit(self, spec: JobSpec) -> JobHandle:
         cluster = self._recipe.cluster
-        launch = Launch(
+        launch = LaunchFile(
             job=spec,
             job_dir=str(self._layout.jobs_dir / spec.name),
             log_dir=str(self._layout.log_dir(self._attempt)),

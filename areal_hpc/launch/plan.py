@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import Split
 

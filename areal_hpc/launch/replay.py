@@ -16,13 +16,13 @@ from typing import Any
 import msgspec
 import yaml
 
-from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
@@ -249,7 +249,7 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
         RecipeError: Steps were not recorded.
         ShardError: Shards are missing or damaged.
     """
-    held = manifest_steps(run)
+    held = list_manifest_steps(run)
     missing = sorted({*range(first_step, last_step + 1)} - {*held})
     if missing:
         have = f"steps {held[0]} to {held[-1]}" if held else "no step"

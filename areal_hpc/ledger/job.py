@@ -16,19 +16,19 @@ import uvicorn
 import uvloop
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.requeue import release_held
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger import manifests
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.curriculum import KEY, Curriculum
-from areal_hpc.ledger.drops import read_drops
+from areal_hpc.ledger.forming import read_settled
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
@@ -141,7 +141,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    rendezvous.publish(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
+    rendezvous.publish_endpoint(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
     log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
     sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
     swept_at_s = time.monotonic()
@@ -180,7 +180,7 @@ def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    for ticket in manifests.read_settled(layout):
+    for ticket in read_settled(layout):
         curriculum.note(ticket.ref.ticket_id, ticket.rewards)
     for drop in read_drops(layout):
         curriculum.note(drop.ref.ticket_id, drop.rewards)

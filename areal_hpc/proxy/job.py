@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
@@ -26,6 +25,7 @@ from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.proxy.visits import Visits
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.config import ShardConfig
 
@@ -92,14 +92,14 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
-        rendezvous.publish(layout.rendezvous_dir, name, f"http://{host}:{port}")
+        rendezvous.publish_endpoint(layout.rendezvous_dir, name, f"http://{host}:{port}")
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_S)
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
-    rendezvous.withdraw(layout.rendezvous_dir, name)
+    rendezvous.remove_endpoint(layout.rendezvous_dir, name)
     if layout.finished_marker.exists() and not recorder.book.finished and not recorder.book.sealed:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
@@ -110,7 +110,7 @@ def _listen(directory: Path, name: str) -> socket.socket:
     An agent keeps the address it was given; its client repeats calls that lost their connection.
     """
     host = advertised_host()
-    before = rendezvous.find(directory, name)
+    before = rendezvous.find_endpoint(directory, name)
     ports = [0]
     if before is not None and urlsplit(before.url).hostname == host:
         ports.insert(0, urlsplit(before.url).port or 0)

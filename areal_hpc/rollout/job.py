@@ -11,9 +11,7 @@ from typing import Annotated, Any
 import uvloop
 from pydantic import Field
 
-from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.cluster.topology import job_start
 from areal_hpc.config import StageConfig
 from areal_hpc.rollout.agent import Agent, load_agent
@@ -23,7 +21,9 @@ from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import Split
 

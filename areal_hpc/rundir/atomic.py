@@ -1,4 +1,4 @@
-"""What is written stays written: files and directories forced to disk."""
+"""Atomic, fsynced writes of files and directories."""
 
 from __future__ import annotations
 

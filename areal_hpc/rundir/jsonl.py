@@ -1,4 +1,4 @@
-"""Files of JSON lines: one append that repairs a torn end, one reader that skips a torn line.
+"""JSON-lines files: one append that repairs a torn end, one reader that skips a torn line.
 
 A crash or a full disk leaves a fragment without a newline at the end of a file. The next append
 ends that line first, so that it costs one line and not two; readers leave the fragment out.

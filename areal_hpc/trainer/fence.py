@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.errors import ArealError
+from areal_hpc.rundir.generations import read_newest_number
 
 
 class SupersededError(ArealError):
@@ -22,7 +22,7 @@ def epoch_fence(epochs_dir: Path, epoch: int) -> Callable[[], None]:
     """
 
     def fence() -> None:
-        newest = newest_epoch(epochs_dir)
+        newest = read_newest_number(epochs_dir)
         if newest > epoch:
             raise SupersededError(f"epoch {newest} took over from epoch {epoch}")
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.cluster.epochs import take_next_epoch
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.config import StageConfig
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.conductor import Conductor
@@ -111,7 +111,7 @@ def _train(
 ) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    taken = str(take_next_epoch(layout.generations_dir)).encode() if is_first else None
+    taken = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
     epoch = int(from_rank_zero(taken))
     fence = epoch_fence(layout.generations_dir, epoch)
     learner = make_learner(

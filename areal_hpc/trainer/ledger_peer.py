@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.wire.http import HttpRefused, WireClient
 from areal_hpc.wire.ledger import (

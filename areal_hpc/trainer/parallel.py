@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.gpus import visible_gpus
 from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer.config import ParallelConfig
 
 STORE_NAME = "trainer-store"
@@ -110,7 +110,7 @@ def _join_store(
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        rendezvous.publish(rendezvous_dir, STORE_NAME, f"tcp://{host}:{port}")
+        rendezvous.publish_endpoint(rendezvous_dir, STORE_NAME, f"tcp://{host}:{port}")
         return store
     return _find_store(task, rendezvous_dir, is_cancelled)
 
@@ -129,7 +129,7 @@ def _find_store(
     give_up_at = time.monotonic() + JOIN_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
-        endpoint = rendezvous.find(rendezvous_dir, STORE_NAME)
+        endpoint = rendezvous.find_endpoint(rendezvous_dir, STORE_NAME)
         if endpoint is None or endpoint.url in spent:
             time.sleep(0.1)
             continue

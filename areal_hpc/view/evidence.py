@@ -10,9 +10,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Queue, QueuedJob
 from areal_hpc.cluster.submissions import Submission
+from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import decode_lines, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.jobs import RunJobs, read_jobs
@@ -46,7 +46,7 @@ class LastWord:
     job: str
     rank: int
     at: float
-    outcome: Outcome
+    outcome: TaskExit
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.local_task import is_held
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
@@ -18,6 +17,7 @@ from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.states import Phase
 from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import aligned, clock, span
 
@@ -31,7 +31,7 @@ class JobView:
     """None for a job of a foreground run."""
     queued: QueuedJob | None
     """None if Slurm does not know it, or does not answer."""
-    outcomes: dict[int, Outcome]
+    outcomes: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
     gave_nodes_back: bool = False
     """It holds itself until there is a trainer again."""
@@ -129,10 +129,10 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
     )
 
 
-def _outcomes(layout: RunPaths, job: str) -> dict[int, Outcome]:
+def _outcomes(layout: RunPaths, job: str) -> dict[int, TaskExit]:
     found = {}
     for path in (layout.jobs_dir / job).glob("outcome.*.json"):
-        found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=Outcome)
+        found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=TaskExit)
     return dict(sorted(found.items()))
 
 

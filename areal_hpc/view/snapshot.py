@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EVALUATION, read_step_lines
@@ -42,7 +42,7 @@ def read_snapshot(layout: RunPaths, *, ask_ledger: bool = False) -> Snapshot:
 
 
 def _ledger_status(layout: RunPaths) -> LedgerStatus | None:
-    endpoint = rendezvous.find(layout.rendezvous_dir, "ledger")
+    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, "ledger")
     if endpoint is None:
         return None
     client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)

@@ -6,9 +6,9 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from areal_hpc.cluster.rendezvous import find
 from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.rendezvous import find_endpoint
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
@@ -82,7 +82,7 @@ class Census:
 
     def _ask(self, cell: str) -> Found | None:
         """The cell's replicas; None when it does not answer."""
-        endpoint = find(self._rendezvous_dir, f"relay-{cell}")
+        endpoint = find_endpoint(self._rendezvous_dir, f"relay-{cell}")
         if endpoint is None:
             return []
         client = self._clients.get(endpoint.url)

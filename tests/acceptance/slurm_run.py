@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.epochs import newest_epoch
 from areal_hpc.cluster.submissions import newest_of_each, read_submissions
+from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
@@ -157,7 +157,7 @@ class SlurmRun:
 
     def starts(self, job: str) -> int:
         """How often the supervisors of a job have started."""
-        return newest_epoch(self._starts_dir(job))
+        return read_newest_number(self._starts_dir(job))
 
     def started_at(self, job: str) -> float:
         """Unix time of the newest start's first process."""

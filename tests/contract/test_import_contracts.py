@@ -89,7 +89,7 @@ MUTATIONS = [
     ),
     mutation(
         "a second file imports submitit",
-        {"cluster/jobspec.py": "import submitit"},
+        {"cluster/sbatch.py": "import submitit"},
         SUBMITIT,
     ),
     mutation(

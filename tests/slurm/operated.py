@@ -9,9 +9,9 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec, SlurmLaunch
 from areal_hpc.cluster.submissions import Submission, record_submission
 from areal_hpc.recipe import load
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, SlurmLaunchInfo
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
@@ -51,7 +51,7 @@ class OperatedRun:
         # It has crashed once already: the next crash ends it for good.
         (folder / "fruitless.json").write_text('{"fruitless":1}')
         script = folder / "job.sbatch"
-        slurm = SlurmLaunch(
+        slurm = SlurmLaunchInfo(
             submissions=str(self.layout.submissions),
             script=str(script),
             excluded_nodes=str(self.layout.excluded_nodes),
@@ -59,7 +59,7 @@ class OperatedRun:
             margin_s=5.0,
             least_free_bytes=64 << 20,
         )
-        launch = Launch(
+        launch = LaunchFile(
             job=JobSpec(job, "agents", [spec], tasks=tasks),
             job_dir=str(folder),
             log_dir=str(self.layout.log_dir(1)),

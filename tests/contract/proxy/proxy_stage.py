@@ -18,9 +18,9 @@ import httpx
 import msgspec
 from openai import OpenAI
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.proxy.events import InteractionAdded, SessionOpened, decode_event
 from areal_hpc.proxy.sessions import key_digest
+from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import read_journal
@@ -93,7 +93,7 @@ class Stage:
 
     @property
     def url(self) -> str:
-        endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+        endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
         assert endpoint is not None
         return endpoint.url
 
@@ -122,7 +122,7 @@ class Stage:
         while True:
             assert self._process.poll() is None, self.log
             assert time.monotonic() < give_up_at, self.log
-            endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+            endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
             if endpoint is not None and endpoint.pid == self._process.pid:
                 return
             time.sleep(0.02)

@@ -20,10 +20,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.cluster.rendezvous import await_endpoint
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from tests.integration.commands import command_of, is_scheduler
 

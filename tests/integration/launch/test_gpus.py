@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.cluster.jobspec import JobSpec
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.recipe import load
+from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 
@@ -74,7 +74,7 @@ def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunPaths) -> N
     assert "quickstart/demo: running here\n  step              0 of 25" in status(layout)
     os.close(descriptor)
     assert "quickstart/demo: stopped\n" in status(layout)
-    crash = Outcome(70, "trainer", reason="ValueError: no")
+    crash = TaskExit(70, "trainer", reason="ValueError: no")
     (layout.jobs_dir / "trainer" / "outcome.0.json").write_bytes(msgspec.json.encode(crash))
     assert "quickstart/demo: failed\n" in status(layout)
 

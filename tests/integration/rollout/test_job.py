@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.job import run
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from examples.quickstart.task import train_tasks

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
-from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch import experience
 from areal_hpc.trainer.commits import sharded
@@ -223,7 +223,7 @@ def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
 def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     learner.begin_commit({})
-    take_next_epoch(layout.generations_dir)
+    claim_next_number(layout.generations_dir)
     return failure(learner) | {"visible": names(layout)}
 
 

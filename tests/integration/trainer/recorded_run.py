@@ -12,7 +12,7 @@ import h5py
 import numpy as np
 import yaml
 
-from areal_hpc.ledger.manifests import read_manifest, write_manifest
+from areal_hpc.rundir.manifests import read_manifest, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard

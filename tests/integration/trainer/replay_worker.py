@@ -25,10 +25,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
+from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
@@ -70,7 +70,9 @@ def config_of(scenario: Scenario) -> TrainerConfig:
 
 
 def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
-    taken = str(take_next_epoch(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
+    taken = (
+        str(claim_next_number(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
+    )
     epoch = int(from_rank_zero(taken))
     return product.make_learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),

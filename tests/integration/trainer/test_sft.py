@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.tiny_model import make_tiny_model

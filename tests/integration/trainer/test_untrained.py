@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.audit.fates import Fate, audit_run
-from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import read_step_lines
 from tests.integration.trainer.rank_server import Outcome, RankServer

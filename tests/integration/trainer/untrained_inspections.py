@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.step import train_once
@@ -18,7 +18,7 @@ def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     learner = make_learner(scenario, layout)
     held = [digests(learner.policy, learner._optimizer)]
     lines = []
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         lines.append(learner.train(read_manifest(layout, step)))
         held.append(digests(learner.policy, learner._optimizer))
     parts = learner._optimizer.chained_optimizers

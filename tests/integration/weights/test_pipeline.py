@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

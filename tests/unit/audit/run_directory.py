@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.audit.evidence import UntrainedRecord
-from areal_hpc.ledger.drops import Drop, append_drop
-from areal_hpc.ledger.manifests import write_manifest
+from areal_hpc.rundir.drops import DroppedTicket, append_drop
+from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
@@ -31,7 +31,7 @@ class RunDirectory:
         )
         self._shards = 0
         self.batches = [self.seal(0, 1), self.seal(3, 4), self.seal(5, 6)]
-        append_drop(self.layout, Drop(TicketRef(2, 1), "ValueError"))
+        append_drop(self.layout, DroppedTicket(TicketRef(2, 1), "ValueError"))
         for step, tickets in enumerate(self.batches, 1):
             self.hand_out(step, tickets)
         self.commit(3, epoch=1)

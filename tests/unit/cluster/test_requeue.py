@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
 from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 
-DONE, STOPPED, CRASHED = Outcome(0), Outcome(STOPPED_EXIT_CODE), Outcome(139, "trainer")
-LET_DOWN, MISTAKEN = Outcome(75, "ledger"), Outcome(78, "trainer")
-IDLE = Outcome(79, "driver")
-BAD_NODE = Outcome(75, "probe", faulty_node="n07")
+DONE, STOPPED, CRASHED = TaskExit(0), TaskExit(STOPPED_EXIT_CODE), TaskExit(139, "trainer")
+LET_DOWN, MISTAKEN = TaskExit(75, "ledger"), TaskExit(78, "trainer")
+IDLE = TaskExit(79, "driver")
+BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ BAD_NODE = Outcome(75, "probe", faulty_node="n07")
     ],
 )
 def test_a_job_is_started_again_while_that_helps(
-    outcomes: list[Outcome], fruitless: int, verdict: str
+    outcomes: list[TaskExit], fruitless: int, verdict: str
 ) -> None:
     assert judge(outcomes, fruitless) == verdict
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.jobspec import Launch
 from areal_hpc.cluster.submit import script_of
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
 from areal_hpc.launch.ready import Ready, pythons_of
 from areal_hpc.launch.sweep import array_requests, read_sweep
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
@@ -66,7 +66,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
 
 
-def _launch_of_trainer(found: Recipe) -> Launch:
+def _launch_of_trainer(found: Recipe) -> LaunchFile:
     layout = RunPaths(found.run_dir)
     stages = sketch(found, layout).stages
     ready = Ready(layout, 3, pythons_of(found), stages)

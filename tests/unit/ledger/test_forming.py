@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import AgeCheck, next_batch, too_old
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     BatchCounts,
@@ -81,7 +81,7 @@ def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise()
 def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
     (drop,) = too_old(tickets, 1, [])
-    assert drop == Drop(ref, "sampled 2 steps ago, at most 1", "stale")
+    assert drop == DroppedTicket(ref, "sampled 2 steps ago, at most 1", "stale")
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
     manifest = fill(tickets)
@@ -120,7 +120,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     tickets.expire(100.0)
     second = tickets.lease("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.set_aside(Drop(ref, "too old", "requeued"))
+    tickets.set_aside(DroppedTicket(ref, "too old", "requeued"))
     assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
@@ -128,7 +128,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
 def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     ref = TicketRef(0, 1)
     drop = msgspec.convert(
-        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, Drop
+        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, DroppedTicket
     )
     tickets = Tickets.rebuilt(
         tickets_of().policy,
@@ -167,7 +167,7 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: s
     for number in range(100):
         assert tickets.setbacks.trouble() == ""
         drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
-        tickets.setbacks.note(msgspec.convert(drop, Drop))
+        tickets.setbacks.note(msgspec.convert(drop, DroppedTicket))
     trouble = tickets.setbacks.trouble()
     assert said in trouble
     assert "rollout." in trouble
@@ -178,7 +178,7 @@ def test_a_filtered_ticket_gives_its_place_to_another() -> None:
     tickets = tickets_of(bound=0)
     refs = tickets.lease("a", 9, 0.0)
     assert len(refs) == 2
-    assert tickets.drop(Drop(refs[0], "all rewards are 1.0", "filtered"))
+    assert tickets.drop(DroppedTicket(refs[0], "all rewards are 1.0", "filtered"))
     assert tickets.state_of(refs[0].ticket_id) == "filtered"
     (replacement,) = tickets.lease("a", 9, 0.0)
     for ref in (refs[1], replacement):
@@ -253,7 +253,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
     arrivals, drops, formed = [], [], []
     for number in order:
         if number in failures:
-            drops.append(Drop(refs[number], "it raised"))
+            drops.append(DroppedTicket(refs[number], "it raised"))
             living.drop(drops[-1])
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))

@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 )
 
 from areal_hpc.audit.fates import Fate
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import AgeCheck, next_batch
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import State, Tickets
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 from tests.unit.ledger.ticket_world import Cell, Disk
@@ -134,7 +134,7 @@ class TicketHistories(RuleBasedStateMachine):
     def drop(self, name: str, kind: Literal["failed", "filtered"]) -> None:
         cell = self.cells[name]
         if cell.held:
-            drop = Drop(cell.held.pop(), "the agent raised ValueError", kind)
+            drop = DroppedTicket(cell.held.pop(), "the agent raised ValueError", kind)
             if self.ledger.drop(drop):
                 self.disk.drops.append(drop)
             self.drops += 1

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from areal_hpc.audit.evidence import CommitRecord, Evidence
 from areal_hpc.audit.fates import Audit, judge
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
@@ -27,7 +27,7 @@ class Disk:
     """Everything that survives a crash of the ledger or the trainer."""
 
     manifests: list[BatchManifest] = field(default_factory=list)
-    drops: list[Drop] = field(default_factory=list)
+    drops: list[DroppedTicket] = field(default_factory=list)
     index: list[SettledTicket] = field(default_factory=list)
     incarnation: int = 1
     version_step: int = 0

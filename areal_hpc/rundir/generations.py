@@ -6,13 +6,13 @@ import os
 from pathlib import Path
 
 
-def take_next_epoch(directory: Path) -> int:
+def claim_next_number(directory: Path) -> int:
     """Create the next epoch file (O_EXCL) and return its number, counted from 1.
 
     Two trainers that start at once get two numbers; the lower one is thereby fenced.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    epoch = newest_epoch(directory) + 1
+    epoch = read_newest_number(directory) + 1
     while True:
         try:
             descriptor = os.open(
@@ -25,7 +25,7 @@ def take_next_epoch(directory: Path) -> int:
         return epoch
 
 
-def newest_epoch(directory: Path) -> int:
+def read_newest_number(directory: Path) -> int:
     """The highest epoch taken so far; 0 before the first."""
     if not directory.is_dir():
         return 0

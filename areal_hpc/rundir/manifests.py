@@ -1,4 +1,4 @@
-"""What the ledger keeps on disk: batch manifests, evaluation results, its incarnation."""
+"""Batch manifests, evaluation results and ledger state on disk."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import TypeVar
 import msgspec
 
 from areal_hpc.errors import ShardError
-from areal_hpc.ledger.evaluation import Evaluation
 from areal_hpc.rundir.atomic import fsync_path, write_atomic, write_temporary
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.index import read_index
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import GenerationFork
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -55,12 +53,6 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
     epoch: int = 0
     """The epoch whose weights these were; 0 in files that do not say."""
-
-    @classmethod
-    def of(cls, done: Evaluation, mean_reward: float) -> EvaluationResult:
-        """What is kept of an evaluation that is done."""
-        rewards = [done.rewards[index] for index in range(done.n_tasks)]
-        return cls(done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch)
 
 
 def write_manifest(layout: RunPaths, manifest: BatchManifest) -> BatchManifest:
@@ -109,22 +101,14 @@ def read_manifests(layout: RunPaths) -> Iterator[BatchManifest]:
     Raises:
         ShardError: One of them is damaged.
     """
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         yield read_manifest(layout, step)
 
 
-def manifest_steps(layout: RunPaths) -> list[int]:
+def list_manifest_steps(layout: RunPaths) -> list[int]:
     """The steps whose batches were handed out, in order."""
     names = (path.stem.removeprefix("batch_") for path in layout.manifests_dir.glob("batch_*.json"))
     return sorted(int(name) for name in names if name.isdigit())
-
-
-def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
-    """Every ticket of every sealed shard, those of old batches and of lost races included."""
-    for shard in read_index(layout.index_dir):
-        for ticket in shard.tickets:
-            ref = TicketRef(ticket.ticket_id, ticket.attempt)
-            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
 
 
 def write_state(layout: RunPaths, state: LedgerState) -> None:
@@ -147,7 +131,7 @@ def read_evaluation(layout: RunPaths, step: int) -> EvaluationResult | None:
     return _read(layout.evaluation(step), EvaluationResult)
 
 
-def _read(path: Path, kind: type[Record]) -> Record | None:
+def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""How roles find one another: one small file each on shared storage, mode 0600."""
+"""Service discovery: one endpoint file per live role on shared storage, mode 0600."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic_private
 
 
-class Endpoint(msgspec.Struct, frozen=True):
+class ServiceEndpoint(msgspec.Struct, frozen=True):
     """Where a live role listens. A restarted role overwrites its file with a new `started_at`."""
 
     name: str
@@ -25,17 +25,17 @@ class Endpoint(msgspec.Struct, frozen=True):
     started_at: float
 
 
-def publish(directory: Path, name: str, url: str) -> Endpoint:
+def publish_endpoint(directory: Path, name: str, url: str) -> ServiceEndpoint:
     """Tell the run that role `name` listens at `url`."""
-    endpoint = Endpoint(name, url, socket.gethostname(), os.getpid(), time.time())
+    endpoint = ServiceEndpoint(name, url, socket.gethostname(), os.getpid(), time.time())
     write_atomic_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
     return endpoint
 
 
-def find(directory: Path, name: str) -> Endpoint | None:
+def find_endpoint(directory: Path, name: str) -> ServiceEndpoint | None:
     """The endpoint of `name`, or None while it has not been published."""
     try:
-        return msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=Endpoint)
+        return msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=ServiceEndpoint)
     except FileNotFoundError:
         return None
 
@@ -47,14 +47,14 @@ def await_endpoint(
     *,
     is_cancelled: Callable[[], bool] = lambda: False,
     poll_s: float = 0.1,
-) -> Endpoint:
+) -> ServiceEndpoint:
     """Wait until `name` is published.
 
     Raises:
         ClusterError: It did not appear in time, or `is_cancelled` became true.
     """
     give_up_at = time.monotonic() + timeout_s
-    while (endpoint := find(directory, name)) is None:
+    while (endpoint := find_endpoint(directory, name)) is None:
         if is_cancelled():
             raise ClusterError(f"stopped while waiting for {name}")
         if time.monotonic() >= give_up_at:
@@ -66,9 +66,9 @@ def await_endpoint(
     return endpoint
 
 
-def withdraw(directory: Path, name: str) -> None:
+def remove_endpoint(directory: Path, name: str) -> None:
     """Remove the role's file when it stops on purpose; a successor's file stays."""
-    endpoint = find(directory, name)
+    endpoint = find_endpoint(directory, name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
         (directory / f"{name}.json").unlink(missing_ok=True)
 

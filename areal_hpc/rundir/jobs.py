@@ -1,4 +1,4 @@
-"""What a job is before Slurm sees it: processes, their Python, their restart rules. Pure data."""
+"""Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ProcessSpec(Struct, frozen=True):
     ends_job: bool = False
     """Its clean exit ends the job."""
     uses_gpus: bool = False
-    """It computes on its task's GPUs, where `Launch.gpus` names them; others see none."""
+    """It computes on its task's GPUs, where `LaunchFile.gpus` names them; others see none."""
 
 
 class JobSpec(Struct, frozen=True):
@@ -47,7 +47,7 @@ class JobSpec(Struct, frozen=True):
     """GPUs that each task needs."""
 
 
-class SlurmLaunch(Struct, frozen=True):
+class SlurmLaunchInfo(Struct, frozen=True):
     """What a job under Slurm knows of its own submission."""
 
     submissions: str
@@ -73,7 +73,7 @@ class SlurmLaunch(Struct, frozen=True):
     """Within this a task has started on every node, and each sees what the others wrote."""
 
 
-class Launch(Struct, frozen=True):
+class LaunchFile(Struct, frozen=True):
     """A job as it is handed to its supervisors: the spec plus what this launch adds."""
 
     job: JobSpec
@@ -92,11 +92,11 @@ class Launch(Struct, frozen=True):
     gpus: list[list[str]] | None = None
     """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the
     environment of the job says, as Slurm made it."""
-    slurm: SlurmLaunch | None = None
+    slurm: SlurmLaunchInfo | None = None
     """None for jobs of this machine."""
 
 
-class Outcome(Struct, frozen=True):
+class TaskExit(Struct, frozen=True):
     """How one task of a job ended: the supervisor's last word, as a file in the job's folder."""
 
     exit_code: int

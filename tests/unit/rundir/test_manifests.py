@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.ledger import manifests
-from areal_hpc.ledger.drops import Drop, append_drop, read_drops
-from areal_hpc.ledger.manifests import LedgerState
+from areal_hpc.ledger.forming import read_settled
+from areal_hpc.rundir import manifests
+from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
+from areal_hpc.rundir.manifests import LedgerState
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
@@ -75,7 +76,7 @@ def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(layout: Run
 
 def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunPaths) -> None:
     assert manifests.read_state(layout) == LedgerState(0, 0, 0)
-    assert list(manifests.read_settled(layout)) == []
+    assert list(read_settled(layout)) == []
 
 
 def test_settled_tickets_are_those_of_the_shard_index(layout: RunPaths) -> None:
@@ -84,11 +85,11 @@ def test_settled_tickets_are_those_of_the_shard_index(layout: RunPaths) -> None:
         layout.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
     expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0])
-    assert list(manifests.read_settled(layout)) == [expected]
+    assert list(read_settled(layout)) == [expected]
 
 
 def test_a_drop_follows_the_half_line_of_a_crash(layout: RunPaths) -> None:
-    first, second = (Drop(TicketRef(i, 1), "boom\n") for i in range(2))
+    first, second = (DroppedTicket(TicketRef(i, 1), "boom\n") for i in range(2))
     append_drop(layout, first)
     with layout.drops.open("ab") as stream:
         stream.write(b'{"cell":"cell-0","ref":{"ti')
