@@ -176,10 +176,10 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.submissions import read_submissions
     from areal_hpc.launch import dispatch
     from areal_hpc.launch.ready import is_finished
     from areal_hpc.recipe import load
+    from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
 
     layout = existing_run(arguments.run)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
-from areal_hpc.cluster.outcomes import write_outcome
 from areal_hpc.cluster.topology import TaskPosition
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, TaskExit
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, TaskExit, write_task_exit
 
 
 class LocalTask:
@@ -40,7 +38,7 @@ class LocalTask:
 
     def leave(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher."""
-        write_outcome(Path(self._launch.job_dir), self._position.rank, outcome)
+        write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmRefusedError
-from areal_hpc.cluster.submissions import (
+from areal_hpc.rundir.jobs import (
+    SlurmLaunchInfo,
     Submission,
-    newest_of_each,
+    latest_by_name,
     read_submissions,
     record_submission,
 )
-from areal_hpc.rundir.jobs import SlurmLaunchInfo
 
 _AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
@@ -46,7 +46,7 @@ def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -
         SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     submissions = Path(slurm.submissions)
-    before = newest_of_each(read_submissions(submissions)).get(job)
+    before = latest_by_name(read_submissions(submissions)).get(job)
     member = member_of(before.job_id) if before else ""
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]

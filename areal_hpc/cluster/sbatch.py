@@ -12,6 +12,7 @@ from areal_hpc.cluster.container import contain
 from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.paths import JobPaths
 
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD = "payload.pkl"
@@ -157,7 +158,7 @@ def _request(
         working_folder=place.working_folder,
         with_gpus=bool(shape.gpus_per_node),
     )
-    folder = place.jobs_dir / job.name / "submitit"
+    folder = JobPaths(place.jobs_dir / job.name).submitit_dir
     comment = " ".join([str(place.run_dir), *([options.comment] if options.comment else [])])
     excluded = [*([options.exclude] if options.exclude else []), *place.excluded_nodes]
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]

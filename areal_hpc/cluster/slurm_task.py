@@ -16,7 +16,6 @@ import msgspec
 
 from areal_hpc.cluster import deadline, scontrol, starts
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.outcomes import read_outcome, write_outcome
 from areal_hpc.cluster.probe import Finding, Greeter, probe_node
 from areal_hpc.cluster.requeue import (
     MOST_EXCLUDED_NODES,
@@ -28,7 +27,14 @@ from areal_hpc.cluster.requeue import (
 )
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, SlurmLaunchInfo, TaskExit
+from areal_hpc.rundir.jobs import (
+    STOPPED_EXIT_CODE,
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+    read_task_exit,
+    write_task_exit,
+)
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import EventLog
 
@@ -59,11 +65,11 @@ class SlurmTask:
         self._job_id = scontrol.own_id(environ)
         self._node = environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{restart_count(environ)}"
-        self._job_dir = Path(launch.job_dir)
-        self._starts_dir = self._job_dir / "starts"
+        self._paths = launch.paths
+        self._starts_dir = self._paths.starts_dir
         self._start: starts.Start | None = None
         self._absent: list[TaskExit] = []
-        self._usefulness = Usefulness(self._job_dir, slurm.progress)
+        self._usefulness = Usefulness(self._paths, slurm.progress)
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
@@ -97,7 +103,7 @@ class SlurmTask:
             return None  # another task of this node looks at it
         first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
-        findings = probe_node(environ, self._job_dir, least_free_bytes, first_address)
+        findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
         refusal = self._blame(self._node, findings)
         if refusal is None and position.is_first and nodes > 1:
             refusal = self._blame_absent(self._start, nodes_in(environ["SLURM_JOB_NODELIST"]))
@@ -111,14 +117,16 @@ class SlurmTask:
             address = greeter.address
         start = starts.take_start(self._starts_dir, self._incarnation, self._node, address)
         self._ends_at = deadline.end_time(environ)
-        forget_hold(self._job_dir)
+        forget_hold(self._paths)
         return start
 
     def _blame_absent(self, start: starts.Start, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
-        reason = f"no task of it has joined within {timeout_s:.0f} s: does it see {self._job_dir}?"
+        reason = (
+            f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
+        )
         # With most of them away it is rather the first that is alone.
         finding = Finding(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
         for node in (nodes[place] for place in absent):
@@ -151,7 +159,7 @@ class SlurmTask:
         return {
             "AREAL_HPC_START": str(self._start.number),
             starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            **deadline.save_time_variable(self._job_dir),
+            **deadline.save_time_variable(self._paths),
         }
 
     @property
@@ -198,7 +206,7 @@ class SlurmTask:
         return now - self._done_since >= DONE_GRACE_S
 
     def _stop_lead_s(self) -> float:
-        save_s = deadline.last_save_s(self._job_dir)
+        save_s = deadline.last_save_s(self._paths)
         return deadline.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
 
     # Leaving -------------------------------------------------------------------------------
@@ -230,7 +238,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + deadline.last_save_s(self._job_dir)
+        wanted_s = grace_s + deadline.last_save_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
         except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
@@ -250,13 +258,13 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         rank = self._position.rank
-        write_outcome(self._job_dir, rank, outcome)
+        write_task_exit(self._paths, rank, outcome)
         if self._start is None:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._speak_for_job(outcome)
-            write_outcome(self._job_dir, rank, outcome)
+            write_task_exit(self._paths, rank, outcome)
             left.touch()
         elif outcome.exit_code:
             _await(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
@@ -301,7 +309,7 @@ class SlurmTask:
 
         def all_are_there() -> bool:
             for rank in set(range(self._launch.job.tasks)) - found.keys():
-                outcome = read_outcome(self._job_dir, rank, self._incarnation)
+                outcome = read_task_exit(self._paths, rank, self._incarnation)
                 if outcome is not None:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks

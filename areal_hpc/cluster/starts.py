@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.atomic import replace_file
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 
 _POLL_S = 0.25
@@ -49,7 +50,7 @@ def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
     start = Start(number, incarnation, node, address)
-    _write(folder / f"{number:04d}", msgspec.json.encode(start))
+    replace_file(folder / f"{number:04d}", msgspec.json.encode(start))
     return start
 
 
@@ -114,7 +115,7 @@ def stop_note_path(folder: Path, start: Start) -> Path:
 
 def write_stop_note(path: Path, note: StopNote) -> None:
     """Tell the other tasks, and the processes of all, to stop."""
-    _write(path, msgspec.json.encode(note))
+    replace_file(path, msgspec.json.encode(note))
 
 
 def read_stop_note(path: Path) -> StopNote | None:
@@ -129,10 +130,3 @@ def own_stop_note() -> StopNote | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
     path = os.environ.get(STOP_NOTE_VARIABLE)
     return read_stop_note(Path(path)) if path else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is seen whole or not at all, by readers on any node."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    partial.write_bytes(content)
-    partial.rename(path)

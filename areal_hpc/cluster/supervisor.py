@@ -187,7 +187,7 @@ class _Supervisor:
 
     def _child(self, spec: ProcessSpec) -> _Child:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
-        config_path = Path(self._launch.job_dir) / f"{spec.name}{suffix}.json"
+        config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         config_path.write_bytes(msgspec.json.encode(spec.config))
         log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None:

@@ -15,14 +15,7 @@ from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.commands import SlurmSilentError
 from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submissions import (
-    Submission,
-    newest_of_each,
-    read_submissions,
-    record_submission,
-)
 from areal_hpc.cluster.submit import (
-    outcomes_in,
     submit_slurm,
     write_job,
 )
@@ -31,7 +24,16 @@ from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_o
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.recipe import Recipe
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, SlurmLaunchInfo
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    SlurmLaunchInfo,
+    Submission,
+    latest_by_name,
+    read_submissions,
+    read_task_exits,
+    record_submission,
+)
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import EventLog
@@ -88,7 +90,7 @@ def write_down(
     with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
         place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
         return [
-            write_job(request, launch_of(spec, stage, recipe, ready)).with_name("job.sbatch")
+            write_job(request, launch_of(spec, stage, recipe, ready)).script
             for stage in ready.stages
             for spec, request in _pairs(stage, recipe, place)
         ]
@@ -125,9 +127,7 @@ def _leader(stage: Stage, submitted: Sequence[Submission]) -> Submission:
 def enter(ready: Ready, job: str, job_id: str) -> Submission:
     """Write down that a job was submitted."""
     layout = ready.layout
-    submission = Submission(
-        job, job_id, ready.attempt, time.time(), str(layout.jobs_dir / job / "job.sbatch")
-    )
+    submission = Submission(job, job_id, ready.attempt, time.time(), str(layout.job(job).script))
     record_submission(layout.submissions, submission)
     EventLog(layout.events, "launcher").record("job_submitted", job=job, job_id=job_id)
     return submission
@@ -139,7 +139,7 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
     network = cluster.slurm.network
     return LaunchFile(
         job=spec,
-        job_dir=str(layout.jobs_dir / spec.name),
+        job_dir=str(layout.job(spec.name).root),
         log_dir=str(layout.log_dir(ready.attempt)),
         events=str(layout.events),
         pythons=ready.pythons,
@@ -147,7 +147,7 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
         stop_grace_s=cluster.stop_grace_s,
         slurm=SlurmLaunchInfo(
             submissions=str(layout.submissions),
-            script=str(layout.jobs_dir / spec.name / "job.sbatch"),
+            script=str(layout.job(spec.name).script),
             excluded_nodes=str(layout.excluded_nodes),
             cancelled=str(layout.cancelled_marker),
             interface=network.interface,
@@ -246,7 +246,7 @@ def watch(recipe: Recipe, layout: RunPaths, reporter: Reporter, stop: threading.
 
 def _is_gone(layout: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
-    newest = newest_of_each(read_submissions(layout.submissions))[job]
+    newest = latest_by_name(read_submissions(layout.submissions))[job]
     try:
         return not live_jobs([newest.job_id])
     except ClusterError:
@@ -254,12 +254,12 @@ def _is_gone(layout: RunPaths, job: str) -> bool:
 
 
 def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
-    for job in (leader, *newest_of_each(read_submissions(layout.submissions))):
-        if (crash := crash_of(job, outcomes_in(layout.jobs_dir / job))) is not None:
+    for job in (leader, *latest_by_name(read_submissions(layout.submissions))):
+        if (crash := crash_of(job, list(read_task_exits(layout.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
         f"the job {leader} is gone, and its work is not done",
-        key=str(layout.jobs_dir / leader / "submitit"),
+        key=str(layout.job(leader).submitit_dir),
         hint="read the files in that folder; the same command continues the run",
         code=ClusterError.exit_code,
     )
@@ -274,7 +274,7 @@ def _still_live(job_ids: Sequence[str]) -> list[str]:
 
 
 def _see_jobs_off(layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
-    job_ids = [one.job_id for one in newest_of_each(read_submissions(layout.submissions)).values()]
+    job_ids = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live := _still_live(job_ids):
         if time.monotonic() > give_up_at or stop.wait(2.0):

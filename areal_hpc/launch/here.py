@@ -223,7 +223,7 @@ class _Foreground:
         cluster = self._recipe.cluster
         launch = LaunchFile(
             job=spec,
-            job_dir=str(self._layout.jobs_dir / spec.name),
+            job_dir=str(self._layout.job(spec.name).root),
             log_dir=str(self._layout.log_dir(self._attempt)),
             events=str(self._layout.events),
             pythons=self._pythons,
@@ -290,7 +290,7 @@ class _Foreground:
         if not outcomes:
             return JobFailedError(
                 f"the job {handle.name} ended before it could say why",
-                key=str(self._layout.jobs_dir / handle.name / "submitit"),
+                key=str(self._layout.job(handle.name).submitit_dir),
                 hint="read the files in that folder",
                 code=ClusterError.exit_code,
             )

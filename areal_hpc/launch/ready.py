@@ -12,12 +12,12 @@ from pathlib import Path
 
 from areal_hpc.cluster.container import image_python
 from areal_hpc.cluster.queue import live_jobs
-from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import read_step_lines
 
@@ -88,7 +88,7 @@ def refuse_live_jobs(layout: RunPaths) -> None:
     Raises:
         ClusterError: Some do, or slurmctld does not answer.
     """
-    newest = newest_of_each(read_submissions(layout.submissions))
+    newest = latest_by_name(read_submissions(layout.submissions))
     names = {submission.job_id: job for job, submission in newest.items()}
     if live := live_jobs(list(names)):
         raise ClusterError(

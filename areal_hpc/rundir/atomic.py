@@ -52,3 +52,14 @@ def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
         stream.flush()
         os.fsync(stream.fileno())
     return partial
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Put a file in place that readers on any node see whole or not at all. Not forced to disk.
+
+    Raises:
+        OSError: The storage refused; the old content, if any, still stands.
+    """
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    partial.write_bytes(content)
+    partial.rename(path)

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct, field
+
+from areal_hpc.rundir.atomic import replace_file
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import JobPaths, held_jobs_dir
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -51,7 +57,7 @@ class SlurmLaunchInfo(Struct, frozen=True):
     """What a job under Slurm knows of its own submission."""
 
     submissions: str
-    """Where a job that submits itself again says so; see `cluster/submissions.py`."""
+    """Where a job that submits itself again says so."""
     script: str
     """The sbatch script that this job was submitted with."""
     excluded_nodes: str
@@ -95,6 +101,11 @@ class LaunchFile(Struct, frozen=True):
     slurm: SlurmLaunchInfo | None = None
     """None for jobs of this machine."""
 
+    @property
+    def paths(self) -> JobPaths:
+        """The job's folder."""
+        return JobPaths(Path(self.job_dir))
+
 
 class TaskExit(Struct, frozen=True):
     """How one task of a job ended: the supervisor's last word, as a file in the job's folder."""
@@ -113,3 +124,66 @@ class TaskExit(Struct, frozen=True):
     def is_crash(self) -> bool:
         """True unless the work was done, the task was told to stop, or it had nothing to do."""
         return self.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE)
+
+
+def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
+    """Leave a task's last word: whole or not at all, as others look often."""
+    replace_file(job.task_exit(rank), msgspec.json.encode(task_exit))
+
+
+def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
+    """What a task of one start of a job ended with; None while it has not."""
+    try:
+        content = job.task_exit(rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    task_exit = msgspec.json.decode(content, type=TaskExit)
+    return task_exit if task_exit.incarnation == incarnation else None
+
+
+def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
+    """How the tasks of a job that have ended did so, by rank, in order."""
+    return {
+        rank: msgspec.json.decode(path.read_bytes(), type=TaskExit)
+        for rank, path in job.task_exits().items()
+    }
+
+
+class Submission(Struct, frozen=True):
+    """One job id that Slurm gave out. A requeue keeps the id and adds no line."""
+
+    job: str
+    """Name within the run: `trainer`, `cell-0`, `warmup`."""
+    job_id: str
+    """Slurm's; `123_4` for a member of an array."""
+    attempt: int
+    """The run's attempt, which also names the folder of its logs."""
+    submitted_at: float
+    """Unix time, seconds."""
+    script: str
+    """The sbatch script."""
+
+
+def record_submission(path: Path, submission: Submission) -> None:
+    """Append one line, whole or not at all.
+
+    Raises:
+        OSError: The storage refused it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_line(path, submission)
+
+
+def read_submissions(path: Path) -> list[Submission]:
+    """All jobs that were ever submitted, oldest first; none before the first."""
+    return read_lines(path, Submission)
+
+
+def latest_by_name(submissions: list[Submission]) -> dict[str, Submission]:
+    """The submission that counts for each name: the last one."""
+    return {submission.job: submission for submission in submissions}
+
+
+def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
+    """The jobs that gave their nodes back and wait to be released."""
+    return [JobPaths(jobs_dir / note.name) for note in sorted(held_jobs_dir(jobs_dir).glob("*"))]

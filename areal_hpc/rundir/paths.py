@@ -65,6 +65,10 @@ class RunPaths:
         """One folder a job: process configurations and submitit's files."""
         return self.root / "jobs"
 
+    def job(self, name: str) -> JobPaths:
+        """The folder of one job."""
+        return JobPaths(self.jobs_dir / name)
+
     @property
     def submissions(self) -> Path:
         """Every job that was handed to Slurm: one JSON object a line."""
@@ -212,3 +216,63 @@ class RunPaths:
 def format_step_dir(step: int) -> str:
     """The folder name of a step: `step_00000040`."""
     return f"step_{step:08d}"
+
+
+@dataclass(frozen=True, slots=True)
+class JobPaths:
+    """The folder of one job, `jobs/<name>`, and the names inside it."""
+
+    root: Path
+
+    @property
+    def launch(self) -> Path:
+        """The job as its supervisors are told."""
+        return self.root / "launch.json"
+
+    @property
+    def script(self) -> Path:
+        """What sbatch was given."""
+        return self.root / "job.sbatch"
+
+    @property
+    def submitit_dir(self) -> Path:
+        """Submitit's pickle of the job, and its logs."""
+        return self.root / "submitit"
+
+    @property
+    def starts_dir(self) -> Path:
+        """One numbered file for each start under Slurm, and the notes of its tasks."""
+        return self.root / "starts"
+
+    @property
+    def failure_count(self) -> Path:
+        """How many starts in a row have failed without progress."""
+        return self.root / "fruitless.json"
+
+    @property
+    def save_time(self) -> Path:
+        """Seconds that the last checkpoint took."""
+        return self.root / "save_time_s"
+
+    @property
+    def hold_note(self) -> Path:
+        """Exists while the job has given its nodes back; holds its id."""
+        return held_jobs_dir(self.root.parent) / self.root.name
+
+    def process_config(self, process: str) -> Path:
+        """The configuration of one process of the job; its last error lies beside it."""
+        return self.root / f"{process}.json"
+
+    def task_exit(self, rank: int) -> Path:
+        """How one task ended."""
+        return self.root / f"outcome.{rank}.json"
+
+    def task_exits(self) -> dict[int, Path]:
+        """The files of the tasks that have ended, by rank, in order."""
+        found = {int(path.name.split(".")[1]): path for path in self.root.glob("outcome.*.json")}
+        return dict(sorted(found.items()))
+
+
+def held_jobs_dir(jobs_dir: Path) -> Path:
+    """One file for each job that waits to be released."""
+    return jobs_dir / "held"

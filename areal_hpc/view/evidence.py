@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.queue import Queue, QueuedJob
-from areal_hpc.cluster.submissions import Submission
-from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import decode_lines, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.jobs import RunJobs, read_jobs
@@ -111,7 +110,7 @@ def _events(layout: RunPaths) -> list[dict[str, Any]]:
 def _last_words(run: RunJobs) -> Iterator[LastWord]:
     for job in run.jobs:
         for rank, outcome in job.outcomes.items():
-            path = run.layout.jobs_dir / job.name / f"outcome.{rank}.json"
+            path = run.layout.job(job.name).task_exit(rank)
             yield LastWord(job.name, rank, path.stat().st_mtime, outcome)
 
 

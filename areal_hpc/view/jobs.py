@@ -8,16 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from areal_hpc.cluster.local_task import is_held
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
-from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.states import Phase
-from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.jobs import (
+    Submission,
+    TaskExit,
+    latest_by_name,
+    list_held_jobs,
+    read_submissions,
+    read_task_exits,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import aligned, clock, span
 
@@ -99,8 +102,13 @@ def judge_jobs(layout: RunPaths, answer: Look) -> RunJobs:
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
     look = answer.of(ids, label_of(layout))
-    newest, held = newest_of_each(submissions), held_jobs(layout.jobs_dir)
-    names = set(newest) or {path.parent.name for path in layout.jobs_dir.glob("*/launch.json")}
+    newest, held = (
+        latest_by_name(submissions),
+        {job.root.name for job in list_held_jobs(layout.jobs_dir)},
+    )
+    names = set(newest) or {
+        path.name for path in layout.jobs_dir.glob("*") if layout.job(path.name).launch.exists()
+    }
     return RunJobs(
         layout,
         tuple(
@@ -108,7 +116,7 @@ def judge_jobs(layout: RunPaths, answer: Look) -> RunJobs:
                 name,
                 newest.get(name),
                 look.jobs.get(newest[name].job_id) if name in newest else None,
-                _outcomes(layout, name),
+                read_task_exits(layout.job(name)),
                 gave_nodes_back=name in held,
             )
             for name in sorted(names, key=_order)
@@ -127,13 +135,6 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
         stem if is_numbered else name,
         int(number) if is_numbered else 0,
     )
-
-
-def _outcomes(layout: RunPaths, job: str) -> dict[int, TaskExit]:
-    found = {}
-    for path in (layout.jobs_dir / job).glob("outcome.*.json"):
-        found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=TaskExit)
-    return dict(sorted(found.items()))
 
 
 def state_of_run(run: RunJobs) -> str:

@@ -21,7 +21,7 @@ def describe_requests(
     """
     parts = []
     for request in requests:
-        where = layout.jobs_dir / request.job / "job.sbatch"
+        where = layout.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{script_of(request, members)}")
     return "\n".join([*parts, _written(layout), _cost(requests, members or 1)])
 

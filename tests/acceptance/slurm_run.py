@@ -14,8 +14,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
@@ -137,7 +137,7 @@ class SlurmRun:
 
     def job_id(self, job: str) -> str:
         """Of the newest submission."""
-        return newest_of_each(read_submissions(self.layout.submissions))[job].job_id
+        return latest_by_name(read_submissions(self.layout.submissions))[job].job_id
 
     def state(self, job: str) -> str:
         """Slurm's word."""

@@ -9,9 +9,15 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.cluster.submissions import Submission, record_submission
 from areal_hpc.recipe import load
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, SlurmLaunchInfo
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    ProcessSpec,
+    SlurmLaunchInfo,
+    Submission,
+    record_submission,
+)
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.submissions import (
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    ProcessSpec,
+    SlurmLaunchInfo,
     Submission,
-    newest_of_each,
+    TaskExit,
+    latest_by_name,
     read_submissions,
     record_submission,
 )
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, SlurmLaunchInfo, TaskExit
 from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
@@ -135,7 +139,7 @@ class SupervisedJob:
         return msgspec.json.decode((self.job_dir / "outcome.0.json").read_bytes(), type=TaskExit)
 
     def newest_id(self) -> str:
-        return newest_of_each(read_submissions(self.submissions))[self.name].job_id
+        return latest_by_name(read_submissions(self.submissions))[self.name].job_id
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""

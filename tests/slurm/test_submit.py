@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submissions import Submission, read_submissions
+from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from tests.integration.launch.small_run import SIZES

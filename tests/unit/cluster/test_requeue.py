@@ -8,6 +8,7 @@ import pytest
 
 from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
+from areal_hpc.rundir.paths import JobPaths
 
 DONE, STOPPED, CRASHED = TaskExit(0), TaskExit(STOPPED_EXIT_CODE), TaskExit(139, "trainer")
 LET_DOWN, MISTAKEN = TaskExit(75, "ledger"), TaskExit(78, "trainer")
@@ -47,9 +48,9 @@ def test_only_crashes_without_progress_count() -> None:
 
 def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
-    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
-    start = Usefulness(tmp_path, str(progress))
+    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    start = Usefulness(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
     assert start.close([CRASHED]) == 0
-    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
-    assert Usefulness(tmp_path, "").close([CRASHED]) == 2
+    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    assert Usefulness(JobPaths(tmp_path), "").close([CRASHED]) == 2

@@ -6,8 +6,7 @@ from typing import Any
 
 from areal_hpc.cluster.queue import Look, QueuedJob
 from areal_hpc.cluster.states import parse_state
-from areal_hpc.cluster.submissions import Submission
-from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
