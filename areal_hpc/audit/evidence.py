@@ -7,40 +7,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import yaml
 
 from areal_hpc.errors import Problem, ShardError
+from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
 from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
-
-class UntrainedRecord(msgspec.Struct, frozen=True):
-    """What a consumed batch did not teach (`trainer.untrained.Untrained`)."""
-
-    step: int
-    reason: str
-    tickets: list[int] = []
-    """Those left out; without any, optimizer steps of the batch were not taken."""
-
-
-class CommitRecord(msgspec.Struct, frozen=True):
-    """What `trainer.json` of a commit says about batches (`trainer.commits.store.TrainerState`)."""
-
-    step: int = 0
-    epoch: int = 0
-    consumed: list[int] = []
-    untrained: list[UntrainedRecord] = []
+NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a run directory says about tickets."""
 
-    commit: CommitRecord = field(default_factory=CommitRecord)
+    commit: TrainerState = NO_CHECKPOINT
     """The newest; of step 0 when there is none."""
     manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
     """By step, those that can be read."""
@@ -100,19 +84,10 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
             yield path.name, path.stat().st_size
 
 
-def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
+def _newest_commit(directory: Path, problems: list[Problem]) -> TrainerState:
     """The highest step of the highest epoch among the complete commits."""
-    found = [CommitRecord()]
-    for marker in directory.glob("step_*/COMMITTED"):
-        state = marker.with_name("trainer.json")
-        try:
-            found.append(msgspec.json.decode(state.read_bytes(), type=CommitRecord))
-        except FileNotFoundError:
-            if marker.exists():  # else it was deleted just now: newer ones are there
-                problems.append(Problem("the commit does not say what it holds", str(state)))
-        except msgspec.DecodeError as error:
-            problems.append(Problem(f"the commit cannot be read: {error}", str(state)))
-    newest = max(found, key=lambda commit: (commit.epoch, commit.step))
+    found = list_checkpoints(directory, problems)
+    newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
         problems.append(
             Problem(

@@ -39,8 +39,9 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_hpc.audit.evidence import Evidence, UntrainedRecord, read_evidence
+from areal_hpc.audit.evidence import Evidence, read_evidence
 from areal_hpc.errors import Problem
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import SettledTicket
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Mapping
 
 from areal_hpc.cluster.topology import TaskPosition
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, TaskExit, write_task_exit
+from areal_hpc.rundir.lock import is_lock_held
 
 
 class LocalTask:
@@ -28,7 +27,7 @@ class LocalTask:
     def look(self, *, is_leading: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
-        if lock is None or is_held(lock):
+        if lock is None or is_lock_held(lock):
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
 
@@ -40,18 +39,3 @@ class LocalTask:
         """Tell the launcher."""
         write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
-
-
-def is_held(lock: str | os.PathLike[str]) -> bool:
-    """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -13,6 +13,7 @@ from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.rundir.rendezvous import CELL_PREFIX
 
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD = "payload.pkl"
@@ -108,7 +109,7 @@ def shape_of(job: JobSpec, options: JobOptions) -> Shape:
     Raises:
         RecipeError: They do not fit.
     """
-    kind = "cell" if job.name.startswith("cell-") else job.name
+    kind = "cell" if job.name.startswith(CELL_PREFIX) else job.name
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:

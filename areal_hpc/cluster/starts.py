@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import replace_file
-from areal_hpc.rundir.generations import claim_next_number, read_newest_number
+from areal_hpc.rundir.generations import claim_next_number, number_path, read_newest_number
 
 _POLL_S = 0.25
 STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
@@ -50,7 +50,7 @@ def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
     start = Start(number, incarnation, node, address)
-    replace_file(folder / f"{number:04d}", msgspec.json.encode(start))
+    replace_file(number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
@@ -63,7 +63,7 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         number = read_newest_number(folder)
-        content = (folder / f"{number:04d}").read_bytes() if number else b""
+        content = number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
             start = msgspec.json.decode(content, type=Start)
             if start.incarnation == incarnation:
@@ -100,17 +100,17 @@ def await_nodes(folder: Path, start: Start, nodes: int, timeout_s: float) -> lis
 
 
 def _report_path(folder: Path, start: Start, node_rank: int) -> Path:
-    return folder / f"{start.number:04d}.node{node_rank}"
+    return number_path(folder, start.number, f".node{node_rank}")
 
 
 def is_superseded(folder: Path, start: Start) -> bool:
     """True once a later start of the job has begun. One look at one name."""
-    return (folder / f"{start.number + 1:04d}").exists()
+    return number_path(folder, start.number + 1).exists()
 
 
 def stop_note_path(folder: Path, start: Start) -> Path:
     """Where the tasks of a start tell one another to stop."""
-    return folder / f"{start.number:04d}.stop"
+    return number_path(folder, start.number, ".stop")
 
 
 def write_stop_note(path: Path, note: StopNote) -> None:

@@ -79,7 +79,9 @@ class Chief:
         Raises:
             ClusterError: It cannot be reached.
         """
-        endpoint = rendezvous.find_endpoint(self._rendezvous_dir, f"relay-{self._cell}")
+        endpoint = rendezvous.find_endpoint(
+            self._rendezvous_dir, rendezvous.format_control_proxy_name(self._cell)
+        )
         if endpoint is None:
             raise ClusterError(f"the relay of {self._cell} is not published")
         if self._client is None or self._url != endpoint.url:

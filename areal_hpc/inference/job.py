@@ -66,14 +66,15 @@ def run(config: dict[str, Any]) -> None:
     app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir, local)
     relay = RelayServer(app, advertised_host())
     relay.start()
-    rendezvous.publish_endpoint(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
+    service = rendezvous.format_control_proxy_name(job.cell)
+    rendezvous.publish_endpoint(layout.rendezvous_dir, service, relay.url)
     try:
         while not stop.requested:
             for replica in replicas:
                 replica.tick()
             stop.wait(POLL_S)
     finally:
-        rendezvous.remove_endpoint(layout.rendezvous_dir, f"relay-{job.cell}")
+        rendezvous.remove_endpoint(layout.rendezvous_dir, service)
         for replica in replicas:
             replica.request_stop()
         gone_by = time.monotonic() + STOP_GRACE_S

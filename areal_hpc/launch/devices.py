@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from areal_hpc.cluster.gpus import VisibleGpus
-from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 
 Assignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""

@@ -10,20 +10,21 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from areal_hpc.cluster.gpus import visible_gpus
-from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
-from areal_hpc.launch.ready import held, prepared, pythons_of
+from areal_hpc.launch.ready import prepared, pythons_of
 from areal_hpc.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
     TaskExit,
 )
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL, is_cell_name
 from areal_hpc.telemetry import EventLog, read_step_lines
 
 STOP_MARGIN_S = 3.0
@@ -111,7 +112,7 @@ def run_stage(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         attempt = prepare.open_attempt(layout)
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
@@ -127,7 +128,7 @@ def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: flo
     """
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up
-    is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+    is_cell = is_cell_name(job)
     return steps_taken > 0 or (is_cell and lived_s >= HEALTHY_S)
 
 

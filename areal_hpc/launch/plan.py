@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
 from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20
@@ -147,7 +147,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         "trainer",
         "train",
         [
-            _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
+            _service(LEDGER, "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
             ProcessSpec(
                 "trainer",
                 "train",
@@ -167,7 +167,7 @@ def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec,
     is_apart = recipe.evaluation.separate_job
     splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
     jobs = [
-        _cell_job(recipe, layout, facts, f"{CELL_PREFIX}{index}", splits)
+        _cell_job(recipe, layout, facts, format_cell_name(index), splits)
         for index in range(recipe.inference.cells)
     ]
     if is_apart:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
 from areal_hpc.recipe import Recipe
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import read_step_lines
 
@@ -69,7 +68,7 @@ def prepared(
     refuse_live_jobs(layout)
     if fresh and (kept := archive(layout)) is not None:
         say(f"kept     the earlier run as {kept}")
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         prepare.announce_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
             layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
@@ -117,7 +116,7 @@ def archive(layout: RunPaths) -> Path | None:
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         layout.root.rename(kept)
     return kept
 
@@ -131,25 +130,3 @@ def pythons_of(recipe: Recipe) -> dict[str, str]:
     return {
         role: image_python(role) if python == "auto" else python for role, python in named.items()
     }
-
-
-@contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """Hold the launcher's lock. The kernel drops it however the launcher ends.
-
-    Raises:
-        ClusterError: Another launcher holds it.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ClusterError(
-            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
-        ) from error
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -57,14 +58,6 @@ class Start:
     """None: the model that the run started from."""
     forks: tuple[GenerationFork, ...]
     """Every epoch of the run with the step it began from."""
-
-
-class _CommitState(msgspec.Struct):
-    """What is read of a commit's `trainer.json` (`trainer.commits.store.TrainerState`)."""
-
-    step: int
-    epoch: int
-    forks: list[GenerationFork] = []
 
 
 class Replay:
@@ -148,7 +141,7 @@ class Replay:
         reporter: here.Reporter,
         stop: threading.Event,
     ) -> None:
-        if any(state.step >= last_step for state, _ in _commits(self._out)):
+        if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
         config: dict[str, Any] = {
             "run_dir": str(self._out.root),
@@ -168,7 +161,7 @@ class Replay:
             tasks=recipe.trainer.parallel.world_size,
             gpus_per_task=gpus_of_a_rank(recipe),
         )
-        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / "COMMITTED"
+        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
         stage = Stage(name, job, (), done_marker)
         here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
@@ -224,22 +217,13 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
 
 def find_start(run: RunPaths, first_step: int) -> Start:
     """The newest commit from which `first_step` can still be reached."""
-    commits = _commits(run)
-    known = read_state(run).forks or (commits[-1][0].forks if commits else ())
+    commits = list_checkpoints(run.checkpoints_dir)
+    known = read_state(run).forks or (commits[-1].state.forks if commits else ())
     forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
-    for state, path in reversed(commits):
-        if state.step < first_step:
-            return Start(state.step, path, forks)
+    for one in reversed(commits):
+        if one.state.step < first_step:
+            return Start(one.state.step, one.path, forks)
     return Start(0, None, forks)
-
-
-def _commits(layout: RunPaths) -> list[tuple[_CommitState, Path]]:
-    """Every complete commit; those of a later epoch, whose chain was followed, come last."""
-    found = []
-    for marker in layout.checkpoints_dir.glob("step_*/COMMITTED"):
-        text = marker.with_name("trainer.json").read_bytes()
-        found.append((msgspec.json.decode(text, type=_CommitState), marker.parent))
-    return sorted(found, key=lambda commit: (commit[0].epoch, commit[0].step))
 
 
 def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:

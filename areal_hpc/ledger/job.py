@@ -36,7 +36,6 @@ from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
 
-NAME = "ledger"
 STOP_POLL_S = 0.1
 SWEEPS_PER_TIMEOUT = 30
 RELEASE_PERIOD_S = 20.0
@@ -141,7 +140,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    rendezvous.publish_endpoint(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
+    rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
     log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
     sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
     swept_at_s = time.monotonic()

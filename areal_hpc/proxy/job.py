@@ -88,7 +88,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)
     visits = Visits() if job.online else None
     service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers, visits)
-    name = f"proxy-{job.cell}"
+    name = rendezvous.format_proxy_name(job.cell)
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:

@@ -37,7 +37,7 @@ class CellReplicas:
 
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
-        self._relay_name = f"relay-{cell}"
+        self._relay_name = rendezvous.format_control_proxy_name(cell)
         self._admin_key = admin_key
         self._client: AsyncWireClient | None = None
         self._client_url = ""

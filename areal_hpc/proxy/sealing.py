@@ -173,7 +173,7 @@ class Sealer:
             await self._recorder.tidy()
 
     async def _client(self) -> AsyncWireClient:
-        endpoint = rendezvous.find_endpoint(self._layout.rendezvous_dir, "ledger")
+        endpoint = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
         if endpoint is None:
             raise ClusterError("the ledger has not been published")
         if self._ledger is None or endpoint.url != self._ledger_url:

@@ -23,7 +23,7 @@ from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key
+from areal_hpc.rundir.rendezvous import LEDGER, ensure_admin_key, format_proxy_name
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import Split
 
@@ -98,8 +98,8 @@ async def _drive(
             await agent.check()
     key = ensure_admin_key(layout.admin_key)
     peers = Peers(
-        ledger=Peer(layout.rendezvous_dir, "ledger", key),
-        proxy=Peer(layout.rendezvous_dir, f"proxy-{job.cell}", key),
+        ledger=Peer(layout.rendezvous_dir, LEDGER, key),
+        proxy=Peer(layout.rendezvous_dir, format_proxy_name(job.cell), key),
     )
     http_client = open_http_client(job.rollout.episode_timeout_s)
     driver = Driver(

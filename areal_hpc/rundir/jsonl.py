@@ -21,6 +21,9 @@ from areal_hpc.rundir.atomic import fsync_path
 
 RecordT = TypeVar("RecordT")
 
+FlatRow = dict[str, int | float | str | None]
+"""The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
+
 log = logging.getLogger(__name__)
 
 

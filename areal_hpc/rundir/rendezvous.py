@@ -14,6 +14,35 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic_private
 
+LEDGER = "ledger"
+"""The service that every driver, proxy and trainer asks."""
+RANK_STORE = "trainer-store"
+"""The store through which the ranks of a trainer find one another."""
+CELL_PREFIX = "cell-"
+"""Names of the cells that play training tasks, and of their jobs, are this and a number."""
+EVALUATION_CELL = "evaluation"
+"""The name of the cell, and of its job, that plays nothing but held-out tasks."""
+
+
+def format_cell_name(index: int) -> str:
+    """The cell, and the job, that is number `index` among those of training."""
+    return f"{CELL_PREFIX}{index}"
+
+
+def is_cell_name(job: str) -> bool:
+    """True of the jobs that are cells, that of evaluation included."""
+    return job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+
+
+def format_proxy_name(cell: str) -> str:
+    """The service that records what the agents of a cell ask and get."""
+    return f"proxy-{cell}"
+
+
+def format_control_proxy_name(cell: str) -> str:
+    """The service through which trainers reach the replicas of a cell."""
+    return f"relay-{cell}"
+
 
 class ServiceEndpoint(msgspec.Struct, frozen=True):
     """Where a live role listens. A restarted role overwrites its file with a new `started_at`."""

@@ -19,13 +19,12 @@ from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.config import StageConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner, make_learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
@@ -113,7 +112,7 @@ def _train(
     is_first = dist.get_rank() == 0
     taken = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
     epoch = int(from_rank_zero(taken))
-    fence = epoch_fence(layout.generations_dir, epoch)
+    fence = make_generation_check(layout.generations_dir, epoch)
     learner = make_learner(
         job.trainer, layout, job.model_path, device, epoch=epoch, seed=job.seed, fence=fence
     )
@@ -121,7 +120,7 @@ def _train(
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
     if finished and conductor:
-        epoch_fence(layout.generations_dir, learner.state.epoch)()
+        make_generation_check(layout.generations_dir, learner.state.epoch)()
         layout.finished_marker.touch()
         fsync_path(layout.finished_marker)
         fsync_path(layout.finished_marker.parent)
@@ -171,7 +170,7 @@ def _make_conductor(
         metrics=metrics,
         events=EventLog(layout.events, "trainer"),
         stop=stop,
-        fence=epoch_fence(layout.generations_dir, version.epoch),
+        fence=make_generation_check(layout.generations_dir, version.epoch),
     )
 
 

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.commits.store import CommitStore, load_commit
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model.architecture import read_architecture
@@ -31,7 +32,7 @@ from areal_hpc.trainer.sft import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_once
-from areal_hpc.trainer.untrained import Untrained, describe_norms, is_taken, judge_norms
+from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,7 @@ class SftTrainer:
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._committed = 0
         self._parent: str | None = None
-        self._untrained: list[Untrained] = []
+        self._untrained: list[UntrainedRecord] = []
         if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
             apply_settings(self._optimizer, job.warmup.optimizer)

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.cluster.local_task import is_held
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
 from areal_hpc.cluster.states import Phase
@@ -21,6 +20,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     read_task_exits,
 )
+from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import aligned, clock, span
 
@@ -146,7 +146,7 @@ def state_of_run(run: RunJobs) -> str:
     if layout.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
-        return "running here" if is_held(layout.lock) else _ended(run)
+        return "running here" if is_lock_held(layout.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         named = (("running", Phase.RUNNING), ("waiting", Phase.WAITING))

@@ -42,7 +42,7 @@ def read_snapshot(layout: RunPaths, *, ask_ledger: bool = False) -> Snapshot:
 
 
 def _ledger_status(layout: RunPaths) -> LedgerStatus | None:
-    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, "ledger")
+    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, rendezvous.LEDGER)
     if endpoint is None:
         return None
     client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)

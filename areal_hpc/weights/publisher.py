@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.broadcast import Broadcast
 from areal_hpc.weights.census import Census, Found
 from areal_hpc.weights.config import WeightsConfig

@@ -14,12 +14,12 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
-from areal_hpc.trainer.untrained import Untrained
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
@@ -88,7 +88,7 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
 
 def leave_out_unsound(
     batch: Batch, manifest: BatchManifest, vocab_size: int
-) -> tuple[Batch, list[Untrained]]:
+) -> tuple[Batch, list[UntrainedRecord]]:
     """The batch without the tickets that hold an unsound row, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
@@ -99,7 +99,7 @@ def leave_out_unsound(
     for ticket in manifest.tickets:
         own = list(itertools.islice(rows, len(ticket.rows)))
         if defect := _find_defect(own, ticket, vocab_size):
-            left_out.append(Untrained(manifest.step, defect, [ticket.ref.ticket_id]))
+            left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
             sound.trajectories.extend(own)
             sound.rewards.extend(ticket.rewards)

@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
+from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch import experience
 from areal_hpc.trainer.commits import sharded
 from areal_hpc.trainer.commits import store as checkpoint
-from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.commits.store import CommitStore
 from areal_hpc.trainer.commits.writer_peer import WriterPeer
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
@@ -168,7 +169,7 @@ def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
 def commit_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
     """A data file of the latest commit was cut short."""
     begin(scenario, layout).close()
-    latest = CommitStore(layout.checkpoints_dir, keep=2).latest()
+    latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
         os.truncate(path, path.stat().st_size // 2)
@@ -244,7 +245,7 @@ def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
     place_commit(layout, epoch=9)
     learner.begin_commit({})
     found = failure(learner)
-    latest = CommitStore(layout.checkpoints_dir, keep=2).latest()
+    latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     return found | {"epoch": latest.state.epoch, "is_whole": (latest.path / "data").exists()}
 
@@ -314,7 +315,7 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
     dist.barrier()
     if dist.get_rank() == 1:
-        CommitStore.latest = None  # type: ignore[assignment,method-assign]
+        mock.patch("areal_hpc.trainer.commits.store.find_latest", None).start()
     return {"step": make_learner(scenario, layout).state.step}
 
 

@@ -28,13 +28,12 @@ import torch.distributed as dist
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
-from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer import learner as product
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.model.architecture import read_architecture
@@ -76,7 +75,7 @@ def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
     epoch = int(from_rank_zero(taken))
     return product.make_learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
-        epoch=epoch, seed=1, fence=epoch_fence(layout.generations_dir, epoch),
+        epoch=epoch, seed=1, fence=make_generation_check(layout.generations_dir, epoch),
     )  # fmt: skip
 
 

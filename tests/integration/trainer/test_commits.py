@@ -116,7 +116,7 @@ def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_commit(
     ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "replaced_while_writing")
-    assert found["kind"] == "SupersededError"
+    assert found["kind"] == "SupersededTrainerError"
     assert found["visible"] == FIRST
 
 
@@ -124,7 +124,7 @@ def test_a_trainer_that_was_replaced_spares_the_commit_of_its_successor(
     ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "successor_committed_first")
-    assert found["kind"] == "SupersededError"
+    assert found["kind"] == "SupersededTrainerError"
     assert found["epoch"] == 9
     assert found["is_whole"]
 

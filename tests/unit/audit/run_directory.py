@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.audit.evidence import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.drops import DroppedTicket, append_drop
 from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
