@@ -19,12 +19,12 @@ from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import Driver, Peers
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import shard_name
 from areal_hpc.shards.writer import seal
-from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,

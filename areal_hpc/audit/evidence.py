@@ -122,7 +122,7 @@ def _limits(layout: RunPaths) -> tuple[int, int, int]:
     Recipes are read as plain YAML: an old run must be auditable by newer code.
     """
     batch_size = offpolicyness = total_steps = 0
-    for path in layout.root.glob("recipe*.yaml"):
+    for path in layout.recipes():
         recipe = yaml.safe_load(path.read_text()) or {}
         trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
         batch_size = max(batch_size, trainer.get("batch_size", 0))

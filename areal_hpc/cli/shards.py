@@ -78,7 +78,7 @@ def _tokenizer_of(layout: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
     from areal_hpc.recipe import load
 
-    folders = [layout.export("warmup"), layout.tiny_model_dir]
+    folders = [layout.sft_export, layout.tiny_model_dir]
     if layout.recipe.exists():
         named = load(layout.recipe).model.path
         folders += [named] if named else []

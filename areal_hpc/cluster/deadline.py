@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.rundir.atomic import replace_file
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
 
 _SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
@@ -48,7 +48,7 @@ def save_time_variable(job: JobPaths) -> dict[str, str]:
 def note_save(seconds: float) -> None:
     """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
     if path := os.environ.get(_SAVE_VARIABLE):
-        replace_file(Path(path), f"{seconds:.3f}".encode())
+        write_atomic(Path(path), f"{seconds:.3f}".encode())
 
 
 def last_save_s(job: JobPaths) -> float:

@@ -20,7 +20,7 @@ from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.rundir.atomic import replace_file
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LaunchFile,
@@ -115,7 +115,7 @@ class Usefulness:
         if self._path.exists():
             before = msgspec.json.decode(self._path.read_bytes(), type=_Record).fruitless
         fruitless = count_fruitless(before, outcomes, was_of_use=was_of_use)
-        replace_file(self._path, msgspec.json.encode(_Record(fruitless)))
+        write_atomic(self._path, msgspec.json.encode(_Record(fruitless)))
         return fruitless
 
 

@@ -27,6 +27,7 @@ from areal_hpc.cluster.requeue import (
 )
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
@@ -36,7 +37,6 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.telemetry import EventLog
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.atomic import replace_file
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.generations import claim_next_number, number_path, read_newest_number
 
 _POLL_S = 0.25
@@ -50,7 +50,7 @@ def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
     start = Start(number, incarnation, node, address)
-    replace_file(number_path(folder, number), msgspec.json.encode(start))
+    write_atomic(number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
@@ -115,7 +115,7 @@ def stop_note_path(folder: Path, start: Start) -> Path:
 
 def write_stop_note(path: Path, note: StopNote) -> None:
     """Tell the other tasks, and the processes of all, to stop."""
-    replace_file(path, msgspec.json.encode(note))
+    write_atomic(path, msgspec.json.encode(note))
 
 
 def read_stop_note(path: Path) -> StopNote | None:

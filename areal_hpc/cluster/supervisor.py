@@ -32,6 +32,7 @@ from areal_hpc.cluster.topology import (
     restart_count,
 )
 from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     STOPPED_EXIT_CODE,
@@ -39,7 +40,8 @@ from areal_hpc.rundir.jobs import (
     ProcessSpec,
     TaskExit,
 )
-from areal_hpc.telemetry import EventLog, set_up_logging
+from areal_hpc.rundir.paths import format_restart_dir
+from areal_hpc.telemetry import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +80,7 @@ def log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
     folder = Path(launch.log_dir) / launch.job.name
     if launch.slurm is None:
         return folder
-    return folder / f"restart_{restart_count(environ):02d}"
+    return folder / format_restart_dir(restart_count(environ))
 
 
 def log_headline(environ: Mapping[str, str]) -> str:

@@ -25,8 +25,8 @@ from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import EventLog
 
 POLL_S = 0.1
 

@@ -24,7 +24,7 @@ from areal_hpc.inference.custody import Custody
 from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.inference.span import Span
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import (
     FenceRequest,
     FollowReply,

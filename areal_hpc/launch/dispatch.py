@@ -24,6 +24,7 @@ from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_o
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -36,7 +37,6 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.telemetry import EventLog
 
 LOOK_S = 0.5
 """Between two looks at the run's files."""

@@ -17,6 +17,7 @@ from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import prepared, pythons_of
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -25,7 +26,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL, is_cell_name
-from areal_hpc.telemetry import EventLog, read_step_lines
+from areal_hpc.telemetry import read_step_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""

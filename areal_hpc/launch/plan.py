@@ -65,7 +65,7 @@ def plan(recipe: Recipe, layout: RunPaths, facts: Facts) -> Plan:
     )
     if recipe.warmup is None:
         return Plan((reinforcement,))
-    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.export("warmup"))
+    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.sft_export)
     return Plan((warmup, reinforcement))
 
 
@@ -76,7 +76,7 @@ def starting_model(recipe: Recipe, layout: RunPaths) -> Path:
 
 def policy_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return layout.export("warmup") if recipe.warmup else starting_model(recipe, layout)
+    return layout.sft_export if recipe.warmup else starting_model(recipe, layout)
 
 
 def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:

@@ -21,7 +21,7 @@ from areal_hpc.hub import snapshot
 from areal_hpc.launch.plan import Facts
 from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
-from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.tiny_model import make_tiny_model
@@ -98,9 +98,7 @@ def _put_tasks_in_place(recipe: Recipe, layout: RunPaths, say: Callable[[str], N
     say("data     writing the train set")
     counts = materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
     if config.sources:
-        partial = task_counts.with_name(f".{task_counts.name}.tmp")
-        partial.write_text(json.dumps(counts))
-        partial.rename(task_counts)
+        write_atomic(task_counts, json.dumps(counts).encode())
 
 
 def _texts(demonstrations: Path) -> Iterator[str]:
@@ -115,7 +113,7 @@ def open_attempt(layout: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
     attempt = max(layout.attempts(), default=0) + 1
     layout.log_dir(attempt).mkdir(parents=True)
-    latest = layout.logs_dir / "latest"
+    latest = layout.latest_log
     latest.unlink(missing_ok=True)
     latest.symlink_to(layout.log_dir(attempt).name)
     return attempt
@@ -153,7 +151,7 @@ def record_provenance(
     """Write the resolved recipe, and add this launch to the provenance file."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     if layout.recipe.exists() and layout.recipe.read_text() != text:
-        layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
+        layout.recipe.rename(layout.replaced_recipe(attempt))
     # Variables and agent arguments may hold keys of other services.
     write_atomic_private(layout.recipe, text.encode())
     launches = []

@@ -125,7 +125,7 @@ class Replay:
         write_atomic_private(out.recipe, text.encode())  # it may hold keys of other services
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
-        links[out.export("warmup")] = run.export("warmup")
+        links[out.sft_export] = run.sft_export
         if self.start.commit is not None:
             links[out.checkpoints_dir / self.start.commit.name] = self.start.commit
         for link, target in links.items():

@@ -21,10 +21,10 @@ from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER, ensure_admin_key, format_proxy_name
-from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import Split
 
 log = logging.getLogger(__name__)

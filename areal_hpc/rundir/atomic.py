@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 
 def fsync_path(path: Path) -> None:
@@ -26,7 +29,7 @@ def fsync_tree(directory: Path) -> None:
 
 
 def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
-    """Put a file in place so that after a crash it is there whole or not at all.
+    """Put a file in place that readers, also after a crash, see whole or not at all.
 
     Folders on the way to it are made.
 
@@ -44,22 +47,22 @@ def write_atomic_private(path: Path, content: bytes) -> None:
 
 def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
     """The content in a hidden file next to `path`, durable but not in place yet."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
-    with os.fdopen(descriptor, "wb") as stream:
+    with open_temporary(path, mode=mode) as stream:
         stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return partial
+    return Path(stream.name)
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Put a file in place that readers on any node see whole or not at all. Not forced to disk.
-
-    Raises:
-        OSError: The storage refused; the old content, if any, still stands.
-    """
+@contextmanager
+def open_temporary(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """The same, to be written bit by bit. An error within the block leaves no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The node is part of the name: on shared storage two processes may have the same number.
     partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    partial.write_bytes(content)
-    partial.rename(path)
+    try:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:  # boundary: whatever ended the block is raised again
+        partial.unlink(missing_ok=True)
+        raise

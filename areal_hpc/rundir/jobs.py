@@ -8,9 +8,9 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct, field
 
-from areal_hpc.rundir.atomic import replace_file
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
-from areal_hpc.rundir.paths import JobPaths, held_jobs_dir
+from areal_hpc.rundir.paths import HELD, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -128,7 +128,7 @@ class TaskExit(Struct, frozen=True):
 
 def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
     """Leave a task's last word: whole or not at all, as others look often."""
-    replace_file(job.task_exit(rank), msgspec.json.encode(task_exit))
+    write_atomic(job.task_exit(rank), msgspec.json.encode(task_exit))
 
 
 def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
@@ -186,4 +186,4 @@ def latest_by_name(submissions: list[Submission]) -> dict[str, Submission]:
 
 def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
-    return [JobPaths(jobs_dir / note.name) for note in sorted(held_jobs_dir(jobs_dir).glob("*"))]
+    return [JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD).glob("*"))]

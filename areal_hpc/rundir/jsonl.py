@@ -12,12 +12,13 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgspec
 
-from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.atomic import fsync_path, write_atomic
 
 RecordT = TypeVar("RecordT")
 
@@ -53,6 +54,15 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
         os.close(descriptor)
     if sync and size_bytes == 0:
         fsync_path(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[object]) -> None:
+    """Put a file with these records in the place of another, whole or not at all.
+
+    Raises:
+        OSError: The storage refused; the old file still stands.
+    """
+    write_atomic(path, b"".join(_encode(record) + b"\n" for record in records))
 
 
 def _encode(record: object) -> bytes:

@@ -18,9 +18,10 @@ import torch
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.telemetry import EVALUATION, EventLog, PhaseTimer
+from areal_hpc.telemetry import EVALUATION, PhaseTimer
 from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.metrics import MetricsLog, describe_stalls

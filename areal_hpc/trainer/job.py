@@ -19,10 +19,10 @@ from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.config import StageConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner, make_learner

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.telemetry import EventLog, PhaseTimer
+from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
     AGE,

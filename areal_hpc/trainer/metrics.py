@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.rundir.jsonl import FlatRow, append_line
+from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.replicas import Stall
 from areal_hpc.wire.weight_version import WeightVersion
@@ -67,10 +66,7 @@ class MetricsLog:
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
         if path.exists():
-            partial = path.with_name(f".{path.name}.tmp")
-            lines = (json.dumps(line, separators=(",", ":")) + "\n" for line in kept.values())
-            partial.write_text("".join(lines))
-            partial.replace(path)
+            write_lines(path, kept.values())
         self._board = (
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )

@@ -89,7 +89,7 @@ def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: Stop
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = trainer.train(stop)
     if finished:
-        save_hf(policy, job.model_path, layout.export("warmup"))
+        save_hf(policy, job.model_path, layout.sft_export)
     trainer.close()
     return finished
 

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.queue import Queue, QueuedJob
+from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
-from areal_hpc.rundir.jsonl import decode_lines, read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, log_files, records_of, tail
@@ -20,8 +21,6 @@ from areal_hpc.view.logs import LogFile, log_files, records_of, tail
 TRACEBACK = "Traceback (most recent call last):"
 LOG_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
-EVENTS_BYTES = 1024 * 1024
-"""Read from the end of the event log."""
 
 _MEMORY = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 _SLURM_LINE = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
@@ -77,7 +76,7 @@ def gather(layout: RunPaths, queue: Queue) -> Evidence:
     run = read_jobs(layout, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = _launched_at(layout)
-    events = tuple(row for row in _events(layout) if row["time"] >= since)
+    events = tuple(row for row in read_recent_events(layout.events) if row["time"] >= since)
     last_words = tuple(word for word in _last_words(run) if word.at >= since)
     return Evidence(
         run=run,
@@ -97,14 +96,6 @@ def _launched_at(layout: RunPaths) -> float:
         return 0.0
     newest = json.loads(layout.provenance.read_text())["launches"][-1]
     return datetime.fromisoformat(newest["time"]).timestamp()
-
-
-def _events(layout: RunPaths) -> list[dict[str, Any]]:
-    """The end of the event log."""
-    if not layout.events.exists():
-        return []
-    content = tail(layout.events, EVENTS_BYTES).encode()
-    return decode_lines(content, dict[str, Any], f"the end of {layout.events},")
 
 
 def _last_words(run: RunJobs) -> Iterator[LastWord]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
@@ -62,8 +62,7 @@ def log_files(layout: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> lis
     """
     found = []
     for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
-        for folder in [job_dir, *sorted(job_dir.glob("restart_*"))]:
-            restart = int(folder.name[8:]) if folder is not job_dir else 0
+        for restart, folder in [(0, job_dir), *list_restart_dirs(job_dir)]:
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
                     found.append(LogFile(path, job_dir.name, path.stem, restart, _node_of(path)))

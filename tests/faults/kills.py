@@ -177,7 +177,7 @@ class KilledRun(SmallRun):
 def warmed_up_model(root: Path) -> Path:
     """The quick start's model after a short warm-up, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunPaths(run.layout.root).export("warmup")
+    export = RunPaths(run.layout.root).sft_export
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

@@ -156,7 +156,7 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
     assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
-    wait_for(lambda: all(layout.export("warmup").exists() for layout in layouts), 200)
+    wait_for(lambda: all(layout.sft_export.exists() for layout in layouts), 200)
     finals = [read_lines(layout.sft_metrics)[-1]["loss"] for layout in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.

@@ -16,7 +16,7 @@ from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
 from areal_hpc.rundir import rendezvous
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
 from tests.integration.commands import command_of
 from tests.integration.inference.test_replica import server
 

@@ -16,8 +16,8 @@ import torch
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.commands import Idle, Publish, Train
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.ledger_peer import LedgerPeer

@@ -85,7 +85,7 @@ def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
     stopped_at = read_lines(layout.sft_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
-    assert not layout.export("warmup").exists()
+    assert not layout.sft_export.exists()
 
     assert start(config).wait(timeout=90) == 0
     rows = read_lines(layout.sft_metrics)
@@ -94,7 +94,7 @@ def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -
     commits = sorted(path.name for path in layout.sft_dir.iterdir())
     assert commits == ["step_00000120", "step_00000160"]
 
-    exported = layout.export("warmup")
+    exported = layout.sft_export
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     for question, answer in ANSWERS.items():

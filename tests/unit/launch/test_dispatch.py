@@ -40,7 +40,7 @@ def test_all_jobs_wait_for_the_warm_up_and_that_for_what_was_asked(tmp_path: Pat
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
     found = recipe(tmp_path)
-    RunPaths(found.run_dir).export("warmup").mkdir(parents=True)
+    RunPaths(found.run_dir).sft_export.mkdir(parents=True)
     assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": ""}
 
 
