@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TypeAlias
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RECIPE, RunPaths
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a family adds its commands. argparse has no public name for it."""
@@ -26,7 +26,7 @@ def existing_run(path: Path) -> RunPaths:
     layout = RunPaths(path.resolve())
     if not layout.recipe.exists():
         raise RecipeError(
-            f"there is no run at {path}", hint="give a directory that holds a recipe.yaml"
+            f"there is no run at {path}", hint=f"give a directory that holds a {RECIPE}"
         )
     return layout
 

@@ -204,7 +204,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from areal_hpc.cluster.queue import Queue
-    from areal_hpc.view.comparison import compare, find_runs
+    from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.view.comparison import compare
 
     layouts = find_runs(arguments.place)
     if not layouts:

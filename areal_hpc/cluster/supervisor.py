@@ -40,7 +40,7 @@ from areal_hpc.rundir.jobs import (
     ProcessSpec,
     TaskExit,
 )
-from areal_hpc.rundir.paths import format_restart_dir
+from areal_hpc.rundir.paths import format_restart_dir, get_process_error
 from areal_hpc.telemetry import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class _Child:
         self.starts += 1
         self.started_at = time.monotonic()
         self._log_file = self._log_file or self.log_path.open("ab")
-        self.config_path.with_suffix(".error").unlink(missing_ok=True)
+        get_process_error(self.config_path).unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [python, "-m", "areal_hpc.cluster.entry", self.spec.entry, str(self.config_path)],
             stdin=subprocess.DEVNULL,
@@ -157,7 +157,7 @@ class _Child:
 
     def reason(self) -> str:
         """The error the process left, or the end of its log."""
-        left = self.config_path.with_suffix(".error")
+        left = get_process_error(self.config_path)
         if left.exists():
             return left.read_text()
         lines = self.log_path.read_text(errors="replace").splitlines()

@@ -21,7 +21,7 @@ from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rundir.atomic import write_atomic_private
-from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints
+from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -110,7 +110,7 @@ class Replay:
             reporter.say(f"lead-in  steps {start.step + 1} to {first - 1}, as recorded")
             self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train("replay", self.recipe, self._last_step, reporter, stop)
-        for link in self._out.checkpoints_dir.glob(".step_*"):
+        for link, _ in list_hidden(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by commits of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step

@@ -10,6 +10,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
 MARKER = "COMMITTED"
@@ -68,6 +69,17 @@ class Checkpoint:
 def is_complete(path: Path) -> bool:
     """True if this is the directory of a checkpoint whose every byte is on disk."""
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER).exists()
+
+
+def unfinished_path(directory: Path, step: int, epoch: int) -> Path:
+    """Where the trainer of `epoch` puts the parts of a checkpoint together."""
+    return directory / f".{format_step_dir(step)}.epoch_{epoch}"
+
+
+def list_hidden(directory: Path) -> list[tuple[Path, int | None]]:
+    """What interrupted trainers left behind, with the epoch whose trainer may still write it."""
+    found = [(path, re.search(r"\.epoch_(\d+)$", path.name)) for path in directory.glob(".step_*")]
+    return [(path, int(writer[1]) if writer else None) for path, writer in found]
 
 
 def write_trainer_state(path: Path, state: TrainerState) -> None:

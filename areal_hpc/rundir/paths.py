@@ -9,6 +9,8 @@ from pathlib import Path
 
 ROLES = ("serve", "train", "agents")
 """The three environments a process can run in."""
+RECIPE = "recipe.yaml"
+ADMIN_KEY = "rendezvous/admin.key"
 HELD = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
@@ -31,7 +33,7 @@ class _Folder:
 class RunPaths(_Folder):
     """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
 
-    recipe = _Name("recipe.yaml")
+    recipe = _Name(RECIPE)
     """The resolved recipe, written before the first job starts. Resume reads this one."""
     provenance = _Name("provenance.json")
     """Versions, git commit and command line of every launch."""
@@ -59,7 +61,7 @@ class RunPaths(_Folder):
     """One empty file per start of the trainer, created exclusively."""
     rendezvous_dir = _Name("rendezvous")
     """One file per live role, mode 0600."""
-    admin_key = _Name("rendezvous/admin.key")
+    admin_key = _Name(ADMIN_KEY)
     """The run's secret for control routes, mode 0600. Agents never see it."""
     shards_dir = _Name("shards")
     """Sealed trajectories."""
@@ -164,7 +166,7 @@ class JobPaths(_Folder):
         return self.root.parent / HELD / self.root.name
 
     def process_config(self, process: str) -> Path:
-        """The configuration of one process of the job; its last error lies beside it."""
+        """The configuration of one process of the job."""
         return self.root / f"{process}.json"
 
     def task_exit(self, rank: int) -> Path:
@@ -175,6 +177,19 @@ class JobPaths(_Folder):
         """The files of the tasks that have ended, by rank, in order."""
         found = {int(path.name.split(".")[1]): path for path in self.root.glob("outcome.*.json")}
         return dict(sorted(found.items()))
+
+
+def get_process_error(config: Path) -> Path:
+    """Where a process leaves the error that it ends with: beside its configuration."""
+    return config.with_suffix(".error")
+
+
+def find_runs(place: Path) -> list[RunPaths]:
+    """The runs of a file root, of an experiment's directory, or the one at `place`."""
+    for levels in ("", "*/", "*/*/"):
+        if found := sorted(place.glob(f"{levels}{RECIPE}")):
+            return [RunPaths(path.parent.resolve()) for path in found]
+    return []
 
 
 def format_step_dir(step: int) -> str:

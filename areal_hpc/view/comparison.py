@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.commands import has_slurm
@@ -17,15 +16,6 @@ from areal_hpc.yaml_tree import leaves
 
 NAMES = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
-
-
-def find_runs(place: Path) -> list[RunPaths]:
-    """The runs of a file root, of an experiment's directory, or the one at `place`."""
-    for pattern in ("recipe.yaml", "*/recipe.yaml", "*/*/recipe.yaml"):
-        found = sorted(place.glob(pattern))
-        if found:
-            return [RunPaths(path.parent.resolve()) for path in found]
-    return []
 
 
 def compare(layouts: Sequence[RunPaths], queue: Queue) -> list[str]:

@@ -198,7 +198,7 @@ class Follower:
             return
         root = self._layout.log_dir(attempts[-1])
         jobs = [path for path in root.glob("*") if path.is_dir()]
-        restarts = [path for job in jobs for path in job.glob("restart_*")]
+        restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
         self._stamps |= {folder: _stamp(folder) for folder in [root, *jobs, *restarts]}
         for file in log_files(self._layout, attempts[-1], self._wanted):
             known = self._files.get(file.path)

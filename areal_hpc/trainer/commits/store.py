@@ -11,7 +11,6 @@ function of `seed` and `step`.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 import uuid
@@ -34,7 +33,9 @@ from areal_hpc.rundir.checkpoints import (
     find_latest,
     is_complete,
     list_checkpoints,
+    list_hidden,
     read_trainer_state,
+    unfinished_path,
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
@@ -107,11 +108,8 @@ class CommitStore:
         Args:
             epoch: Of this trainer. A later one's commit in the writing is not ours to touch.
         """
-        if not self._directory.is_dir():
-            return
-        for path in self._directory.glob(".step_*"):
-            written_by = re.search(r"\.epoch_(\d+)$", path.name)
-            if written_by is None or int(written_by[1]) <= epoch:
+        for path, written_by in list_hidden(self._directory):
+            if written_by is None or written_by <= epoch:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
                 path.rename(doomed)
@@ -131,7 +129,7 @@ class CommitStore:
         self.finish()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
-        partial = self._partial(target, state.epoch)
+        partial = unfinished_path(self._directory, state.step, state.epoch)
         is_first = dist.get_rank() == 0
         with _storage(partial):
             if is_first:
@@ -202,9 +200,6 @@ class CommitStore:
             self._writer.close()
             self._writer = None
 
-    def _partial(self, target: Path, epoch: int) -> Path:
-        return self._directory / f".{target.name}.epoch_{epoch}"
-
     def _make_visible(self, commit: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous.
 
@@ -212,7 +207,7 @@ class CommitStore:
             ClusterError: The storage refused.
             SupersededTrainerError: A newer trainer owns the run.
         """
-        partial = self._partial(commit.path, commit.state.epoch)
+        partial = unfinished_path(self._directory, commit.state.step, commit.state.epoch)
         with _storage(partial):
             (partial / MARKER).touch()
             fsync_path(partial / MARKER)

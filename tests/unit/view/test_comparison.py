@@ -6,9 +6,9 @@ import yaml
 
 from areal_hpc.cluster.queue import Queue
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RunPaths, find_runs
 from areal_hpc.view.columns import span
-from areal_hpc.view.comparison import compare, differing_keys, find_runs
+from areal_hpc.view.comparison import compare, differing_keys
 
 
 def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
