@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from areal_hpc.trainer.metrics import Line
+from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.wire.ledger import BatchManifest
 
 
@@ -21,7 +21,7 @@ class Publish(Struct, frozen=True, tag=True):
 class Commit(Struct, frozen=True, tag=True):
     """Begin to make the work so far durable."""
 
-    line: Line
+    line: FlatRow
     """Metrics of the step, unfinished."""
 
 

@@ -17,19 +17,21 @@ import msgspec
 import torch
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import AgentError, ClusterError
-from areal_hpc.telemetry import EVALUATION, EventLog, PhaseTimer
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+from areal_hpc.telemetry import EVALUATION, PhaseTimer
 from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.ledger_peer import LedgerPeer
-from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls
+from areal_hpc.trainer.metrics import MetricsLog, describe_stalls
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +63,7 @@ class Conductor:
         self,
         schedule: Schedule,
         version: WeightVersion,
-        line: Line,
+        line: FlatRow,
         *,
         ledger: LedgerPeer,
         publisher: Publisher,
@@ -86,11 +88,11 @@ class Conductor:
         self._backoff = Backoff()
         self._committed_step = version.step
         self._exported_step = -1
-        self._ticket_counts: Line = {}
+        self._ticket_counts: FlatRow = {}
         self._open_version(line)
         self._begin_step()
 
-    def _open_version(self, line: Line) -> None:
+    def _open_version(self, line: FlatRow) -> None:
         self._line = line
         self._is_served = self._is_announced = False
         self._is_line_open = True
@@ -107,7 +109,7 @@ class Conductor:
         """What all ranks do now. Waits at most a few seconds.
 
         Raises:
-            SupersededError: A newer trainer owns the run.
+            SupersededTrainerError: A newer trainer owns the run.
             AgentError: Agents do nothing but fail, so that no batch will form.
             ClusterError: The ledger stays away.
         """
@@ -208,7 +210,7 @@ class Conductor:
         if reply.mean_reward is None:
             return
         beside.end()
-        reward: Line = {EVALUATION: reply.mean_reward}
+        reward: FlatRow = {EVALUATION: reply.mean_reward}
         if self._is_line_open and version.step == self._version.step:
             self._line |= reward
         else:
@@ -249,7 +251,7 @@ class Conductor:
             return
         seconds = round(time.monotonic() - self._began_at, 4)
         # A line reopened by a resume keeps the times of its first writing.
-        known: Line = {"version": str(self._version), **self._timer.metrics()}
+        known: FlatRow = {"version": str(self._version), **self._timer.metrics()}
         known |= describe_stalls(self._publisher.stalls)
         self._metrics.write(self._version.step, known | {"time/step_s": seconds} | self._line)
         self._is_line_open = False
@@ -257,7 +259,7 @@ class Conductor:
 
     # What came of it -------------------------------------------------------------------------
 
-    def trained(self, version: WeightVersion, report: Line) -> None:
+    def trained(self, version: WeightVersion, report: FlatRow) -> None:
         """A step was taken; `report` is what is known of its metrics."""
         self._version = version
         self._open_version(report | self._ticket_counts)

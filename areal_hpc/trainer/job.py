@@ -14,18 +14,17 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.cluster.epochs import take_next_epoch
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.config import StageConfig
-from areal_hpc.durable import sync_path
-from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner, make_learner
 from areal_hpc.trainer.ledger_peer import LedgerPeer
 from areal_hpc.trainer.loop import run_loop
@@ -92,7 +91,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = TrainerJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     threading.Thread(
         target=_give_up, args=(stop, job.stop_grace_s), name="stop-deadline", daemon=True
@@ -107,13 +106,13 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _train(
-    job: TrainerJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
+    job: TrainerJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest
 ) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    taken = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
+    taken = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
     epoch = int(from_rank_zero(taken))
-    fence = epoch_fence(layout.epochs_dir, epoch)
+    fence = make_generation_check(layout.generations_dir, epoch)
     learner = make_learner(
         job.trainer, layout, job.model_path, device, epoch=epoch, seed=job.seed, fence=fence
     )
@@ -121,10 +120,10 @@ def _train(
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = run_loop(learner, conductor, stop)
     if finished and conductor:
-        epoch_fence(layout.epochs_dir, learner.state.epoch)()
-        layout.finished.touch()
-        sync_path(layout.finished)
-        sync_path(layout.finished.parent)
+        make_generation_check(layout.generations_dir, learner.state.epoch)()
+        layout.finished_marker.touch()
+        fsync_path(layout.finished_marker)
+        fsync_path(layout.finished_marker.parent)
         conductor.finish()
     if conductor:
         conductor.close()
@@ -134,7 +133,7 @@ def _train(
 
 def _make_conductor(
     job: TrainerJobConfig,
-    layout: RunLayout,
+    layout: RunPaths,
     learner: Learner,
     device: torch.device,
     stop: StopRequest,
@@ -171,7 +170,7 @@ def _make_conductor(
         metrics=metrics,
         events=EventLog(layout.events, "trainer"),
         stop=stop,
-        fence=epoch_fence(layout.epochs_dir, version.epoch),
+        fence=make_generation_check(layout.generations_dir, version.epoch),
     )
 
 

@@ -11,8 +11,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.telemetry import EventLog, PhaseTimer
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.trainer.batch.experience import (
     ADVANTAGE,
     AGE,
@@ -24,9 +27,9 @@ from areal_hpc.trainer.batch.experience import (
     read_batch,
 )
 from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.commits.store import CommitStore, load_commit
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.metrics import Line, finite
+from areal_hpc.trainer.metrics import finite
 from areal_hpc.trainer.model.architecture import read_architecture
 from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
@@ -41,9 +44,9 @@ from areal_hpc.trainer.step import (
     run_passes,
     train_once,
 )
-from areal_hpc.trainer.untrained import Untrained, describe_norms, judge_norms
-from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.trainer.untrained import describe_norms, judge_norms
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +72,7 @@ class Learner:
         self,
         policy: Policy,
         config: TrainerConfig,
-        layout: RunLayout,
+        layout: RunPaths,
         model_path: Path,
         *,
         epoch: int,
@@ -83,8 +86,8 @@ class Learner:
         self._events = EventLog(layout.events, "trainer")
         self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits, fence)
         self._optimizer = build_optimizer(policy, config.optimizer)
-        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[Fork(epoch, 0)])
-        self.reopened_line: Line = {}
+        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[GenerationFork(epoch, 0)])
+        self.reopened_line: FlatRow = {}
         """What the commit knows of the metrics of its step."""
         if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
@@ -96,7 +99,7 @@ class Learner:
                 epoch=epoch,
                 seed=seed,
                 parent=commit.path.name,
-                forks=[*held.forks, Fork(epoch, held.step)],
+                forks=[*held.forks, GenerationFork(epoch, held.step)],
                 line={},
             )
             logger.info("epoch %d resumes after step %d", epoch, held.step)
@@ -110,7 +113,7 @@ class Learner:
         """Delete what interrupted commits left behind. For rank 0."""
         self._commits.clean(self.state.epoch)
 
-    def train(self, manifest: BatchManifest) -> Line:
+    def train(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
 
         Raises:
@@ -138,7 +141,7 @@ class Learner:
         self._advance(manifest, untrained)
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
-        line: Line = {
+        line: FlatRow = {
             "version": str(self.version),
             **metrics,
             "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
@@ -158,7 +161,7 @@ class Learner:
         }
         return finite(line)
 
-    def _judge(self, norms: Sequence[float], step: int) -> list[Untrained]:
+    def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
         return judge_norms(
             norms,
@@ -228,7 +231,7 @@ class Learner:
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
-    def _advance(self, manifest: BatchManifest, untrained: Sequence[Untrained]) -> None:
+    def _advance(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,
@@ -241,7 +244,7 @@ class Learner:
                 logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 
-    def begin_commit(self, line: Line) -> None:
+    def begin_commit(self, line: FlatRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
 
         Returns once the state is copied: training may go on.
@@ -264,13 +267,13 @@ class Learner:
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
-        target = self._layout.export(step_name(self.state.step))
+        target = self._layout.export(format_step_dir(self.state.step))
         save_hf(self.policy, self._model_path, target)
 
 
 def make_learner(
     config: TrainerConfig,
-    layout: RunLayout,
+    layout: RunPaths,
     model_path: Path,
     device: torch.device,
     *,

@@ -7,10 +7,9 @@ import time
 import msgspec
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import ArealError, ShardError
+from areal_hpc.errors import ArealError, ShardError, SupersededTrainerError
 from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor
-from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.model.huggingface import export_hf
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
@@ -60,7 +59,7 @@ def _agree(conductor: Decider | None) -> tuple[Command, ArealError | None]:
     if conductor:
         try:
             message = msgspec.json.encode(conductor.next())
-        except SupersededError:
+        except SupersededTrainerError:
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
             message, trouble = msgspec.json.encode(Stop(finished=False)), error

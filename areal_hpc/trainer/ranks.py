@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 
 logger = logging.getLogger(__name__)
 

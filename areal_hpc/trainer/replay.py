@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import time
 
-import msgspec
-
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.metrics import Line, MetricsLog
-from areal_hpc.weights.version import WeightVersion
-from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 class Replay:
@@ -36,7 +34,7 @@ class Replay:
     def __init__(
         self,
         learner: Learner,
-        layout: RunLayout,
+        layout: RunPaths,
         config: TrainerConfig,
         first_step: int,
         last_step: int,
@@ -48,7 +46,7 @@ class Replay:
         self._stop = stop
         self._step = self._committed_step = learner.state.step
         self._metrics = MetricsLog(layout.metrics, None, self._step)
-        self._line: Line = {}
+        self._line: FlatRow = {}
         if self._step >= first_step:  # its line was held back until the commit was durable
             self._metrics.write(self._step, self._metrics.reopened or learner.reopened_line)
         self._began_at = time.monotonic()
@@ -70,9 +68,9 @@ class Replay:
         if is_last or self._stop.requested:
             return Stop(finished=is_last)
         self._began_at = time.monotonic()
-        return Train(_read_manifest(self._layout, step + 1))
+        return Train(read_manifest(self._layout, step + 1))
 
-    def trained(self, version: WeightVersion, report: Line) -> None:
+    def trained(self, version: WeightVersion, report: FlatRow) -> None:
         """A step was taken; `report` is what is known of its metrics."""
         self._step, self._line = version.step, report
 
@@ -85,15 +83,3 @@ class Replay:
     def committed(self, seconds: float) -> None:
         """The commit in the writing is durable."""
         self._metrics.release()
-
-
-def _read_manifest(layout: RunLayout, step: int) -> BatchManifest:
-    path = layout.manifest(step)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=BatchManifest)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ShardError(
-            f"the batch of step {step} cannot be read: {error}",
-            key=str(path),
-            hint="restore the file from a backup of the run directory",
-        ) from error

@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.commits.store import CommitStore, load_commit
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsLog
 from areal_hpc.trainer.model.architecture import read_architecture
@@ -31,7 +32,7 @@ from areal_hpc.trainer.sft import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_once
-from areal_hpc.trainer.untrained import Untrained, describe_norms, is_taken, judge_norms
+from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +70,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = SftJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     run_rank(
         job.parallel,
@@ -80,7 +81,7 @@ def run(config: dict[str, Any]) -> None:
     )
 
 
-def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest) -> bool:
+def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
@@ -88,7 +89,7 @@ def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: Sto
     gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
     finished = trainer.train(stop)
     if finished:
-        save_hf(policy, job.model_path, layout.export("warmup"))
+        save_hf(policy, job.model_path, layout.sft_export)
     trainer.close()
     return finished
 
@@ -96,17 +97,17 @@ def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: Sto
 class SftTrainer:
     """The warm-up's loop, resumed from its latest commit when there is one."""
 
-    def __init__(self, job: SftJobConfig, layout: RunLayout, policy: Policy) -> None:
+    def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self._commits = CommitStore(layout.warmup_dir, KEPT_COMMITS)
+        self._commits = CommitStore(layout.sft_dir, KEPT_COMMITS)
         self._tokenizer = Tokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, ModelDirectory(job.model_path).read)
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._committed = 0
         self._parent: str | None = None
-        self._untrained: list[Untrained] = []
+        self._untrained: list[UntrainedRecord] = []
         if (commit := self._commits.agree_on_latest()) is not None:
             load_commit(policy, self._optimizer, commit)
             apply_settings(self._optimizer, job.warmup.optimizer)
@@ -117,7 +118,7 @@ class SftTrainer:
         self._metrics = None
         if dist.get_rank() == 0:
             self._commits.clean(EPOCH)
-            self._metrics = MetricsLog(layout.warmup_metrics, None, self._step)
+            self._metrics = MetricsLog(layout.sft_metrics, None, self._step)
             if self._metrics.reopened:
                 self._metrics.write(self._step, self._metrics.reopened)
 

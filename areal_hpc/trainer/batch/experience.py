@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
-from areal_hpc.trainer.untrained import Untrained
-from areal_hpc.trajectory import Trajectory, find_defect
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
+from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
 
 def leave_out_unsound(
     batch: Batch, manifest: BatchManifest, vocab_size: int
-) -> tuple[Batch, list[Untrained]]:
+) -> tuple[Batch, list[UntrainedRecord]]:
     """The batch without the tickets that hold an unsound row, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
@@ -99,7 +99,7 @@ def leave_out_unsound(
     for ticket in manifest.tickets:
         own = list(itertools.islice(rows, len(ticket.rows)))
         if defect := _find_defect(own, ticket, vocab_size):
-            left_out.append(Untrained(manifest.step, defect, [ticket.ref.ticket_id]))
+            left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
             sound.trajectories.extend(own)
             sound.rewards.extend(ticket.rewards)
@@ -120,7 +120,10 @@ def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int)
 
 
 def make_rows(
-    batch: Batch, current: WeightVersion, forks: Sequence[Fork], objective: ObjectiveConfig
+    batch: Batch,
+    current: WeightVersion,
+    forks: Sequence[GenerationFork],
+    objective: ObjectiveConfig,
 ) -> list[Row]:
     """Rows with the channels that the objective needs."""
     advantages_B = group_advantages(
@@ -144,23 +147,25 @@ def make_rows(
     return rows
 
 
-def same_weights(current: WeightVersion, forks: Sequence[Fork]) -> list[WeightVersion]:
+def same_weights(current: WeightVersion, forks: Sequence[GenerationFork]) -> list[WeightVersion]:
     """The names that the current weights have had: a restart gives those of a commit a new one."""
     names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
     return [
         name
         for name in sorted(names)
-        if name.epoch <= current.epoch and staleness(current, name, forks) == 0
+        if name.epoch <= current.epoch and compute_staleness(current, name, forks) == 0
     ]
 
 
 def _ages(
-    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[Fork]
+    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in _sampled_tokens(versions_T):
-        ages_T[versions_T == packed] = staleness(current, WeightVersion.unpack(packed), forks)
+        ages_T[versions_T == packed] = compute_staleness(
+            current, WeightVersion.unpack(packed), forks
+        )
     return ages_T
 
 
@@ -169,14 +174,16 @@ def _temperature(trajectory: Trajectory) -> float:
     return trajectory.temperature or 1.0
 
 
-def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dict[str, float]:
+def describe(
+    batch: Batch, current: WeightVersion, forks: Sequence[GenerationFork]
+) -> dict[str, float]:
     """What the batch is like, before any training: rewards, sizes, ages of its tokens.
 
     A batch without rows has no mean reward.
     """
     tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
     sampled = sum(tokens_of, Counter[int]())
-    ages = [staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
+    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
     for key in zip(batch.groups, batch.episodes, strict=True):
         numbers.setdefault(key, len(numbers))

@@ -6,20 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
 from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.trainer.commits.reader import CommittedWeights
-from areal_hpc.trainer.commits.store import Commit, CommitStore
 from areal_hpc.trainer.model.architecture import read_architecture
 from areal_hpc.trainer.model.model_files import FILE_BYTES, write_model
 
 
-def choose_commit(directory: Path, step: int | None) -> Commit:
+def choose_commit(directory: Path, step: int | None) -> Checkpoint:
     """The newest complete commit, or that of one step.
 
     Raises:
         RecipeError: There is none.
     """
-    commits = CommitStore(directory, keep=1).complete()
+    commits = list_checkpoints(directory)
     if not commits:
         raise RecipeError(
             "the run has no complete commit yet",
@@ -40,7 +40,7 @@ def choose_commit(directory: Path, step: int | None) -> Commit:
 
 
 def export_commit(
-    commit: Commit,
+    commit: Checkpoint,
     model_path: Path,
     target_dir: Path,
     say: Callable[[str], None],

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from areal_hpc.errors import ShardError
-from areal_hpc.trainer.commits.refusal import commit_refused
+from areal_hpc.rundir.checkpoints import build_checkpoint_error
 from areal_hpc.trainer.model.policy import Policy
 
 OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]
@@ -51,7 +51,7 @@ def save(policy: Policy, optimizer: Any, directory: Path, open_copy: OpenCopy) -
     try:
         dist_checkpointing.save(state, str(directory), strategy)
     except CheckpointException as error:
-        raise commit_refused(directory, _first_failure(error)) from error
+        raise build_checkpoint_error(directory, _first_failure(error)) from error
     return strategy.data_name
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.commits.refusal import commit_refused
+from areal_hpc.rundir.checkpoints import build_checkpoint_error
 from areal_hpc.trainer.commits.writer import Remove, Write, Written
 
 logger = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ class WriterPeer:
             return False
         reply = msgspec.json.decode(line, type=Written)
         if reply.error:
-            raise commit_refused(Path(self._request.path), reply.error)
+            raise build_checkpoint_error(Path(self._request.path), reply.error)
         logger.debug("%s took %.1f s", self._request.path, reply.seconds)
         self._request = None
         self.took_s = reply.seconds

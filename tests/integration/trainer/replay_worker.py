@@ -25,16 +25,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer import learner as product
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.model.architecture import read_architecture
@@ -69,16 +68,18 @@ def config_of(scenario: Scenario) -> TrainerConfig:
     return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
 
 
-def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
-    taken = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
+def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
+    taken = (
+        str(claim_next_number(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
+    )
     epoch = int(from_rank_zero(taken))
     return product.make_learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
-        epoch=epoch, seed=1, fence=epoch_fence(layout.epochs_dir, epoch),
+        epoch=epoch, seed=1, fence=make_generation_check(layout.generations_dir, epoch),
     )  # fmt: skip
 
 
-def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Train on the recorded batches, from the latest commit to the last step."""
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
@@ -96,7 +97,7 @@ def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     }
 
 
-def warm_up(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def warm_up(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """The supervised warm-up, from its latest commit to its last step."""
     job = SftJobConfig.model_validate(scenario["warmup"])
     policy = build_policy(
@@ -109,7 +110,7 @@ def warm_up(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}
 
 
-def inspect(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def inspect(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Whatever a function of a test module finds out: `module:function`."""
     module, _, function = scenario["inspect"].partition(":")
     found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, layout)
@@ -148,7 +149,7 @@ def die_at(call: str, nth: int, when: str) -> None:
 def be_rank(scenario: Scenario, rank: int) -> int:
     """One rank of a scenario, in a process of its own; its exit code."""
     os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
-    layout = RunLayout(Path(scenario["run_dir"]))
+    layout = RunPaths(Path(scenario["run_dir"]))
     log = os.open(layout.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

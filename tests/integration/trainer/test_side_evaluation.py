@@ -10,17 +10,17 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
 from areal_hpc.trainer.conductor import Conductor
 from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.side_evaluation import SideEvaluation
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.trainer.test_conductor import (
     SPECS,
     Ledger,
@@ -63,17 +63,17 @@ class Court:
         self.conductor: Conductor = make_conductor(stack, directory, 1, schedule, beside)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
-        before = rendezvous.find(self.directory, "relay-evaluation")
+        before = rendezvous.find_endpoint(self.directory, "relay-evaluation")
         process = start_relay(self.stack, self.directory, "evaluation")
         give_up_at = time.monotonic() + LIMIT_S
-        while rendezvous.find(self.directory, "relay-evaluation") == before:
+        while rendezvous.find_endpoint(self.directory, "relay-evaluation") == before:
             assert time.monotonic() < give_up_at
             time.sleep(0.05)
         return process
 
     def served(self) -> str:
         """The version that the evaluation cell serves."""
-        endpoint = rendezvous.find(self.directory, "relay-evaluation")
+        endpoint = rendezvous.find_endpoint(self.directory, "relay-evaluation")
         assert endpoint is not None
         client = WireClient(endpoint.url, "key", timeout_s=5.0)
         try:

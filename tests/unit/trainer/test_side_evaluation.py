@@ -9,8 +9,8 @@ from areal_hpc.trainer.schedule import Schedule
 from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.census import Found
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
 
 TOTAL = 12
 SCHEDULE = Schedule(TOTAL, 1, 0, 5, 8)
