@@ -1,7 +1,7 @@
 """Cells and a trainer without models: the real driver, peers, seals and reads; episodes that sleep.
 
-What a cell says to the ledger is said by `rollout.driver.Driver` itself. Replaced is only what
-would need a model: running a ticket's episodes is a sleep of log-normal length.
+What a cell says to the ledger is said by `rollout.lease_loop.LeaseLoop` itself. Replaced is only
+what would need a model: running a ticket's episodes is a sleep of log-normal length.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 
 from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.layout import RunLayout
-from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.driver import Driver, Peers
-from areal_hpc.rollout.peer import Peer
-from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.config import RolloutConfig
+from areal_hpc.rollout.lease_loop import LeaseLoop
+from areal_hpc.rollout.peer import Peer, Services
+from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import shard_name
 from areal_hpc.shards.writer import seal
@@ -152,24 +153,23 @@ def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajector
         )
 
 
-class SleepingCell(Driver):
-    """The driver of a cell whose episodes are sleeps."""
+class SleepingRunner(TicketRunner):
+    """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, number: int, layout: RunLayout, ledger: Peer, stores: Storehouse, tempo: Tempo,
-        tally: Tally,
+        self, number: int, services: Services, tickets: TicketBoard, stores: Storehouse,
+        tempo: Tempo, tally: Tally, events: EventLog,
     ) -> None:  # fmt: skip
-        n_samples = tempo.n_samples
         super().__init__(
             f"cell-{number}",
-            RolloutConfig(n_samples=n_samples),
-            SamplingConfig(),
-            n_samples * tempo.tickets_at_once,
-            agent=None,
-            tasks={"train": TaskSet(Path(), []), "valid": TaskSet(Path(), [])},
-            peers=Peers(ledger=ledger, proxy=ledger),
+            RolloutConfig(n_samples=tempo.n_samples),
+            sampling={},
+            agents={},
+            tasks={},
+            tickets=tickets,
+            services=services,
             http_client=None,
-            events=EventLog(layout.events, "cells"),
+            events=events,
         )
         self._stores = stores
         self._tempo = tempo
@@ -178,17 +178,38 @@ class SleepingCell(Driver):
 
     async def _generate(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
-        self._board.begin(grant)
+        self._tickets.begin(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
         await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
         for _ in range(grant.n_samples):
-            self._board.end_episode(grant.ref)
+            self._tickets.end_episode(grant.ref)
         self._stores.finish(grant.ref)
         return True
 
+
+class SleepingCell(LeaseLoop):
+    """The driver of a cell whose episodes are sleeps."""
+
+    def __init__(
+        self, number: int, layout: RunLayout, ledger: Peer, stores: Storehouse, tempo: Tempo,
+        tally: Tally,
+    ) -> None:  # fmt: skip
+        services = Services(ledger=ledger, proxy=ledger)
+        tickets = TicketBoard(tempo.n_samples * tempo.tickets_at_once, tempo.n_samples)
+        events = EventLog(layout.events, "cells")
+        super().__init__(
+            f"cell-{number}",
+            ("train", "valid"),
+            runner=SleepingRunner(number, services, tickets, stores, tempo, tally, events),
+            tickets=tickets,
+            services=services,
+            events=events,
+        )
+        self._stores = stores
+
     async def _seal_now(self) -> None:
         await self._stores.seal_now()
-        self._news.set()
+        self._tickets.changed.set()
 
 
 async def run_cells(

@@ -16,10 +16,12 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.json_lines import read_lines
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.driver import BLOCKED_S, Driver, Peers
 from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
+from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
@@ -70,21 +72,30 @@ class Cell:
         tasks = TaskSet(
             Path("tasks.jsonl"), [json.dumps({"task": i}).encode() for i in range(N_TASKS)]
         )
-        peers = Peers(
+        services = Services(
             ledger=Peer(self.run_dir, "ledger", KEY), proxy=Peer(self.run_dir, "proxy-cell-0", KEY)
         )
         http_client = open_http_client(60.0)
-        driver = Driver(
+        leased = TicketBoard(slots, self.rollout.episodes_per_ticket)
+        events = EventLog(self.run_dir / "events.jsonl", "driver")
+        runner = TicketRunner(
             "cell-0",
             self.rollout,
-            SamplingConfig(temperature=0.0),
-            slots,
-            agent=self.agent,
-            evaluation_agent=self.evaluation_agent,
+            sampling={"train": self.rollout.sampling, "valid": SamplingConfig(temperature=0.0)},
+            agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},
             tasks={"train": tasks, "valid": tasks},
-            peers=peers,
+            tickets=leased,
+            services=services,
             http_client=http_client,
-            events=EventLog(self.run_dir / "events.jsonl", "driver"),
+            events=events,
+        )
+        loop = LeaseLoop(
+            "cell-0",
+            ("train", "valid"),
+            runner=runner,
+            tickets=leased,
+            services=services,
+            events=events,
         )
         await self.proxy.start()
         await self.ledger.start()
@@ -92,11 +103,10 @@ class Cell:
             async with asyncio.TaskGroup() as group:
                 if meanwhile is not None:
                     group.create_task(_as_coroutine(meanwhile()))
-                await driver.run()
+                await loop.run()
         finally:
             await http_client.aclose()
-            await peers.ledger.close()
-            await peers.proxy.close()
+            await services.close()
             await self.ledger.kill()
             await self.proxy.kill()
 
@@ -399,7 +409,7 @@ def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
             while not cell.was_blocked:  # a block that began within a call goes unseen
-                time.sleep(BLOCKED_S + cell.script.pause_s + 0.1)
+                time.sleep(EVENT_LOOP_STALL_S + cell.script.pause_s + 0.1)
                 await asyncio.sleep(0.05)
             return 1.0
 
