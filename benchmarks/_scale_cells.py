@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ import numpy as np
 
 from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.layout import RunLayout
-from areal_hpc.rollout.config import RolloutConfig
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
@@ -157,13 +159,11 @@ class SleepingRunner(TicketRunner):
     """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, number: int, services: Services, tickets: TicketBoard, stores: Storehouse,
-        tempo: Tempo, tally: Tally, events: EventLog,
+        self, job: RolloutJobConfig, services: Services, tickets: TicketBoard, events: EventLog,
+        stores: Storehouse, tempo: Tempo, tally: Tally,
     ) -> None:  # fmt: skip
         super().__init__(
-            f"cell-{number}",
-            RolloutConfig(n_samples=tempo.n_samples),
-            sampling={},
+            job,
             agents={},
             tasks={},
             tickets=tickets,
@@ -174,7 +174,7 @@ class SleepingRunner(TicketRunner):
         self._stores = stores
         self._tempo = tempo
         self._tally = tally
-        self._generator = np.random.default_rng(number)
+        self._generator = np.random.default_rng(zlib.crc32(job.cell.encode()))
 
     async def _generate(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
@@ -194,17 +194,18 @@ class SleepingCell(LeaseLoop):
         self, number: int, layout: RunLayout, ledger: Peer, stores: Storehouse, tempo: Tempo,
         tally: Tally,
     ) -> None:  # fmt: skip
-        services = Services(ledger=ledger, proxy=ledger)
-        tickets = TicketBoard(tempo.n_samples * tempo.tickets_at_once, tempo.n_samples)
-        events = EventLog(layout.events, "cells")
-        super().__init__(
-            f"cell-{number}",
-            ("train", "valid"),
-            runner=SleepingRunner(number, services, tickets, stores, tempo, tally, events),
-            tickets=tickets,
-            services=services,
-            events=events,
+        job = RolloutJobConfig(
+            run_dir=layout.root,
+            cell=f"cell-{number}",
+            rollout=RolloutConfig(n_samples=tempo.n_samples),
+            evaluation_sampling=SamplingConfig(),
+            episode_slots=tempo.n_samples * tempo.tickets_at_once,
         )
+        services = Services(ledger=ledger, proxy=ledger)
+        tickets = TicketBoard(job.episode_slots, tempo.n_samples)
+        events = EventLog(layout.events, "cells")
+        runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
+        super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
         self._stores = stores
 
     async def _seal_now(self) -> None:

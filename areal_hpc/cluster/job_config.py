@@ -7,7 +7,6 @@ from typing import ClassVar, Literal
 
 from areal_hpc.cluster.jobspec import ProcessSpec
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
 
 
 class JobConfig(StageConfig):
@@ -20,11 +19,6 @@ class JobConfig(StageConfig):
 
     run_dir: Path
     """The run directory."""
-
-    @property
-    def layout(self) -> RunLayout:
-        """Paths of the run."""
-        return RunLayout(self.run_dir)
 
     def build_process(
         self,

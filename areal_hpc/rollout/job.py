@@ -58,7 +58,7 @@ def _agent(how: AgentConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | N
 
 
 async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> None:
-    layout, rollout = RunLayout(job.run_dir), job.rollout
+    layout = RunLayout(job.run_dir)
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
     for agent in agents.values():
@@ -69,13 +69,11 @@ async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> No
         ledger=Peer(layout.rendezvous_dir, "ledger", key),
         proxy=Peer(layout.rendezvous_dir, f"proxy-{job.cell}", key),
     )
-    http_client = open_http_client(rollout.episode_timeout_s)
-    tickets = TicketBoard(job.episode_slots, rollout.episodes_per_ticket)
+    http_client = open_http_client(job.rollout.episode_timeout_s)
+    tickets = TicketBoard(job.episode_slots, job.rollout.episodes_per_ticket)
     events = EventLog(layout.events, f"driver-{job.cell}")
     runner = TicketRunner(
-        job.cell,
-        rollout,
-        sampling={"train": rollout.sampling, "valid": job.evaluation_sampling},
+        job,
         agents={split: agent or agents["train"] for split, agent in agents.items()},
         tasks={split: TaskSet.read(layout.dataset(split)) for split in agents},
         tickets=tickets,
@@ -84,8 +82,7 @@ async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> No
         events=events,
     )
     loop = LeaseLoop(
-        job.cell,
-        job.splits,
+        job,
         runner=runner,
         tickets=tickets,
         services=services,

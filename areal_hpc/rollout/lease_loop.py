@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.peer import Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.telemetry import EventLog
 from areal_hpc.wire.http import HttpRefused
-from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest, Split
+from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealReply
 
 log = logging.getLogger(__name__)
@@ -33,8 +34,7 @@ class LeaseLoop:
     at once of a ticket that ended; an idle one lets the ledger keep its request.
 
     Args:
-        cell: Name of the cell.
-        splits: Tickets of these task sets are taken.
+        job: The cell, and the task sets of which it takes tickets.
         runner: Runs each ticket.
         tickets: Those that the cell holds; shared with `runner`.
         services: The ledger and the cell's proxy.
@@ -44,8 +44,7 @@ class LeaseLoop:
 
     def __init__(
         self,
-        cell: str,
-        splits: tuple[Split, ...],
+        job: RolloutJobConfig,
         *,
         runner: TicketRunner,
         tickets: TicketBoard,
@@ -53,7 +52,7 @@ class LeaseLoop:
         events: EventLog,
         job_start: int = 0,
     ) -> None:
-        self._cell, self._splits, self._job_start = cell, splits, job_start
+        self._cell, self._splits, self._job_start = job.cell, job.splits, job_start
         self._runner, self._tickets = runner, tickets
         self._ledger, self._proxy = services.ledger, services.proxy
         self._events = events

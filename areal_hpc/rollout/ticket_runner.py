@@ -10,9 +10,9 @@ from typing import Any
 from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
 from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
 from areal_hpc.rollout.group import run_group
+from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Services
 from areal_hpc.rollout.tasks import TaskSet
@@ -34,6 +34,7 @@ from areal_hpc.wire.proxy import (
     FinishTicketRequest,
     SamplingDefaults,
     SessionLimits,
+    StartSessionRequest,
 )
 
 log = logging.getLogger(__name__)
@@ -47,10 +48,9 @@ class TicketRunner:
     """Runs the tickets of one cell, any number of them at once.
 
     Args:
-        cell: Name of the cell.
-        rollout: The recipe's section.
-        sampling: Generation parameters of training and of evaluation episodes.
-        agents: Their agents; None where programs elsewhere play the episodes.
+        job: The cell, the recipe's section and the generation parameters of evaluation.
+        agents: Agents of training and of evaluation; None where programs elsewhere play the
+            episodes.
         tasks: Their tasks.
         tickets: Those that the cell holds; told of every episode and ticket that ends.
         services: The ledger and the cell's proxy.
@@ -63,10 +63,8 @@ class TicketRunner:
 
     def __init__(
         self,
-        cell: str,
-        rollout: RolloutConfig,
+        job: RolloutJobConfig,
         *,
-        sampling: Mapping[Split, SamplingConfig],
         agents: Mapping[Split, Agent | None],
         tasks: Mapping[Split, TaskSet],
         tickets: TicketBoard,
@@ -74,17 +72,18 @@ class TicketRunner:
         http_client: Any,
         events: EventLog,
     ) -> None:
-        self._cell, self._rollout = cell, rollout
-        self._sampling = {
-            split: SamplingDefaults(**one.model_dump()) for split, one in sampling.items()
+        self._cell, self._rollout = job.cell, job.rollout
+        self._sampling: dict[Split, SamplingDefaults] = {
+            "train": SamplingDefaults(**job.rollout.sampling.model_dump()),
+            "valid": SamplingDefaults(**job.evaluation_sampling.model_dump()),
         }
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
         # The clients of a workflow have passed rewards back already.
         self._export = {
-            split: rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
+            split: job.rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
             for split, one in agents.items()
         }
-        self._acceptance = Acceptance(rollout)
+        self._acceptance = Acceptance(job.rollout)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
 
@@ -171,6 +170,7 @@ class TicketRunner:
 
         Raises:
             AgentError: It failed `max_episode_tries` times; says how it failed last.
+            RecipeError: There is no such task.
         """
         failures = outages = 0
         while True:
@@ -197,17 +197,17 @@ class TicketRunner:
     def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
         ref, task = grant.ref, self._tasks[split][grant.task_index]
         limits = limits_of(self._rollout, task)
-        return EpisodeSpec(
-            task_id=f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
-            data=task,
-            ref=ref if split == "train" else None,
-            episode=episode,
-            sampling=self._sampling[split],
-            seed=episode_seed(grant.seed, episode, failures),
-            timeout_s=limits.timeout_s,
-            export=self._export[split],
+        session = StartSessionRequest(
+            f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            ref if split == "train" else None,
+            episode,
+            self._sampling[split],
+            episode_seed(grant.seed, episode, failures),
+            self._export[split],
+            disposable=split == "valid",
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
         )
+        return EpisodeSpec(session, task, limits.timeout_s)
 
     async def _finish(self, ref: TicketRef, sessions: list[str]) -> None:
         """Have the proxy keep these sessions of a training ticket, and close all its others."""

@@ -17,6 +17,7 @@ from areal_hpc.json_lines import read_lines
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
 from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.tasks import TaskSet
@@ -76,12 +77,17 @@ class Cell:
             ledger=Peer(self.run_dir, "ledger", KEY), proxy=Peer(self.run_dir, "proxy-cell-0", KEY)
         )
         http_client = open_http_client(60.0)
+        job = RolloutJobConfig(
+            run_dir=self.run_dir,
+            cell="cell-0",
+            rollout=self.rollout,
+            evaluation_sampling=SamplingConfig(temperature=0.0),
+            episode_slots=slots,
+        )
         leased = TicketBoard(slots, self.rollout.episodes_per_ticket)
         events = EventLog(self.run_dir / "events.jsonl", "driver")
         runner = TicketRunner(
-            "cell-0",
-            self.rollout,
-            sampling={"train": self.rollout.sampling, "valid": SamplingConfig(temperature=0.0)},
+            job,
             agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},
             tasks={"train": tasks, "valid": tasks},
             tickets=leased,
@@ -89,14 +95,7 @@ class Cell:
             http_client=http_client,
             events=events,
         )
-        loop = LeaseLoop(
-            "cell-0",
-            ("train", "valid"),
-            runner=runner,
-            tickets=leased,
-            services=services,
-            events=events,
-        )
+        loop = LeaseLoop(job, runner=runner, tickets=leased, services=services, events=events)
         await self.proxy.start()
         await self.ledger.start()
         try:
