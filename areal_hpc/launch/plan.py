@@ -99,7 +99,7 @@ def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
         model_path=starting_model(recipe, layout),
         dataset_path=layout.dataset("warmup"),
         seed=recipe.seed,
-        warmup=recipe.warmup,
+        warmup=recipe.warmup,  # a WarmupConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
