@@ -34,6 +34,7 @@ from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import cpu
 from areal_hpc.trainer import learner as product
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.trainer.job_config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop import run_loop
 from areal_hpc.trainer.model.architecture import read_architecture
@@ -41,7 +42,7 @@ from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.replay import Replay
-from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
+from areal_hpc.trainer.sft_job import SftTrainer
 from tests.integration.trainer.recorded_run import TRAINER
 
 Scenario = dict[str, Any]
