@@ -171,7 +171,7 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._pulse = Pulse(server.http_port, self._health_timeout_s)
+            self._pulse = Pulse(server.url, self._health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
