@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
-import uvicorn
 import uvloop
 from pydantic import Field
 
@@ -31,7 +28,7 @@ from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
 from areal_hpc.user_function import load_function
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
@@ -127,18 +124,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
         ) from error
     app = LedgerApp(service, key, time.monotonic)
     listener = socket.create_server((advertised_host(), 0), backlog=1024)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
@@ -185,11 +171,3 @@ def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:
     for drop in read_drops(layout):
         curriculum.note(drop.ref.ticket_id, drop.rewards)
     return curriculum
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals to `StopRequest`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

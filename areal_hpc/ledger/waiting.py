@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-Receive = Callable[[], Awaitable[Any]]
-
-
-class CallerGone(Exception):
-    """The caller hung up: nobody would get the answer."""
+from areal_hpc.wire.asgi import ClientDisconnect, Receive
 
 
 class News:
@@ -59,7 +55,7 @@ class Patience:
         """True after news; False once `until_s` has come or the server stops.
 
         Raises:
-            CallerGone: The caller hung up. A ticket granted to it now would be lost.
+            ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
         """
         left_s = until_s - self._clock()
         if left_s <= 0 or self._closing.done():
@@ -76,7 +72,7 @@ class Patience:
         finally:
             news.unsubscribe(sleeper)
         if self._hang_up.done():
-            raise CallerGone
+            raise ClientDisconnect
         return sleeper.done()
 
     def end(self) -> None:
