@@ -17,20 +17,15 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.inference.stall import StallWatch
 from areal_hpc.weights.delta import MANIFEST
-from areal_hpc.wire.asgi import (
-    HTTPException,
-    JsonApp,
-    Request,
-    ServiceServer,
-    has_key,
-    read_body,
-)
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,

@@ -13,11 +13,12 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
 
 from areal_hpc.ledger.refusal import Refused
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.waiting import Patience
-from areal_hpc.wire.asgi import JsonApp, Request, has_key, read_body
+from areal_hpc.wire.asgi import JsonApp, has_key, read_body
 from areal_hpc.wire.ledger import (
     BatchRequest,
     DropRequest,

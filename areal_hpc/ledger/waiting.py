@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from areal_hpc.wire.asgi import ClientDisconnect, Receive
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 
 class News:

@@ -16,24 +16,12 @@ import uvicorn
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp
+from starlette.types import Receive as Receive
+from starlette.types import Scope as Scope
+from starlette.types import Send as Send
 
 from areal_hpc.wire.http import KEEP_ALIVE_S
-
-__all__ = [
-    "ASGIApp",
-    "ClientDisconnect",
-    "HTTPException",
-    "JsonApp",
-    "Message",
-    "Receive",
-    "Request",
-    "Scope",
-    "Send",
-    "ServiceServer",
-    "has_key",
-    "read_body",
-]
 
 log = logging.getLogger(__name__)
 

@@ -27,11 +27,10 @@ class HttpRefused(ClusterError):
 
     def __init__(self, status: int, url: str, body: str) -> None:
         super().__init__(f"{url} answered {status}: {body[:500]}")
-        self.status = status
-        self.body = body
+        self.status, self.url, self.body = status, url, body
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (HttpRefused, (self.status, str(self), self.body))
+        return (HttpRefused, (self.status, self.url, self.body))
 
 
 def is_accepted(method: str, url: str, timeout_s: float) -> bool:

@@ -9,8 +9,11 @@ import time
 from itertools import islice
 
 import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message
 
-from areal_hpc.wire.asgi import HTTPException, JsonApp, Message, Request, has_key, read_body
+from areal_hpc.wire.asgi import JsonApp, has_key, read_body
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import is_accepted
 
