@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -50,12 +51,12 @@ async def read_body(request: Request, max_bytes: int, too_large: Exception) -> b
     return bytes(body)
 
 
-class JsonApp:
+class JsonApp(ABC):
     """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`."""
 
+    @abstractmethod
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Status and JSON of the answer to a request. May raise whatever it likes."""
-        raise NotImplementedError
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
