@@ -13,6 +13,7 @@ from typing import Any
 
 from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.inference.config import InferenceConfig
@@ -93,7 +94,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
             events=events,
             startup_timeout_s=inference.startup_timeout_s,
             health_timeout_s=inference.health_timeout_s,
-            max_restarts=inference.max_restarts,
+            policy=RestartPolicy(inference.max_restarts),
         )
         for index in range(inference.replicas_per_cell)
     ]

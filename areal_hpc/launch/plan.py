@@ -157,7 +157,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         "trainer",
         recipe,
         [
-            ledger.build_process("ledger", tasks="first", restarts=CRASHES_FORGIVEN),
+            ledger.build_process(LEDGER, tasks="first", restarts=CRASHES_FORGIVEN),
             trainer.build_process("trainer", ends_job=True, uses_gpus=True),
         ],
     )

@@ -49,10 +49,10 @@ class LedgerPeer:
         self, rendezvous_dir: Path, admin_key: str, epoch: int, is_stopping: Callable[[], bool]
     ) -> None:
         self._dir = rendezvous_dir
-        self._key = admin_key
+        self._client = WireClient("", admin_key)
+        self._url = ""
         self._epoch = epoch
         self._is_stopping = is_stopping
-        self._client: WireClient | None = None
 
     def open_epoch(self, base_step: int, evaluated_step: int = -1) -> None:
         """This trainer has taken the epoch and goes on after `base_step`.
@@ -83,18 +83,17 @@ class LedgerPeer:
 
     def close(self) -> None:
         """Close pooled connections."""
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
     def _call(
         self, route: str, request: msgspec.Struct, reply: type[Reply], wait_s: float = 0.0
     ) -> Reply:
         give_up_at = float("inf")
         while True:
-            client = self._client or self._connect()
+            url = f"{self._url or self._find()}{route}"
             try:
-                return client.call(
-                    route, request, reply, patience_s=TRY_S, timeout_s=wait_s + ANSWER_S
+                return self._client.call(
+                    url, request, reply, patience_s=TRY_S, timeout_s=wait_s + ANSWER_S
                 )
             except HttpRefused as refusal:
                 if refusal.status == CONFLICT:
@@ -105,12 +104,10 @@ class LedgerPeer:
                 if time.monotonic() >= give_up_at or self._is_stopping():
                     raise
                 logger.info("looking for the ledger again: %s", error)
-                client.close()
-                self._client = None
+                self._url = ""
 
-    def _connect(self) -> WireClient:
-        endpoint = rendezvous.await_endpoint(
+    def _find(self) -> str:
+        self._url = rendezvous.await_endpoint(
             self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
-        )
-        self._client = WireClient(endpoint.url, self._key)
-        return self._client
+        ).url
+        return self._url

@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     mutation(
         "a medium imports a medium",
-        {"session/__init__.py": "import areal_hpc.wire.proxy"},
+        {"session/__init__.py": "import areal_hpc.shards.config"},
         LAYERS,
     ),
     mutation(

@@ -9,6 +9,7 @@ import httpx
 import psutil
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.follower import Chief, Follower
 from areal_hpc.inference.local_weights import LocalWeights
@@ -40,7 +41,7 @@ class Pair:
             events=EventLog(folder / "events.jsonl", "cell-0"),
             startup_timeout_s=60,
             health_timeout_s=60,
-            max_restarts=3,
+            policy=RestartPolicy(3),
         )
         local = LocalWeights(folder / "local")
         self.relay = RelayServer(RelayApp("cell-0", [self.head], KEY, folder, local), "127.0.0.1")

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.local_weights import LocalWeights
@@ -62,7 +63,9 @@ def program(text: str) -> Launch:
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Replica] = []
 
-    def make(launch: Launch, **options: float) -> Replica:
+    def make(
+        launch: Launch, max_restarts: int = 3, healthy_s: float = 600, **options: float
+    ) -> Replica:
         replica = Replica(
             0,
             tp=1,
@@ -70,12 +73,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
-            **{  # type: ignore[arg-type]  # all of them numbers
-                "startup_timeout_s": 60,
-                "health_timeout_s": 60,
-                "max_restarts": 3,
-                **options,
-            },
+            policy=RestartPolicy(max_restarts, healthy_s=healthy_s),
+            **{"startup_timeout_s": 60, "health_timeout_s": 60, **options},
         )
         made.append(replica)
         return replica
@@ -259,7 +258,7 @@ def test_silence_in_an_update_is_no_death(make: Make) -> None:
 
 
 def test_old_crashes_are_forgiven(make: Make) -> None:
-    replica = make(server(), max_restarts=1, crashes_forgiven_after_s=0.3)
+    replica = make(server(), max_restarts=1, healthy_s=0.3)
     for incarnation in (1, 2, 3):
         tick_until(replica, lambda view: view.state == "ready")
         assert replica.view().incarnation == incarnation

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
@@ -60,7 +61,7 @@ class Stage:
             events=EventLog(directory / "events.jsonl", "cell-0"),
             startup_timeout_s=60,
             health_timeout_s=60,
-            max_restarts=0,
+            policy=RestartPolicy(0),
         )
         local = LocalWeights(directory / "local")
         app = RelayApp("cell-0", [self.replica], "key", directory / "weights", local)
