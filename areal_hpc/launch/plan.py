@@ -19,7 +19,7 @@ from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
 from areal_hpc.trainer.job_config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import Split
 
