@@ -27,6 +27,7 @@ from areal_hpc.shards.writer import seal
 from areal_hpc.telemetry import EventLog
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import (
+    NO_VERSION,
     Acknowledged,
     BatchManifest,
     BatchReply,
@@ -131,7 +132,7 @@ class Storehouse:
             )
             file = shard.file
         return [
-            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards)
+            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards, NO_VERSION)
             for first, ref in zip(range(0, len(refs) * n_samples, n_samples), refs, strict=True)
         ]
 
@@ -181,7 +182,7 @@ class SleepingCell(Driver):
         self._board.begin(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
         await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
-        for _ in range(grant.n_samples):
+        for _ in range(grant.n_episodes):
             self._board.end_episode(grant.ref)
         self._stores.finish(grant.ref)
         return True

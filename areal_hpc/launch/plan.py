@@ -117,7 +117,6 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "trainer": recipe.trainer.model_dump(mode="json"),
         "weights": recipe.weights.model_dump(mode="json"),
         "cells": recipe.inference.cells,
-        "n_samples": recipe.rollout.n_samples,
         "evaluation_every_steps": recipe.evaluation.every_steps,
         "evaluation_tasks": evaluated,
         "evaluation_cell": recipe.evaluation.separate_job,
@@ -126,7 +125,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
     ledger = {
         "run_dir": str(layout.root),
         "batch_size": recipe.trainer.batch_size,
-        "n_samples": recipe.rollout.episodes_per_ticket,
+        "episodes_per_ticket": recipe.rollout.episodes_per_ticket,
         "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
         "stale_groups": recipe.rollout.stale_groups,
         "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,

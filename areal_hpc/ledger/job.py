@@ -50,7 +50,7 @@ class LedgerJobConfig(StageConfig):
     """The run directory."""
     batch_size: Annotated[int, Field(ge=1)]
     """Tickets per batch."""
-    n_samples: Annotated[int, Field(ge=1)]
+    episodes_per_ticket: Annotated[int, Field(ge=1)]
     """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """How many versions old a ticket's first weights may be when it is trained on."""
@@ -81,7 +81,7 @@ class LedgerJobConfig(StageConfig):
         return TicketPolicy(
             batch_size=self.batch_size,
             max_head_offpolicyness=self.max_head_offpolicyness,
-            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
+            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.episodes_per_ticket),
             total_steps=self.total_steps,
             cell_timeout_s=self.cell_timeout_s,
             stale_groups=self.stale_groups,
@@ -111,7 +111,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
             config.policy,
             TaskStream(
                 config.task_sources or (TaskSource(config.n_train_tasks),),
-                config.n_samples,
+                config.episodes_per_ticket,
                 config.seed,
                 curriculum_of(config, layout) if config.curriculum else None,
             ),
