@@ -20,11 +20,8 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from areal_hpc.errors import WeightSyncError
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.inference.stall import StallWatch
-from areal_hpc.weights.delta import MANIFEST
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
@@ -32,7 +29,6 @@ from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     RELAYED_ROUTES,
     FenceRequest,
-    FetchRequest,
     FollowRequest,
     LoadRequest,
     ReplicaList,
@@ -62,21 +58,15 @@ class RelayApp(JsonApp):
         replicas: Its replicas.
         admin_key: The run's secret for control routes.
         weights_dir: The only folder from which replicas may be told to load weights.
-        local: The cell's copy of what lies there.
     """
 
     def __init__(
-        self,
-        cell: str,
-        replicas: Sequence[Replica],
-        admin_key: str,
-        weights_dir: Path,
-        local: LocalWeights,
+        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
     ) -> None:
         self._cell = cell
         self._replicas = replicas
         self._admin_key = admin_key
-        self._weights_dir, self._local = weights_dir, local
+        self._weights_dir = weights_dir
         self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
@@ -104,13 +94,8 @@ class RelayApp(JsonApp):
                 serve = await _decode(request, ServeRequest)
                 serving = self._replica(index).serve(_caller(request), serve)
                 return 200, msgspec.json.encode(serving)
-            case "POST", ["replicas", index, "fetch"]:
-                self._replica(index).admit(_caller(request))
-                fetch = await _decode(request, FetchRequest)
-                await self._copied(self._folder(fetch.folder))
-                return 200, b"{}"
             case "POST", ["replicas", index, "load"]:
-                load = await self._load_body(await _decode(request, LoadRequest))
+                load = self._load_body(await _decode(request, LoadRequest))
                 replica, route = self._replica(index), "update_weights_from_disk"
                 return await self._relay(replica, route, request, load)
             case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
@@ -136,20 +121,10 @@ class RelayApp(JsonApp):
             raise HTTPException(400, f"no folder {name!r} in {self._weights_dir}")
         return folder
 
-    async def _copied(self, folder: Path) -> Path:
-        """The cell's copy of a folder that says how to make one."""
-        try:
-            return await asyncio.to_thread(self._local.take, folder)
-        except (WeightSyncError, OSError, msgspec.DecodeError) as error:
-            raise HTTPException(409, f"no copy of {folder.name}: {error}") from error
-
-    async def _load_body(self, request: LoadRequest) -> bytes:
-        folder = self._folder(request.folder)
-        if (folder / MANIFEST).is_file():
-            folder = await self._copied(folder)
+    def _load_body(self, request: LoadRequest) -> bytes:
         return msgspec.json.encode(
             {
-                "model_path": str(folder),
+                "model_path": str(self._folder(request.folder)),
                 "load_format": "safetensors",
                 "flush_cache": False,  # by a call of its own
                 "weight_version": request.version,

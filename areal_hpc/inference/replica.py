@@ -272,11 +272,6 @@ class Replica:
         """
         return self._span.follow(request, time.monotonic())
 
-    def admit(self, caller: Caller) -> None:
-        """A call came in that concerns what the replicas of the cell share."""
-        with self._lock:
-            self._check(caller)
-
     def called(self, caller: Caller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be relayed."""
         with self._lock:

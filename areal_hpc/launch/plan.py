@@ -128,7 +128,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
     ledger = LedgerJobConfig(
         run_dir=layout.root,
         batch_size=recipe.trainer.batch_size,
-        n_samples=rollout.episodes_per_ticket,
+        episodes_per_ticket=rollout.episodes_per_ticket,
         max_head_offpolicyness=rollout.max_head_offpolicyness,
         stale_groups=rollout.stale_groups,
         max_concurrent_rollouts=rollout.max_concurrent_rollouts,
@@ -147,7 +147,6 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         trainer=recipe.trainer,
         weights=recipe.weights,
         cells=recipe.inference.cells,
-        n_samples=rollout.n_samples,
         evaluation_every_steps=evaluation.every_steps,
         evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
         evaluation_cell=evaluation.separate_job,

@@ -58,7 +58,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
             config.policy,
             TaskStream(
                 config.task_sources or (TaskSource(config.n_train_tasks),),
-                config.n_samples,
+                config.episodes_per_ticket,
                 config.seed,
                 curriculum_of(config, layout) if config.curriculum else None,
             ),

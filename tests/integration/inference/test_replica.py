@@ -15,7 +15,6 @@ import pytest
 from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.inference.span import Span
@@ -371,7 +370,7 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
 ) -> None:
     replica = make(server(POST_S=60.0), max_restarts=0)
     tick_until(replica, is_ready)
-    app = RelayApp("cell-0", [replica], "key", tmp_path, LocalWeights(tmp_path / "local"))
+    app = RelayApp("cell-0", [replica], "key", tmp_path)
     relay_server = RelayServer(app, "127.0.0.1")
     relay_server.start()
     headers = {
