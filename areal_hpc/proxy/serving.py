@@ -30,7 +30,6 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.session.tails import is_local
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 
@@ -60,7 +59,6 @@ class ProxyService:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
             model = replace(model, normalise=load_function(limits.message_normaliser, key))
-        is_local(model.template)  # found out now, not in the first call
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)
