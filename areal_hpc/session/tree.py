@@ -119,11 +119,7 @@ class _Node:
 
     def child(self, message: Message) -> _Node | None:
         for node in self.children:
-            if (
-                node.message is message
-                or node.message == message
-                or difference(node.message, message) is None
-            ):
+            if node.message == message or difference(node.message, message) is None:
                 return node
         return None
 

@@ -59,17 +59,7 @@ class ChatExchange:
 
 
 def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
-    defaults = session.request.sampling
-    cut, known = session.known.cut(body)
-    try:
-        request, call = parse(cut, defaults, model, known)
-    except RequestRefused:
-        if cut is body:
-            raise
-        cut = body
-        request, call = parse(body, defaults, model)  # so that messages are counted from the first
-    session.known.keep(body, cut, call.messages)
-    return ChatExchange(request, call, model)
+    return ChatExchange(*parse(body, session.request.sampling, model), model)
 
 
 CHAT = Dialect(ChatRequest, _read, error)
