@@ -25,7 +25,7 @@ from areal_hpc.proxy.dialects.chat_reply import CHAT
 from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
-from areal_hpc.proxy.hanging_up import GONE, ClientGone, unless_gone
+from areal_hpc.proxy.disconnect import ClientDisconnectedError, Receive, cancel_on_disconnect
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
 from areal_hpc.proxy.relaying import GenerateRelay
@@ -44,7 +44,6 @@ from areal_hpc.wire import proxy as wire
 log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
@@ -143,7 +142,6 @@ class ProxyApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
         allowed = ""
-        gone = scope.get("extensions", {}).get(GONE, {}).get("future")
         try:
             methods, named = self._routes.at(scope["path"])
             route, key = methods.get(scope["method"]), ""
@@ -164,12 +162,12 @@ class ProxyApp:
             asked = await self._body(receive)
             if named:
                 asked = _name_alone(named, scope["query_string"])
-            result = await unless_gone(gone, route.answer(opened, asked))
+            result = await cancel_on_disconnect(receive, route.answer(opened, asked))
             if not isinstance(result, bytes):
-                await unless_gone(gone, _send_events(send, result))
+                await cancel_on_disconnect(receive, _send_events(send, result))
                 return
             status, content, form = 200, result, route.form
-        except ClientGone:
+        except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
@@ -195,7 +193,7 @@ class ProxyApp:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnectedError
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > self._max_request_bytes:

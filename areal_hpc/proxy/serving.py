@@ -17,7 +17,6 @@ import uvloop
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
-from areal_hpc.proxy.client_protocol import ResponseProtocol
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
@@ -87,11 +86,12 @@ class ProxyService:
         Raises:
             ClusterError: The journal or a peer failed; another start may succeed.
         """
+        logging.getLogger("uvicorn.error").addFilter(_is_no_advice)
         server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
                 loop="none",
-                http=ResponseProtocol,
+                http="httptools",
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -137,6 +137,11 @@ class ProxyService:
         if self._sealer is not None:
             await self._sealer.close()
         self._recorder.close()
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """False for uvicorn's advice to install a WebSocket library: the routes refuse WebSockets."""
+    return "WebSocket library" not in str(record.msg)
 
 
 async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:
