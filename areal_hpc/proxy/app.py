@@ -11,7 +11,6 @@ from urllib.parse import unquote
 
 import msgspec
 
-from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.dialects import (
@@ -78,7 +77,7 @@ class ProxyApp:
         self._caller = caller
         self._control = control
         self._relay = relay
-        self._ignored = metrics.IgnoredParameters()
+        caller.metrics.watch(book)
         self._guards: dict[str, Callable[[str], Session | None]] = {
             "admin": self._require_admin,
             "session": self._session,
@@ -244,8 +243,7 @@ class ProxyApp:
         return self._control.health()
 
     async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
-        drift, resumed = self._caller.drift, self._caller.resumed
-        return metrics.exposition(self._book, drift, resumed, self._ignored)
+        return self._caller.metrics.render()
 
     async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
         return described(self._routes)
@@ -262,7 +260,7 @@ class ProxyApp:
     async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         _, call = messages.parse(body, session.request.sampling, self._model)
-        self._ignored.add("/messages/count_tokens", call.ignored)
+        self._caller.metrics.count_ignored("/messages/count_tokens", call.ignored)
         _, count = await self._caller.prompt_json(session, call)
         return messages_reply.token_count(count)
 
@@ -287,7 +285,7 @@ class ProxyApp:
             session = self._open_session(opened)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
-            self._ignored.add(path, call.ignored)
+            self._caller.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
                 return exchange.events(await self._caller.stream(session, call, answer_id))
             return exchange.whole(await self._caller.answer(session, call, answer_id))

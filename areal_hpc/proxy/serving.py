@@ -13,6 +13,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from prometheus_client import disable_created_metrics
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
@@ -58,6 +59,7 @@ class ProxyService:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
             model = replace(model, normalise=load_function(limits.message_normaliser, key))
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)

@@ -62,7 +62,7 @@ def resumptions(stage: Stage) -> int:
     """How many the proxy counted."""
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
     (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_resumptions_total "))
-    return int(line.split()[1])
+    return int(float(line.split()[1]))
 
 
 def dies_after(pieces: int) -> Callable[[dict[str, Any]], Script]:
