@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 
+from areal_hpc.proxy.connection import Connection
 from areal_hpc.proxy.generation import (
     Generation,
     Piece,
@@ -21,14 +19,15 @@ from areal_hpc.proxy.generation import (
     error_text,
     generation_of,
 )
+from areal_hpc.proxy.posting import Connections
 from areal_hpc.proxy.refusal import RequestRefused
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
-KEEP_ALIVE_S = 3.0
-"""For which an idle connection is used again. SGLang closes it after 5 s without use."""
+FORGOTTEN_S = 60.0
+"""A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
 
@@ -67,16 +66,9 @@ class Upstream:
     """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
 
     def __init__(self, api_key: str = "") -> None:
-        key = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http = aiohttp.ClientSession(
-            headers={"content-type": "application/json", **key},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_TIMEOUT_S),
-            skip_auto_headers=("accept", "accept-encoding", "user-agent"),
-            auto_decompress=False,
-        )
-        weakref.finalize(self, _close_dropped, self._http, asyncio.get_running_loop())
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"content-type: application/json\r\n{key}"
+        self._servers: dict[str, Connections] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -109,7 +101,7 @@ class Upstream:
         reader = PieceReader(base_url, request.sampling.stop or ())
         body = request.body(stream=True)
         try:
-            read = self._read_live(base_url, body, reader, take)
+            read = self._read_live(base_url, body, timeout_s, reader, take)
             return await self._guarded(base_url, request.rid, timeout_s, read)
         except UpstreamLost as lost:
             lost.partial = reader.partial()
@@ -119,12 +111,14 @@ class Upstream:
         self,
         base_url: str,
         body: bytes,
+        timeout_s: float,
         reader: PieceReader,
         take: Callable[[Piece], Awaitable[None]],
     ) -> Generation:
-        async with self._http.post(f"{base_url}/generate", data=body) as answer:
+        server = self._server(base_url)
+        async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
             if answer.status != 200:
-                _check(base_url, answer.status, await answer.read())
+                _check(base_url, answer.status, await answer.whole())
             async for data in _events(answer):
                 piece, whole = reader.read(data)
                 if piece.output_ids or piece.text:
@@ -140,26 +134,17 @@ class Upstream:
             UpstreamLost: The server did not finish the call.
             RequestRefused: It says the request is wrong, or took too long.
         """
-        status, answer = await self._guarded(
-            base_url, rid, timeout_s, self._post(f"{base_url}/generate", body)
-        )
+        call = self._server(base_url).ask("/generate", body, timeout_s)
+        status, answer = await self._guarded(base_url, rid, timeout_s, call)
         _check(base_url, status, answer)
         return answer
-
-    async def _post(self, url: str, body: bytes) -> tuple[int, bytes]:
-        async with self._http.post(url, data=body) as answer:
-            return answer.status, await answer.read()
 
     async def _guarded(
         self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
         try:
-            async with asyncio.timeout(timeout_s):
-                return await call
-        except (aiohttp.ClientError, ConnectionError) as error:
-            # Before TimeoutError: a server that does not accept in time is lost.
-            raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
+            return await call
         except TimeoutError:
             self.abort(base_url, rid)
             raise RequestRefused(
@@ -168,6 +153,23 @@ class Upstream:
         except asyncio.CancelledError:
             self.abort(base_url, rid)
             raise
+        except OSError as error:
+            raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
+
+    def _server(self, base_url: str) -> Connections:
+        server = self._servers.get(base_url)
+        if server is None:
+            server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            self._forget_unused(server.used_at)
+            self._servers[base_url] = server
+        return server
+
+    def _forget_unused(self, now: float) -> None:
+        """A replica that starts anew has another address: the old one is not called again."""
+        for url, server in [*self._servers.items()]:
+            if now - server.used_at > FORGOTTEN_S:
+                server.close()
+                del self._servers[url]
 
     def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
@@ -178,28 +180,16 @@ class Upstream:
     async def _send_abort(self, base_url: str, rid: str) -> None:
         try:
             body = msgspec.json.encode({"rid": rid})
-            async with asyncio.timeout(ABORT_TIMEOUT_S):
-                await self._post(f"{base_url}/abort_request", body)
-        except (aiohttp.ClientError, OSError) as error:
+            await self._server(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
+        except OSError as error:
             log.info("abort of %s did not reach %s: %s", rid, base_url, error)
 
     async def close(self) -> None:
         """Send what aborts are still under way and close pooled connections."""
         if self._aborts:
             await asyncio.wait(self._aborts, timeout=1.0)
-        await self._http.close()
-
-
-def _close_dropped(http: aiohttp.ClientSession, loop: asyncio.AbstractEventLoop) -> None:
-    """AReaL's workflows drop their clients unclosed; aiohttp would log an error for each."""
-    if http.closed:
-        return
-    closing = http.close()
-    if loop.is_closed():
-        with contextlib.suppress(StopIteration):
-            closing.send(None)  # without a loop there is nothing to wait for
-    else:
-        loop.call_soon_threadsafe(loop.create_task, closing)
+        for server in self._servers.values():
+            server.close()
 
 
 def _check(base_url: str, status: int, answer: bytes) -> None:
@@ -209,10 +199,10 @@ def _check(base_url: str, status: int, answer: bytes) -> None:
         raise RequestRefused(400, f"the model server refused: {error_text(answer)}")
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+async def _events(answer: Connection) -> AsyncIterator[bytes]:
     """The data of server-sent events. SGLang writes one line of data an event."""
     rest = b""
-    async for block in answer.content.iter_any():
+    while block := await answer.part():
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and line != b"data: [DONE]":

@@ -1,0 +1,278 @@
+"""Connections to SGLang are kept while they are sound, and only then."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Any, Self
+
+import pytest
+
+from areal_hpc.proxy import upstream
+from areal_hpc.proxy.posting import Connections
+from areal_hpc.proxy.upstream import Upstream
+
+Script = tuple[bytes, bool]
+PATIENCE_S = 30.0
+"""What does not happen in such a time never will."""
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+class ScriptedServer:
+    """Answers each request with the next script: the bytes to send, and whether to hang up."""
+
+    def __init__(self, *scripts: Script) -> None:
+        self._scripts = iter(scripts)
+        self.heads: list[str] = []
+        self.bodies: list[bytes] = []
+        self.accepted = 0
+        self.left = 0
+        self._serving: list[asyncio.Task[Any]] = []
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}/sub"
+        self.connections = Connections(self.url, "x-mark: 1\r\n", PATIENCE_S)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        self.connections.close()
+        self._server.close()
+        await asyncio.wait_for(asyncio.gather(*self._serving), PATIENCE_S)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.append(task)
+        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                self.heads.append(head)
+                length = int(head.partition("content-length: ")[2].partition("\r\n")[0])
+                self.bodies.append(await reader.readexactly(length))
+                data, hangs_up = next(self._scripts)
+                writer.write(data)
+                await writer.drain()
+                if hangs_up:
+                    break
+        self.left += 1
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    async def ask(self, body: bytes = b"{}") -> tuple[int, bytes]:
+        return await self.connections.ask("/generate", body, PATIENCE_S)
+
+
+def answer(body: bytes, *, extra: bytes = b"", status: bytes = b"200 OK") -> bytes:
+    return b"HTTP/1.1 %b\r\n%bcontent-length: %d\r\n\r\n%b" % (status, extra, len(body), body)
+
+
+def test_one_connection_carries_calls_that_come_after_one_another() -> None:
+    async def run() -> None:
+        scripts = [(answer(b"one"), False), (answer(b"two", status=b"503 Busy"), False)]
+        async with ScriptedServer(*scripts) as server:
+            assert await server.ask(b'{"a":1}') == (200, b"one")
+            assert await server.ask(b"x" * 300_000) == (503, b"two")
+            assert server.accepted == 1
+            assert server.bodies == [b'{"a":1}', b"x" * 300_000]
+            path, host, mark, *_ = server.heads[0].split("\r\n")
+            assert path == "post /sub/generate http/1.1"
+            assert host.startswith("host: 127.0.0.1:")
+            assert mark == "x-mark: 1"
+
+    asyncio.run(run())
+
+
+def test_calls_at_the_same_time_have_a_connection_each() -> None:
+    async def run() -> None:
+        scripts = [(answer(b"%d" % number), False) for number in range(6)]
+        async with ScriptedServer(*scripts) as server:
+            assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
+            assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
+            assert server.accepted == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        (answer(b"one", extra=b"connection: close\r\n"), False),
+        (answer(b"one"), True),
+        (answer(b"one") + answer(b"nobody asked"), False),
+    ],
+)
+def test_a_connection_that_is_not_sound_is_not_used_again(script: Script) -> None:
+    async def run() -> None:
+        async with ScriptedServer(script, (answer(b"two"), False)) as server:
+            assert await server.ask() == (200, b"one")
+            await asyncio.sleep(0.05)
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_is_left_half_read_closes_its_connection() -> None:
+    async def run() -> None:
+        parts = answer(b"x" * 100)[:-50]
+        async with ScriptedServer((parts, False), (answer(b"two"), False)) as server:
+            async with server.connections.post("/generate", b"{}") as half:
+                assert await half.part() == b"x" * 50
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_a_call_that_is_cancelled_closes_its_connection() -> None:
+    async def run() -> None:
+        async with ScriptedServer((b"", False), (answer(b"two"), False)) as server:
+            asked = asyncio.ensure_future(server.ask())
+            await until(lambda: len(server.bodies) == 1)
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_a_preliminary_answer_is_not_the_answer() -> None:
+    async def run() -> None:
+        early = b"HTTP/1.1 103 Early Hints\r\n\r\n"
+        async with ScriptedServer((early + answer(b"one"), False)) as server:
+            assert await server.ask() == (200, b"one")
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("script", [(b"", True), (answer(b"x" * 100)[:-50], True)])
+def test_a_server_that_leaves_is_a_connection_error(script: Script) -> None:
+    async def run() -> None:
+        async with ScriptedServer(script) as server:
+            with pytest.raises(ConnectionError):
+                await server.ask()
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_does_not_come_in_time_is_a_timeout() -> None:
+    async def run() -> None:
+        half = answer(b"x" * 100)[:-50]
+        scripts = [(answer(b"one"), False), (half, False), (answer(b"two"), False)]
+        async with ScriptedServer(*scripts) as server:
+            assert await server.ask() == (200, b"one")  # so that there is a connection
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", 0.1)
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 2
+
+    asyncio.run(run())
+
+
+def test_each_call_has_a_time_limit_of_its_own() -> None:
+    async def run() -> None:
+        async def waits_s(server: ScriptedServer, timeout_s: float) -> float:
+            began = time.monotonic()
+            with pytest.raises(TimeoutError):
+                await server.connections.ask("/generate", b"{}", timeout_s)
+            return time.monotonic() - began
+
+        limits_s = [60.0, 0.4, 60.0, 0.2]
+        async with ScriptedServer(*[(b"", False)] * 4) as server:
+            calls = [asyncio.ensure_future(waits_s(server, one)) for one in limits_s]
+            assert await calls[3] >= 0.2
+            assert await calls[1] >= 0.4
+            for patient in (calls[0], calls[2]):
+                assert not patient.done()
+                patient.cancel()
+
+    asyncio.run(run())
+
+
+def test_what_is_not_http_is_a_connection_error() -> None:
+    async def run() -> None:
+        async with ScriptedServer(
+            (b"SSH-2.0-OpenSSH_9.6\r\n", False), (answer(b"two"), False)
+        ) as server:
+            with pytest.raises(ConnectionError, match="does not speak HTTP"):
+                await server.ask()
+            assert await server.ask() == (200, b"two")
+
+    asyncio.run(run())
+
+
+def test_an_answer_that_might_be_read_in_parts_can_be_read_whole() -> None:
+    async def run() -> None:
+        body = b"x" * 3_000_000  # more than is held unread
+        script = (answer(body, status=b"500 Broken"), False)
+        async with (
+            ScriptedServer(script) as server,
+            server.connections.post("/generate", b"{}") as failed,
+        ):
+            await asyncio.sleep(0.1)
+            assert failed.status == 500
+            assert await asyncio.wait_for(failed.whole(), PATIENCE_S) == body
+
+    asyncio.run(run())
+
+
+def test_a_long_answer_read_in_parts_comes_whole() -> None:
+    async def run() -> None:
+        body = bytes(range(256)) * 20_000  # more than is held unread, so the server must wait
+        chunks = [body[at : at + 9_000] for at in range(0, len(body), 9_000)]
+        coded = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in chunks) + b"0\r\n\r\n"
+        head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+        async with ScriptedServer((head + coded, False), (answer(b"two"), False)) as server:
+            read = b""
+            async with server.connections.post("/generate", b"{}") as long:
+                assert long.status == 200
+                while part := await long.part():
+                    read += part
+                    await asyncio.sleep(0.001)
+            assert read == body
+            assert await server.ask() == (200, b"two")
+            assert server.accepted == 1
+
+    asyncio.run(run())
+
+
+def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        scripts = [(answer(b"one"), False)] * 2
+        async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
+            calls = Upstream()
+            assert await calls.relay(old.url, "1", b"{}", PATIENCE_S) == b"one"
+            assert await calls.relay(new.url, "2", b"{}", PATIENCE_S) == b"one"
+            assert old.left == 0
+            monkeypatch.setattr(upstream, "FORGOTTEN_S", 0.0)
+            async with ScriptedServer(*scripts) as third:
+                assert await calls.relay(third.url, "3", b"{}", PATIENCE_S) == b"one"
+                await until(lambda: (old.left, new.left) == (1, 1))
+                # as if it were new
+                assert await calls.relay(new.url, "4", b"{}", PATIENCE_S) == b"one"
+                await calls.close()
+
+    asyncio.run(run())
+
+
+def test_a_call_under_way_outlives_the_closing_of_the_others() -> None:
+    async def run() -> None:
+        async with ScriptedServer((answer(b"one"), False)) as server:
+            asked = asyncio.ensure_future(server.ask(b"x" * 300_000))
+            await asyncio.sleep(0)
+            server.connections.close()
+            assert await asked == (200, b"one")
+            await until(lambda: server.left == 1)
+
+    asyncio.run(run())
