@@ -20,10 +20,11 @@ from areal_hpc.client.engine import Engine, EngineRouter
 from areal_hpc.client.parsers import shared_parsers
 from areal_hpc.client.recorded import RecordedInteraction
 from areal_hpc.client.tokenizer import session_tokenizer
-from areal_hpc.proxy.app import ProxyApp, Receive, Scope, Send
+from areal_hpc.proxy.app import ProxyApp, Scope, Send
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
+from areal_hpc.proxy.disconnect import Receive
 from areal_hpc.proxy.events import SessionOpened
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.recorder import VolatileRecorder

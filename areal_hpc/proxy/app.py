@@ -11,7 +11,6 @@ from urllib.parse import unquote
 
 import msgspec
 
-from areal_hpc.proxy import metrics
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.dialects import (
@@ -25,7 +24,7 @@ from areal_hpc.proxy.dialects.chat_reply import CHAT
 from areal_hpc.proxy.dialects.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
 from areal_hpc.proxy.dialects.messages_reply import MESSAGES
-from areal_hpc.proxy.hanging_up import GONE, ClientGone, unless_gone
+from areal_hpc.proxy.disconnect import ClientDisconnectedError, Receive, cancel_on_disconnect
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.refusal import RETRY_AFTER_S, RequestRefused
 from areal_hpc.proxy.relaying import GenerateRelay
@@ -44,7 +43,6 @@ from areal_hpc.wire import proxy as wire
 log = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
@@ -79,7 +77,7 @@ class ProxyApp:
         self._caller = caller
         self._control = control
         self._relay = relay
-        self._ignored = metrics.IgnoredParameters()
+        caller.metrics.watch(book)
         self._guards: dict[str, Callable[[str], Session | None]] = {
             "admin": self._require_admin,
             "session": self._session,
@@ -143,7 +141,6 @@ class ProxyApp:
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         refused: Refused = openai_forms.error
         allowed = ""
-        gone = scope.get("extensions", {}).get(GONE, {}).get("future")
         try:
             methods, named = self._routes.at(scope["path"])
             route, key = methods.get(scope["method"]), ""
@@ -164,12 +161,12 @@ class ProxyApp:
             asked = await self._body(receive)
             if named:
                 asked = _name_alone(named, scope["query_string"])
-            result = await unless_gone(gone, route.answer(opened, asked))
+            result = await cancel_on_disconnect(receive, route.answer(opened, asked))
             if not isinstance(result, bytes):
-                await unless_gone(gone, _send_events(send, result))
+                await cancel_on_disconnect(receive, _send_events(send, result))
                 return
             status, content, form = 200, result, route.form
-        except ClientGone:
+        except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
             refusal = _refusal(caught)
@@ -195,7 +192,7 @@ class ProxyApp:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise ClientGone
+                raise ClientDisconnectedError
             part: bytes = message.get("body", b"")
             body += part
             if len(body) > self._max_request_bytes:
@@ -246,8 +243,7 @@ class ProxyApp:
         return self._control.health()
 
     async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
-        drift, resumed = self._caller.drift, self._caller.resumed
-        return metrics.exposition(self._book, drift, resumed, self._ignored)
+        return self._caller.metrics.render()
 
     async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
         return described(self._routes)
@@ -264,7 +260,7 @@ class ProxyApp:
     async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         _, call = messages.parse(body, session.request.sampling, self._model)
-        self._ignored.add("/messages/count_tokens", call.ignored)
+        self._caller.metrics.count_ignored("/messages/count_tokens", call.ignored)
         _, count = await self._caller.prompt_json(session, call)
         return messages_reply.token_count(count)
 
@@ -289,7 +285,7 @@ class ProxyApp:
             session = self._open_session(opened)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
-            self._ignored.add(path, call.ignored)
+            self._caller.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
                 return exchange.events(await self._caller.stream(session, call, answer_id))
             return exchange.whole(await self._caller.answer(session, call, answer_id))

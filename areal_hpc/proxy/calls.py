@@ -13,9 +13,10 @@ from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.events import InteractionAdded
 from areal_hpc.proxy.generation import Generation, Piece, UpstreamLost
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
-from areal_hpc.proxy.prompts import Drift, Prompt, PromptMaker
+from areal_hpc.proxy.prompts import Prompt, PromptMaker
 from areal_hpc.proxy.recorder import Recorder, UnsoundCallError
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import Said
@@ -48,23 +49,17 @@ class ModelCaller:
         limits: ProxyConfig,
         parsers: SGLangParsers | None = None,
     ) -> None:
-        self._prompts = PromptMaker(model, parsers, limits)
+        self.metrics = ProxyMetrics()
+        self._prompts = PromptMaker(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
         self._limits = limits
         self._calls = 0
         """In flight."""
-        self.resumed = 0
-        """How often another replica was asked to go on from what a lost one had said."""
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
         self._recorder = recorder
         self._speaking: set[asyncio.Task[None]] = set()
-
-    @property
-    def drift(self) -> Drift:
-        """Counters since the proxy started."""
-        return self._prompts.drift
 
     async def answer(self, session: Session, call: ModelCall, answer_id: str) -> list[Answer]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
@@ -82,7 +77,7 @@ class ModelCaller:
         try:
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
-                [self._routed(prompt, choice, self._generate) for choice in range(call.n)]
+                [self._generate(prompt, choice) for choice in range(call.n)]
             )
             said = [await self._parsed(prompt, generation.text) for generation in generations]
             return [
@@ -104,14 +99,28 @@ class ModelCaller:
         """Token ids of a text (`PromptMaker.encode`)."""
         return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
 
-    async def _generate(
-        self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
-    ) -> Generation:
-        """One choice, whole."""
-        generation = await self._upstream.generate(replica.url, request, timeout_s)
-        if generation.finish_reason == ABORTED:
-            raise UpstreamLost(f"{replica.url} broke the call off")
-        return generation
+    async def _generate(self, prompt: Prompt, choice: int) -> Generation:
+        """One choice, whole. What a replica said before it broke the call off is gone on from.
+
+        Sampling it anew would favour short replies: those are broken off more rarely.
+        """
+        resumption = Resumption(self._encoder)
+
+        async def generate(
+            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
+        ) -> Generation:
+            nonlocal resumption
+            request = resumption.request(whole)
+            self.metrics.resumptions.inc(resumption.has_begun)
+            generation = await self._upstream.generate(replica.url, request, timeout_s)
+            if generation.finish_reason == ABORTED:
+                resumption.aborted(generation, request)
+                if not resumption.is_possible:  # nobody has seen any of it
+                    resumption = Resumption(self._encoder)
+                raise UpstreamLost(f"{replica.url} broke the call off")
+            return resumption.whole(generation)
+
+        return await self._routed(prompt, choice, generate)
 
     async def _parsed(self, prompt: Prompt, text: str) -> Said:
         if self._parsers is None or prompt.parsed_tools is None:
@@ -156,7 +165,7 @@ class ModelCaller:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             url, request = replica.url, resumption.request(whole)
-            self.resumed += resumption.has_begun
+            self.metrics.resumptions.inc(resumption.has_begun)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.generate_live(url, request, timeout_s, take)
@@ -164,7 +173,7 @@ class ModelCaller:
                 resumption.broken_off(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
-                resumption.is_possible &= not generation.output_ids
+                resumption.aborted(generation, request)
                 raise UpstreamLost(f"{url} broke the call off")
             return resumption.whole(generation)
 

@@ -6,9 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,6 +14,7 @@ import msgspec
 
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.generation import Generation, SamplingParams
+from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
 from areal_hpc.proxy.refusal import PromptTooLong, RequestRefused
@@ -83,26 +82,20 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Drift:
-    """How often a call's prompt was not the plain continuation of what the model said."""
-
-    splices: Counter[str] = field(default_factory=Counter)
-    """Calls by `Interaction.splice`."""
-    forks: Counter[str] = field(default_factory=Counter)
-    """Calls whose history was rewritten, by the field in which it departs from ours."""
-
-
 class PromptMaker:
     """Makes prompts for one model."""
 
     def __init__(
-        self, model: ServedModel, parsers: SGLangParsers | None, limits: ProxyConfig
+        self,
+        model: ServedModel,
+        parsers: SGLangParsers | None,
+        limits: ProxyConfig,
+        metrics: ProxyMetrics,
     ) -> None:
         self._model = model
         self._parsers = parsers
         self._limits = limits
-        self.drift = Drift()
+        self._metrics = metrics
 
     async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
         """Find what the call continues and make it ready to be sent.
@@ -114,9 +107,9 @@ class PromptMaker:
         asked_at = time.time()
         refuse_beyond_limits(session, call.n)
         turn, new_ids = await self.tokenise(session, call)
-        self.drift.splices[turn.splice] += 1
+        self._metrics.prompts.labels(turn.splice).inc()
         if turn.forked is not None:
-            self.drift.forks[turn.forked] += 1
+            self._metrics.forks.labels(turn.forked).inc()
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)

@@ -13,11 +13,11 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from prometheus_client import disable_created_metrics
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
-from areal_hpc.proxy.client_protocol import ResponseProtocol
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
@@ -30,7 +30,6 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.session.tails import is_local
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 
@@ -60,7 +59,7 @@ class ProxyService:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
             model = replace(model, normalise=load_function(limits.message_normaliser, key))
-        is_local(model.template)  # found out now, not in the first call
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)
@@ -89,11 +88,12 @@ class ProxyService:
         Raises:
             ClusterError: The journal or a peer failed; another start may succeed.
         """
+        logging.getLogger("uvicorn.error").addFilter(_is_no_advice)
         server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
                 loop="none",
-                http=ResponseProtocol,
+                http="httptools",
                 ws="none",
                 lifespan="off",
                 access_log=False,
@@ -139,6 +139,11 @@ class ProxyService:
         if self._sealer is not None:
             await self._sealer.close()
         self._recorder.close()
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """False for uvicorn's advice to install a WebSocket library: the routes refuse WebSockets."""
+    return "WebSocket library" not in str(record.msg)
 
 
 async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:

@@ -20,7 +20,6 @@ from areal_hpc.proxy.events import (
     TicketsSealed,
     TicketsSettled,
 )
-from areal_hpc.proxy.known_messages import KnownMessages
 from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
@@ -54,7 +53,6 @@ class Session:
         self.in_flight = 0
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
-        self.known = KnownMessages()
         self.responses: dict[str, bytes] = {}
         """Bodies of Responses that may be asked for again, by id."""
         self.calls = 0
@@ -165,7 +163,7 @@ class SessionBook:
                 tree[event.interaction_id].reward = event.reward
             case SessionEnded():
                 session = self.sessions[event.session_id]
-                session.ended, session.known, session.responses = True, KnownMessages(), {}
+                session.ended, session.responses = True, {}
             case SessionDropped():
                 self._remove(self.sessions[event.session_id])
             case TicketFinished():

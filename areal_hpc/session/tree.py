@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.session.normalise import difference
-from areal_hpc.session.tails import text_after_reply
 from areal_hpc.session.template import ChatTemplate, Message
+from areal_hpc.session.template_suffix import render_reply_suffix
 
 Splice = Literal["spliced", "retokenised", "root"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
@@ -119,11 +119,7 @@ class _Node:
 
     def child(self, message: Message) -> _Node | None:
         for node in self.children:
-            if (
-                node.message is message
-                or node.message == message
-                or difference(node.message, message) is None
-            ):
+            if node.message == message or difference(node.message, message) is None:
                 return node
         return None
 
@@ -207,9 +203,9 @@ class InteractionTree:
         context = _context_of(tools, variables)
         parent, known, forked = self._deepest(context, messages)
         if parent is not None:
-            tail = text_after_reply(template, messages, known - 1, tools, variables)
-            if tail is not None:
-                return Turn(parent, "spliced", context, list(messages[known:]), tail, forked)
+            suffix = render_reply_suffix(template, messages, known - 1, tools, variables)
+            if suffix is not None:
+                return Turn(parent, "spliced", context, list(messages[known:]), suffix, forked)
         text = template.render(messages, tools=tools, variables=variables)
         splice: Splice = "root" if parent is None else "retokenised"
         return Turn(None, splice, context, list(messages), text, forked)

@@ -17,13 +17,13 @@ import pytest
 from areal_hpc.proxy.events import decode_event
 from areal_hpc.proxy.exporting import exported_interactions
 from areal_hpc.proxy.sessions import SessionBook
-from areal_hpc.session.audit import audit_prompt, prompt_ids
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import ids_of
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script
+from tests.support.prompt_audit import audit_prompt, prompt_ids
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "proxy_sessions.json"
 SESSIONS, TURNS = 1000, 8

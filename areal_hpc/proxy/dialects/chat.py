@@ -31,7 +31,6 @@ from areal_hpc.proxy.dialects.openai_sampling import (
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import Message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -104,10 +103,7 @@ _decoder = msgspec.json.Decoder(ChatRequest)
 
 
 def parse(
-    body: bytes,
-    defaults: SamplingDefaults,
-    model: ServedModel,
-    known: Sequence[Message] = (),
+    body: bytes, defaults: SamplingDefaults, model: ServedModel
 ) -> tuple[ChatRequest, ModelCall]:
     """Validate a request.
 
@@ -115,7 +111,6 @@ def parse(
         body: As received.
         defaults: Apply where the request is silent.
         model: Who will answer.
-        known: Messages before those in the body, in normal form.
 
     Raises:
         RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
@@ -127,7 +122,7 @@ def parse(
     tools = checked_tools(request.tools or [])
     choice = _tool_choice(request, tools)
     refuse_tools_without_parser(model, tools, choice)
-    return request, _call_of(request, known, defaults, model, tools, choice)
+    return request, _call_of(request, defaults, model, tools, choice)
 
 
 def _refuse_contradictions(request: ChatRequest) -> None:
@@ -181,20 +176,18 @@ def _tool_choice(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> ToolC
 
 def _call_of(
     request: ChatRequest,
-    known: Sequence[Message],
     defaults: SamplingDefaults,
     model: ServedModel,
     tools: list[dict[str, Any]],
     choice: ToolChoice,
 ) -> ModelCall:
-    new = (normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages)
     limit = request.max_completion_tokens or request.max_tokens or 0
     effort = effort_variables(request.reasoning_effort, model)
     ignored = [*hints_in(request)]
     if request.reasoning_effort is not None and effort is None:
         ignored.append("reasoning_effort")
     return ModelCall(
-        messages=[*known, *new],
+        messages=[normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables={**(effort or {}), **(request.chat_template_kwargs or {})} or None,

@@ -11,17 +11,9 @@ import msgspec
 
 from areal_hpc.proxy.dialects.chat import ChatRequest, parse
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.openai_forms import (
-    DONE,
-    error,
-    error_event,
-    event,
-    token_logprobs,
-    usage,
-)
+from areal_hpc.proxy.dialects.openai_forms import ChoiceEvents, error, token_logprobs, usage
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replies import CallPart, Said
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.session.template import TokenEncoder
@@ -59,27 +51,14 @@ class ChatExchange:
 
 
 def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
-    defaults = session.request.sampling
-    cut, known = session.known.cut(body)
-    try:
-        request, call = parse(cut, defaults, model, known)
-    except RequestRefused:
-        if cut is body:
-            raise
-        cut = body
-        request, call = parse(body, defaults, model)  # so that messages are counted from the first
-    session.known.keep(body, cut, call.messages)
-    return ChatExchange(request, call, model)
+    return ChatExchange(*parse(body, session.request.sampling, model), model)
 
 
 CHAT = Dialect(ChatRequest, _read, error)
 
 
-class ChatEvents:
-    """The server-sent events of a streamed ChatCompletion.
-
-    The event that ends a choice comes after its interaction is in the journal.
-    """
+class ChatEvents(ChoiceEvents):
+    """The server-sent events of a streamed ChatCompletion."""
 
     def __init__(
         self,
@@ -89,47 +68,20 @@ class ChatEvents:
         live: LiveAnswers,
         encoder: TokenEncoder,
     ) -> None:
-        self._counts_usage = request.counts_usage
-        self._with_logprobs = bool(request.logprobs)
-        self._frame: dict[str, Any] = {
+        frame = {
             "id": answer_id,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
             "model": model,
+            **({"usage": None} if request.counts_usage else {}),
         }
-        if self._counts_usage:
-            self._frame["usage"] = None
-        self._live = live
+        super().__init__(live, frame, counts_usage=request.counts_usage)
+        self._with_logprobs = bool(request.logprobs)
         self._encoder = encoder
         self._begun: set[int] = set()
-        self._answers: list[Answer] = []
-        self._done = False
 
-    def __aiter__(self) -> ChatEvents:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._done:
-            raise StopAsyncIteration
-        try:
-            event = await anext(self._live)
-        except StopAsyncIteration:
-            self._done = True
-            return self._usage_event() + DONE
-        if isinstance(event, Delta):
-            return self._delta(event)
-        self._answers.append(event)
-        return self._beginning(event.choice) + self._chunk(event.choice, {}, event.finish_reason)
-
-    def abandon(self) -> None:
-        """The client has gone."""
-        self._live.abandon()
-
-    def broken(self, refusal: RequestRefused) -> bytes:
-        """What says that the stream ends early."""
-        return error_event(refusal)
-
-    def _delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
+        """One chunk, and one for each tool call."""
         piece = delta.piece
         logprobs = None
         if self._with_logprobs and piece.output_ids:
@@ -145,6 +97,10 @@ class ChatEvents:
             chunks.append(self._chunk(delta.choice, {"tool_calls": [_call_delta(call)]}, None))
         return b"".join(chunks)
 
+    def end(self, answer: Answer) -> bytes:
+        """A chunk without text."""
+        return self._beginning(answer.choice) + self._chunk(answer.choice, {}, answer.finish_reason)
+
     def _beginning(self, choice: int) -> bytes:
         """The first chunk of a choice, once."""
         if choice in self._begun:
@@ -155,13 +111,9 @@ class ChatEvents:
     def _chunk(
         self, choice: int, delta: dict[str, Any], reason: str | None, logprobs: Any = None
     ) -> bytes:
-        chunk = {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event({**self._frame, "choices": [chunk]})
-
-    def _usage_event(self) -> bytes:
-        if not self._counts_usage:
-            return b""
-        return event({**self._frame, "choices": [], "usage": usage(self._answers)})
+        return self.chunk(
+            {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        )
 
 
 def _delta_fields(said: Said) -> dict[str, Any]:

@@ -12,18 +12,10 @@ import msgspec
 
 from areal_hpc.proxy.dialects.completions import CompletionRequest, parse
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.dialects.openai_forms import (
-    DONE,
-    error,
-    error_event,
-    event,
-    token_logprobs,
-    usage,
-)
+from areal_hpc.proxy.dialects.openai_forms import ChoiceEvents, error, token_logprobs, usage
 from areal_hpc.proxy.generation import Generation, Piece
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session
 
 
@@ -50,20 +42,19 @@ class CompletionExchange:
             )
             for answer in answers
         ]
-        return msgspec.json.encode({**self.frame(choices), "usage": usage(answers)})
+        return msgspec.json.encode({**self.frame(), "choices": choices, "usage": usage(answers)})
 
     def events(self, live: LiveAnswers) -> CompletionEvents:
         """The chunks of a Completion."""
         return CompletionEvents(self, live)
 
-    def frame(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A Completion, or a chunk of one."""
+    def frame(self) -> dict[str, Any]:
+        """What a Completion and each chunk of one begin with."""
         return {
             "id": self.answer_id,
             "object": "text_completion",
             "created": self._created_at,
             "model": self._model.name,
-            "choices": choices,
         }
 
     def choice(
@@ -99,59 +90,25 @@ class CompletionExchange:
         }
 
 
-class CompletionEvents:
-    """The server-sent events of a streamed Completion.
-
-    The event that ends a choice comes after its interaction is in the journal.
-    """
+class CompletionEvents(ChoiceEvents):
+    """The server-sent events of a streamed Completion."""
 
     def __init__(self, exchange: CompletionExchange, live: LiveAnswers) -> None:
+        super().__init__(live, exchange.frame(), counts_usage=exchange.counts_usage)
         self._exchange = exchange
-        self._live = live
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
-        self._answers: list[Answer] = []
-        self._done = False
 
-    def __aiter__(self) -> CompletionEvents:
-        return self
-
-    async def __anext__(self) -> bytes:
-        if self._done:
-            raise StopAsyncIteration
-        try:
-            happened = await anext(self._live)
-        except StopAsyncIteration:
-            self._done = True
-            return self._usage_event() + DONE
-        if isinstance(happened, Delta):
-            return self._delta(happened)
-        self._answers.append(happened)
-        return self._chunk(happened.choice, "", None, happened.finish_reason)
-
-    def abandon(self) -> None:
-        """The client has gone."""
-        self._live.abandon()
-
-    def broken(self, refusal: RequestRefused) -> bytes:
-        """What says that the stream ends early."""
-        return error_event(refusal)
-
-    def _delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: Delta) -> bytes:
+        """One chunk."""
         logprobs = self._exchange.logprobs(delta.piece, self._token_chars[delta.choice])
         if logprobs is not None:
             self._token_chars[delta.choice] += sum(map(len, logprobs["tokens"]))
-        return self._chunk(delta.choice, delta.said.text, logprobs, None)
+        return self.chunk(self._exchange.choice(delta.choice, delta.said.text, logprobs, None))
 
-    def _chunk(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
-    ) -> bytes:
-        return event(self._exchange.frame([self._exchange.choice(index, text, logprobs, reason)]))
-
-    def _usage_event(self) -> bytes:
-        if not self._exchange.counts_usage:
-            return b""
-        return event({**self._exchange.frame([]), "usage": usage(self._answers)})
+    def end(self, answer: Answer) -> bytes:
+        """A chunk without text."""
+        return self.chunk(self._exchange.choice(answer.choice, "", None, answer.finish_reason))
 
 
 def _read(body: bytes, session: Session, model: ServedModel) -> CompletionExchange:

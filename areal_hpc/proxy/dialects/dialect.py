@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import msgspec
 
@@ -14,16 +15,23 @@ from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session
 
 
-class EventStream(Protocol):
-    """Server-sent events on their way."""
+class EventStream(ABC):
+    """The server-sent events of a reply. What tells an end comes after its journal record."""
 
-    def __aiter__(self) -> AsyncIterator[bytes]: ...
+    def __init__(self, live: LiveAnswers) -> None:
+        self._live = live
 
+    def __aiter__(self) -> Self:
+        return self
+
+    @abstractmethod
     async def __anext__(self) -> bytes: ...
 
     def abandon(self) -> None:
         """The client has gone."""
+        self._live.abandon()
 
+    @abstractmethod
     def broken(self, refusal: RequestRefused) -> bytes:
         """What says that the stream ends early."""
 
@@ -47,7 +55,7 @@ class Exchange(Protocol):
         """The reply's body."""
 
     def events(self, live: LiveAnswers) -> EventStream:
-        """The reply as it comes. An end is told after its interaction is in the journal."""
+        """The reply as it comes."""
 
 
 Refused = Callable[[RequestRefused], bytes]

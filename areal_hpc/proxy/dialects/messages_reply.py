@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.proxy.dialects.blocks import Block, BlockReader, Change, blocks_of
-from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream
 from areal_hpc.proxy.dialects.messages import MessagesRequest, parse
 from areal_hpc.proxy.dialects.openai_forms import named_event
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
@@ -69,20 +69,14 @@ class MessagesExchange:
         return MessageEvents(self, live)
 
 
-class MessageEvents:
-    """The server-sent events of a streamed Message.
-
-    `message_delta`, which tells the end, comes after the interaction is in the journal.
-    """
+class MessageEvents(EventStream):
+    """The server-sent events of a streamed Message. `message_delta` tells the end."""
 
     def __init__(self, exchange: MessagesExchange, live: LiveAnswers) -> None:
+        super().__init__(live)
         self._exchange = exchange
-        self._live = live
         self._reader = BlockReader()
         self._begun = False
-
-    def __aiter__(self) -> MessageEvents:
-        return self
 
     async def __anext__(self) -> bytes:
         happened = await anext(self._live)
@@ -92,10 +86,6 @@ class MessageEvents:
             return beginning + _events(self._reader.feed(_as_objects(happened.said)))
         rest = _events(self._reader.finish())
         return beginning + rest + self._end(happened)
-
-    def abandon(self) -> None:
-        """The client has gone."""
-        self._live.abandon()
 
     def broken(self, refusal: RequestRefused) -> bytes:
         """What says that the stream ends early."""

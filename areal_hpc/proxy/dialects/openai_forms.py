@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from areal_hpc.proxy.dialects.dialect import EventStream
 from areal_hpc.proxy.generation import Alternatives
-from areal_hpc.proxy.live import Answer
+from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.template import TokenEncoder
 
@@ -32,16 +34,6 @@ def error(refusal: RequestRefused) -> bytes:
     return msgspec.json.encode({"error": error_fields(refusal)})
 
 
-def error_event(refusal: RequestRefused) -> bytes:
-    """A refusal after a stream has begun."""
-    return b"data: " + error(refusal) + b"\n\n" + DONE
-
-
-def event(content: Any) -> bytes:
-    """One server-sent event without a name."""
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-
 def named_event(content: dict[str, Any]) -> bytes:
     """One server-sent event under the name that is its `type`."""
     name: str = content["type"]
@@ -58,6 +50,51 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": answers[0].generation.cached_tokens},
     }
+
+
+class ChoiceEvents(EventStream):
+    """The server-sent events of a (chat) completion: its choices' chunks, usage, the end mark."""
+
+    def __init__(self, live: LiveAnswers, frame: dict[str, Any], *, counts_usage: bool) -> None:
+        super().__init__(live)
+        self._frame = frame
+        """What every chunk begins with."""
+        self._counts_usage = counts_usage
+        self._answers: list[Answer] = []
+        self._done = False
+
+    @abstractmethod
+    def delta(self, delta: Delta) -> bytes:
+        """What says a part of a choice."""
+
+    @abstractmethod
+    def end(self, answer: Answer) -> bytes:
+        """What says that a choice has ended."""
+
+    async def __anext__(self) -> bytes:
+        if self._done:
+            raise StopAsyncIteration
+        try:
+            happened = await anext(self._live)
+        except StopAsyncIteration:
+            self._done = True
+            return self._usage_event() + DONE
+        if isinstance(happened, Delta):
+            return self.delta(happened)
+        self._answers.append(happened)
+        return self.end(happened)
+
+    def broken(self, refusal: RequestRefused) -> bytes:
+        """What says that the stream ends early."""
+        return b"data: " + error(refusal) + b"\n\n" + DONE
+
+    def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        """One event."""
+        content = {**self._frame, "choices": choices, **more}
+        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+    def _usage_event(self) -> bytes:
+        return self.chunk(usage=usage(self._answers)) if self._counts_usage else b""
 
 
 def token_logprobs(

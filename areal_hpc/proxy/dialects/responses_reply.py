@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.proxy.dialects.blocks import Block, BlockReader, Change, blocks_of
-from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream
 from areal_hpc.proxy.dialects.openai_forms import error, error_fields, named_event, token_logprobs
 from areal_hpc.proxy.dialects.response_tools import OfferedTools
 from areal_hpc.proxy.dialects.responses import INSTRUCTED, PLAIN, ResponsesRequest, parse
@@ -146,15 +146,12 @@ class ResponsesExchange:
         }
 
 
-class ResponseEvents:
-    """The server-sent events of a streamed Response.
-
-    The last one, with the whole Response, comes after the interaction is in the journal.
-    """
+class ResponseEvents(EventStream):
+    """The server-sent events of a streamed Response. The last one has the whole Response."""
 
     def __init__(self, exchange: ResponsesExchange, live: LiveAnswers) -> None:
+        super().__init__(live)
         self._exchange = exchange
-        self._live = live
         self._reader = BlockReader()
         self._sent = 0
         self._tokens: list[dict[str, Any]] = []
@@ -162,9 +159,6 @@ class ResponseEvents:
         """How many of the tokens have come with their text."""
         self._end_status = "completed"
         """Of the item that ends now."""
-
-    def __aiter__(self) -> ResponseEvents:
-        return self
 
     async def __anext__(self) -> bytes:
         happened = await anext(self._live)
@@ -176,10 +170,6 @@ class ResponseEvents:
         rest = b"".join(map(self._change, self._reader.finish()))
         response = msgspec.Raw(self._exchange.finished(happened, self._reader.blocks))
         return beginning + rest + self._event(f"response.{self._end_status}", response=response)
-
-    def abandon(self) -> None:
-        """The client has gone."""
-        self._live.abandon()
 
     def broken(self, refusal: RequestRefused) -> bytes:
         """What says that the stream ends early."""

@@ -353,7 +353,7 @@ def test_what_a_client_does_to_its_history_is_counted(stage: Stage) -> None:
     def counted(name: str) -> int:
         lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-        return int(values.get(f"areal_hpc_proxy_{name}", 0))
+        return int(float(values.get(f"areal_hpc_proxy_{name}", 0)))
 
     names = ['prompts_total{splice="root"}', 'prompts_total{splice="spliced"}']
     names += ['forks_total{reason="content"}', 'prompts_total{splice="retokenised"}']

@@ -28,7 +28,7 @@ def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
 def spliced(stage: Stage) -> int:
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
     (line,) = [one for one in lines if 'prompts_total{splice="spliced"}' in one]
-    return int(line.rsplit(" ", 1)[1])
+    return int(float(line.rsplit(" ", 1)[1]))
 
 
 def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:

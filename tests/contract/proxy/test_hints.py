@@ -87,8 +87,8 @@ def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
 def ignored(stage: Stage) -> dict[tuple[str, str], int]:
     """How often each parameter was taken without effect."""
     text = stage.http.get(f"{stage.url}/metrics").text
-    pattern = r'areal_hpc_proxy_ignored_parameters_total\{route="(.+)",parameter="(.+)"\} (\d+)'
-    return {(route, name): int(count) for route, name, count in re.findall(pattern, text)}
+    pattern = r'areal_hpc_proxy_ignored_parameters_total\{parameter="(.+)",route="(.+)"\} (\d+)'
+    return {(route, name): int(count) for name, route, count in re.findall(pattern, text)}
 
 
 @pytest.mark.parametrize(("route", "name"), NAMED)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.session.audit import audit_prompt, prompt_ids, rendered_ids
 from areal_hpc.session.normalise import normalise_chat_message
 from areal_hpc.session.template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from tests.support.prompt_audit import audit_prompt, prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, MARKS, Family
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.session.template import ChatTemplate, Message
+from areal_hpc.session.template_suffix import REPLY_PLACEHOLDER
 from areal_hpc.session.tree import InteractionTree, ids_of
 from tests.unit.session.chatml import CHATML
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
@@ -140,12 +141,25 @@ def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
     assert prompt_ids(tree, second)[: len(sequence)] == sequence
 
 
-def test_user_text_that_looks_like_the_mark_costs_only_the_splice() -> None:
-    from areal_hpc.session.tails import REPLY_MARK
+def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_history() -> None:
+    numbered = "messages | length ~ message.content"
+    counting = ChatTemplate(CHATML.replace("message.content", numbered))
+    tree = InteractionTree()
+    history = [user("a")]
+    for reply in ("one", "two"):
+        say(tree, history, reply, template=counting)
+        history = [*history, assistant(reply), user("b")]
+    last = say(tree, history, "x", template=counting)
+    assert last.splice == "spliced"
+    assert ENCODER.decode(prompt_ids(tree, last)).endswith(
+        counting.render(history).partition("5two")[2]
+    )
 
+
+def test_user_text_that_looks_like_the_placeholder_costs_only_the_splice() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one")
-    history = [user("a"), assistant("one"), user(REPLY_MARK)]
+    history = [user("a"), assistant("one"), user(REPLY_PLACEHOLDER)]
     second = say(tree, history, "two")
     assert second.splice == "retokenised"
     assert prompt_ids(tree, second) == rendered_ids(history)

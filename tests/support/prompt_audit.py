@@ -1,4 +1,4 @@
-"""How a recorded prompt differs, token by token, from rendering its conversation anew.
+"""Token-by-token comparison of a recorded prompt with a fresh rendering of its conversation.
 
 Splicing keeps the tokens that the model read and said. A template may write the same history
 otherwise: it drops earlier reasoning, trims text, or the model split its words unlike the
