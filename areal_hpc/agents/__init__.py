@@ -1,1 +1,1 @@
-"""Agents ready to use, under AReaL's names: mathematics, once with each framework."""
+"""Ready-to-use agents: mathematics, once with each framework."""

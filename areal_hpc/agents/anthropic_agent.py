@@ -1,4 +1,4 @@
-"""Mathematics with the Anthropic SDK."""
+"""Math agent with the Anthropic SDK."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 from anthropic import AsyncAnthropic
 
-from areal_hpc.workflow.judging import GSM8K, Judge
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 
 
-class MathAgent:
+class AnthropicMathAgent:
     """Asks once.
 
     Args:
@@ -18,8 +18,10 @@ class MathAgent:
         request: What else goes into the model call, such as `temperature`.
     """
 
-    def __init__(self, reward_fn_path: str = GSM8K, max_tokens: int = 1024, **request: Any) -> None:
-        self.judge = Judge(reward_fn_path)
+    def __init__(
+        self, reward_fn_path: str = GSM8K_REWARD, max_tokens: int = 1024, **request: Any
+    ) -> None:
+        self.reward = AnswerReward(reward_fn_path)
         self.request = {"max_tokens": max_tokens, **request}
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -31,7 +33,7 @@ class MathAgent:
             max_retries=0,
         ) as client:
             text = await self.ask(client, list(data["messages"]))
-        return await self.judge(text, data)
+        return await self.reward(text, data)
 
     async def ask(self, client: Any, messages: list[Any]) -> str:
         """The model's last words; system messages go where this API has them."""

@@ -1,4 +1,4 @@
-"""Mathematics with CAMEL's ChatAgent."""
+"""Math agent with CAMEL's ChatAgent."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from camel.agents import ChatAgent
 from camel.models import ModelFactory
 from camel.types import ModelPlatformType
 
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 from areal_hpc.client.camel import SessionTokenCounter
-from areal_hpc.workflow.judging import GSM8K, Judge
 
 
-class MathAgent:
+class CamelMathAgent:
     """Asks once.
 
     Args:
@@ -27,12 +27,12 @@ class MathAgent:
         self,
         tokenizer: str,
         system_message: str = "You are a helpful math assistant.",
-        reward_fn_path: str = GSM8K,
+        reward_fn_path: str = GSM8K_REWARD,
         **request: Any,
     ) -> None:
         self.token_counter = SessionTokenCounter(tokenizer)
         self.system_message = system_message
-        self.judge = Judge(reward_fn_path)
+        self.reward = AnswerReward(reward_fn_path)
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -46,7 +46,7 @@ class MathAgent:
             token_counter=self.token_counter,
         )
         text = await self.ask(model, data["messages"][-1]["content"])
-        return await self.judge(text, data)
+        return await self.reward(text, data)
 
     async def ask(self, model: Any, question: str) -> str:
         """The agent's answer."""

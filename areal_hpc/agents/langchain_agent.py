@@ -1,4 +1,4 @@
-"""Mathematics with LangChain: a chat model, or LangGraph's agent with a calculator."""
+"""Math agents with LangChain, and with LangGraph and a calculator."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from langchain_core.tools import StructuredTool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
-from areal_hpc.workflow import calculator
-from areal_hpc.workflow.judging import GSM8K, Judge
+from areal_hpc.agents.math_tools import (
+    CALCULATOR_DESCRIPTION,
+    GSM8K_REWARD,
+    AnswerReward,
+    calculate,
+)
 
 
 class Calculation(BaseModel):
@@ -20,12 +24,12 @@ class Calculation(BaseModel):
     expression: str = Field(max_length=60)
 
 
-CALCULATE = StructuredTool.from_function(
-    calculator.calculate, description=calculator.DESCRIPTION, args_schema=Calculation
+CALCULATOR_TOOL = StructuredTool.from_function(
+    calculate, description=CALCULATOR_DESCRIPTION, args_schema=Calculation
 )
 
 
-class MathAgent:
+class LangChainMathAgent:
     """Asks once.
 
     Args:
@@ -33,8 +37,8 @@ class MathAgent:
         model: What else `ChatOpenAI` takes, such as `temperature` and `max_tokens`.
     """
 
-    def __init__(self, reward_fn_path: str = GSM8K, **model: Any) -> None:
-        self.judge = Judge(reward_fn_path)
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **model: Any) -> None:
+        self.reward = AnswerReward(reward_fn_path)
         self.model = model
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -47,19 +51,19 @@ class MathAgent:
             **self.model,
         )
         text = await self.ask(model, list(data["messages"]))
-        return await self.judge(text, data)
+        return await self.reward(text, data)
 
     async def ask(self, model: Any, messages: list[Any]) -> str:
         """The model's last words to a conversation."""
         return str((await model.ainvoke(messages)).text)
 
 
-class MathToolAgent(MathAgent):
+class LangGraphMathAgent(LangChainMathAgent):
     """May use a calculator before it answers.
 
     Args:
         middleware: Of LangChain's agent.
-        others: See `MathAgent`.
+        others: See `LangChainMathAgent`.
     """
 
     def __init__(self, middleware: Sequence[Any] = (), **others: Any) -> None:
@@ -68,6 +72,6 @@ class MathToolAgent(MathAgent):
 
     async def ask(self, model: Any, messages: list[Any]) -> str:
         """The agent's last words."""
-        graph = create_agent(model, tools=[CALCULATE], middleware=self.middleware)
+        graph = create_agent(model, tools=[CALCULATOR_TOOL], middleware=self.middleware)
         state = await graph.ainvoke({"messages": messages})
         return str(state["messages"][-1].text)

@@ -1,4 +1,4 @@
-"""Mathematics with the OpenAI SDK: once, with second thoughts, or with a calculator.
+"""Math agents with the OpenAI SDK: one call, several tries, or a calculator.
 
 Tasks have `messages` and what their reward function asks for, such as `answer`. In mode `subproc`
 the SDK finds the session in the environment.
@@ -10,22 +10,27 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.workflow.calculator import DESCRIPTION, PARAMETERS, answered
-from areal_hpc.workflow.judging import GSM8K, Judge
+from areal_hpc.agents.math_tools import (
+    CALCULATOR_DESCRIPTION,
+    CALCULATOR_PARAMETERS,
+    GSM8K_REWARD,
+    AnswerReward,
+    call_calculator,
+)
 
-CALCULATE: Any = {
+CALCULATOR_TOOL: Any = {
     "type": "function",
     "function": {
         "name": "calculate",
-        "description": DESCRIPTION,
+        "description": CALCULATOR_DESCRIPTION,
         "strict": True,
-        "parameters": PARAMETERS,
+        "parameters": CALCULATOR_PARAMETERS,
     },
 }
-AGAIN = "That is not right. Look for the mistake, and answer again in the same form."
+RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the same form."
 
 
-class MathAgent:
+class OpenAIMathAgent:
     """Asks once.
 
     Args:
@@ -33,14 +38,14 @@ class MathAgent:
         request: What else goes into the model call, such as `temperature`.
     """
 
-    def __init__(self, reward_fn_path: str = GSM8K, **request: Any) -> None:
-        self.judge = Judge(reward_fn_path)
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **request: Any) -> None:
+        self.reward = AnswerReward(reward_fn_path)
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
         """One episode; see `areal_hpc.rollout.agent.Agent`."""
-        text = await self.ask(client_of(extra_kwargs), list(data["messages"]))
-        return await self.judge(text, data)
+        text = await self.ask(make_client(extra_kwargs), list(data["messages"]))
+        return await self.reward(text, data)
 
     async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
         """The model's last words to a conversation."""
@@ -50,7 +55,7 @@ class MathAgent:
         return reply.choices[0].message.content or ""
 
 
-class MultiTurnMathAgent(MathAgent):
+class MultiTurnMathAgent(OpenAIMathAgent):
     """Is told when its answer is wrong, and tries again, `max_turns` times in all.
 
     The reward is the last reply's; `rollout.agent.turn_discount` is what earlier ones share in.
@@ -62,27 +67,27 @@ class MultiTurnMathAgent(MathAgent):
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
         """One episode; the reward by the id of the reply that earned it."""
-        client, messages = client_of(extra_kwargs), list(data["messages"])
+        client, messages = make_client(extra_kwargs), list(data["messages"])
         rewards: dict[str, float] = {}
         for _ in range(self.max_turns):
             reply = await client.chat.completions.create(
                 model="default", messages=messages, **self.request
             )
             message = reply.choices[0].message
-            rewards = {reply.id: await self.judge(message.content or "", data)}
+            rewards = {reply.id: await self.reward(message.content or "", data)}
             if rewards[reply.id] > 0:
                 break
-            messages += [message, {"role": "user", "content": AGAIN}]
+            messages += [message, {"role": "user", "content": RETRY_PROMPT}]
         return rewards
 
 
-class MathToolAgent(MathAgent):
+class OpenAIMathToolAgent(OpenAIMathAgent):
     """May use a calculator before it answers.
 
     Args:
         max_turns: Model calls at most; without an answer by then the reward is that of none.
         first_request: What goes into the first model call alone, such as `tool_choice`.
-        others: See `MathAgent`.
+        others: See `OpenAIMathAgent`.
     """
 
     def __init__(
@@ -97,20 +102,20 @@ class MathToolAgent(MathAgent):
         request = {**self.request, **self.first_request}
         for _ in range(self.max_turns):
             reply: Any = await client.chat.completions.create(
-                model="default", messages=messages, tools=[CALCULATE], **request
+                model="default", messages=messages, tools=[CALCULATOR_TOOL], **request
             )
             message = reply.choices[0].message
             if not message.tool_calls:
                 return message.content or ""
             messages.append(message)
             for call in message.tool_calls:
-                result = answered(call.function.arguments)
+                result = call_calculator(call.function.arguments)
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             request = self.request
         return ""
 
 
-def client_of(extra_kwargs: dict[str, Any]) -> AsyncOpenAI:
+def make_client(extra_kwargs: dict[str, Any]) -> AsyncOpenAI:
     """The SDK's client for an episode; from the environment where nothing was handed in."""
     return AsyncOpenAI(
         base_url=extra_kwargs.get("base_url"),

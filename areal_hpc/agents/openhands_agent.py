@@ -1,4 +1,4 @@
-"""Mathematics with the OpenHands SDK, which blocks: use `rollout.agent.mode: subproc`.
+"""Math agents with the OpenHands SDK, which blocks: use `rollout.agent.mode: subproc`.
 
 The package is not in the locked environments, whose Python it is too new for.
 """
@@ -10,11 +10,11 @@ import os
 import tempfile
 from typing import Any
 
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 from areal_hpc.errors import RecipeError
-from areal_hpc.workflow.judging import GSM8K, Judge
 
 
-class MathAgent:
+class OpenHandsMathAgent:
     """A conversation with OpenHands' agent.
 
     Args:
@@ -28,11 +28,11 @@ class MathAgent:
     tools: tuple[str, ...] = ()
     """OpenHands' names of what the agent may use."""
 
-    def __init__(self, reward_fn_path: str = GSM8K, **llm: Any) -> None:
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **llm: Any) -> None:
         self.sdk = _part("openhands.sdk")
         if self.tools:
             _part("openhands.tools")  # importing it registers them
-        self.judge = Judge(reward_fn_path)
+        self.reward = AnswerReward(reward_fn_path)
         self.llm = llm
 
     async def run(self, data: dict[str, Any]) -> float:
@@ -52,10 +52,10 @@ class MathAgent:
             conversation.run()
             said = _part("openhands.sdk.conversation.response_utils")
             text = said.get_agent_final_response(conversation.state.events)
-        return await self.judge(text, data)
+        return await self.reward(text, data)
 
 
-class MathToolAgent(MathAgent):
+class OpenHandsTerminalAgent(OpenHandsMathAgent):
     """May use a terminal."""
 
     tools = ("terminal",)

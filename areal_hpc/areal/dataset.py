@@ -1,4 +1,4 @@
-"""`get_custom_dataset`: the rows that AReaL's scripts hand to the trainer."""
+"""AReaL's `get_custom_dataset`: the rows that a script hands to the trainer."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
 
 KEY = "train_dataset"
-PUBLISHED = {"gsm8k": ("main/{split}-*.parquet", f"{gsm8k.__module__}:{gsm8k.__name__}")}
+PUBLIC_DATASETS = {"gsm8k": ("main/{split}-*.parquet", f"{gsm8k.__module__}:{gsm8k.__name__}")}
 """Data sets by the name of their repository or of a clone: which files, and which form."""
 
 
-class Named(Protocol):
+class NamedDataset(Protocol):
     """The keys of AReaL's `DatasetConfig` that say which rows."""
 
     path: str
@@ -24,7 +24,7 @@ class Named(Protocol):
 
 
 def get_custom_dataset(
-    split: str, dataset_config: Named, tokenizer: Any = None
+    split: str, dataset_config: NamedDataset, tokenizer: Any = None
 ) -> list[dict[str, Any]]:
     """The rows of one split.
 
@@ -52,10 +52,10 @@ def get_custom_dataset(
 def _sources(split: str, given: str) -> Iterator[DatasetConfig]:
     path = Path(given).expanduser()
     lines = path / f"{split}.jsonl"
-    if path.name not in PUBLISHED or path.is_file() or lines.exists():
+    if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
         yield DatasetConfig(path=lines if path.is_dir() else path)
         return
-    pattern, form = PUBLISHED[path.name]
+    pattern, form = PUBLIC_DATASETS[path.name]
     pattern = pattern.format(split=split)
     if not path.is_dir():
         yield DatasetConfig(hub=given, files=pattern, to_task=form)

@@ -1,7 +1,8 @@
-"""`import areal...` answered by this package, for code whose imports cannot be edited.
+"""Import hook that answers `import areal...` with `areal_hpc.areal...`.
 
-Explicit, always: `python -m areal_hpc.compat script.py ...` (or `-m module`) runs a script with it,
-`import areal_hpc.compat` switches it on for the process. Nothing else does.
+For code whose imports cannot be edited, and always explicit: `python -m areal_hpc.areal script.py`
+(or `-m module`) runs a script with it, `import areal_hpc.areal.import_hook` installs it for the
+process.
 """
 
 from __future__ import annotations
@@ -10,79 +11,45 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launcher.local import run_script
 
-ROOT = "areal"
-MODULES = {
-    f"{ROOT}.{name}": f"areal_hpc.{target or name}"
-    for name, target in {
-        "api.workflow_api": "",
-        "api.reward_api": "",
-        "api.cli_args": "",
-        "experimental": "",
-        "experimental.openai": "",
-        "experimental.openai.client": "experimental.openai",
-        "experimental.camel": "",
-        "experimental.camel.openai_model": "",
-        "experimental.trainer": "",
-        "utils": "",
-        "utils.dynamic_import": "",
-        "utils.hf_utils": "",
-        "utils.stats_logger": "",
-        "launcher": "",
-        "launcher.local": "",
-        "infra": "launcher",
-        "infra.launcher": "launcher",
-        "infra.launcher.local": "launcher.local",
-        "workflow": "",
-        "reward": "",
-    }.items()
+AREAL_ROOT = "areal"
+MODULE_ALIASES = {
+    "areal.infra": "areal.launcher",
+    "areal.infra.launcher": "areal.launcher",
+    "areal.infra.launcher.local": "areal.launcher.local",
 }
-"""AReaL's modules of both generations, and ours."""
-OPEN = (f"{ROOT}.workflow", f"{ROOT}.reward")
-"""Packages whose modules all have the same names here."""
-NAMES = {
-    ROOT: {"PPOTrainer": "areal_hpc.ppo_trainer"},
-    f"{ROOT}.api": {
-        "AgentWorkflow": "areal_hpc.api.workflow_api",
-        "RolloutWorkflow": "areal_hpc.api.workflow_api",
-        "AsyncRewardWrapper": "areal_hpc.api.reward_api",
-    },
-    f"{ROOT}.dataset": {"get_custom_dataset": "areal_hpc.dataset.custom"},
-}
-"""Packages that hold names beside modules: name -> where it lives here."""
+"""Newer paths of AReaL's, and the older ones that are here."""
 
 
 class ArealFinder(MetaPathFinder):
-    """Finds AReaL's modules here."""
+    """Finds AReaL's modules in `areal_hpc.areal`."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """The specification of one of AReaL's modules; None for any other.
 
         Raises:
-            ModuleNotFoundError: It would be one of AReaL's, and there is none of that name here.
+            ModuleNotFoundError: The name begins with `areal`, and there is no such module here.
         """
-        if name.partition(".")[0] != ROOT:
+        if name.partition(".")[0] != AREAL_ROOT:
             return None
-        if name in NAMES:
-            return ModuleSpec(name, _Named(NAMES[name]), is_package=True)
-        here = MODULES.get(name)
-        if here is None and name.startswith(tuple(f"{one}." for one in OPEN)):
-            here = f"areal_hpc{name.removeprefix(ROOT)}"
-        if here is None or not _exists(here):
-            raise ModuleNotFoundError(_unknown(name), name=name)
-        return ModuleSpec(name, _Alias(here), is_package=True)
+        here = f"areal_hpc.{MODULE_ALIASES.get(name, name)}"
+        try:
+            is_here = importlib.util.find_spec(here) is not None
+        except ModuleNotFoundError:
+            is_here = False
+        if not is_here:
+            raise ModuleNotFoundError(_describe_unknown(name), name=name)
+        return ModuleSpec(name, _AliasLoader(here), is_package=True)
 
 
-class _Alias(Loader):
-    """The very module of ours, under AReaL's name: its classes are the same objects."""
+class _AliasLoader(Loader):
+    """Loads a module of ours under AReaL's name: its classes are the same objects."""
 
     def __init__(self, here: str) -> None:
         self._here = here
@@ -96,78 +63,28 @@ class _Alias(Loader):
         module.__spec__ = self._own_spec
 
 
-class _Named(Loader):
-    """A package whose names are looked up when they are asked for."""
-
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = names
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        return None
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__dict__["__getattr__"] = self._reader(module.__name__)
-
-    def _reader(self, package: str) -> Callable[[str], Any]:
-        def read(name: str) -> Any:
-            if name in self._names:
-                return getattr(importlib.import_module(self._names[name]), name)
-            if name.startswith("__") or f"{package}.{name}" in (*MODULES, *NAMES):
-                raise AttributeError(name)  # the import system then looks for a module
-            known = [*self._names, *(one.rpartition(".")[2] for one in MODULES)]
-            near = difflib.get_close_matches(name, known, n=1)
-            # `from areal import name` would replace the message of an AttributeError.
-            raise ImportError(
-                f"areal_hpc has nothing for {package}.{name}"
-                + (f"; did you mean {near[0]}?" if near else "")
-            )
-
-        return read
-
-
-def install() -> None:
-    """Answer `import areal...` from now on; a second time changes nothing.
+def install_import_hook() -> None:
+    """Answer `import areal...` from now on; a second call changes nothing.
 
     Raises:
         RecipeError: A real AReaL is installed.
     """
-    if is_installed():
+    if any(isinstance(one, ArealFinder) for one in sys.meta_path):
         return
-    if PathFinder.find_spec(ROOT) is not None:
+    if PathFinder.find_spec(AREAL_ROOT) is not None:
         raise RecipeError(
             "AReaL itself is installed here, so `import areal` is not ours to answer",
-            hint="uninstall it, or change the import root to areal_hpc",
+            hint="uninstall it, or change the import root to areal_hpc.areal",
         )
     sys.meta_path.append(ArealFinder())
 
 
-def is_installed() -> bool:
-    """Whether this process answers `import areal...` so."""
-    return any(type(one).__name__ == ArealFinder.__name__ for one in sys.meta_path)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Run a script with the alias in place; its exit code."""
-    return run_script(argv)
-
-
-def _exists(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
-
-
-def _unknown(name: str) -> str:
-    near = difflib.get_close_matches(name, [*MODULES, *NAMES], n=1)
+def _describe_unknown(name: str) -> str:
+    package = Path(__file__).parent
+    paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
+    known = [".".join([AREAL_ROOT, *path.parts]) for path in paths]
+    near = difflib.get_close_matches(name, [*known, *MODULE_ALIASES], n=1)
     return f"areal_hpc has nothing for {name!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
-if __name__ == "__main__":
-    try:
-        from areal_hpc import compat  # its own module, which scripts may import too
-    except RecipeError as error:
-        sys.exit(f"error: {error}")
-    sys.exit(compat.main(sys.argv[1:]))
-else:
-    install()
+install_import_hook()

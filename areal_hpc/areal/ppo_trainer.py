@@ -1,4 +1,4 @@
-"""`PPOTrainer`: what AReaL's scripts end with, on the jobs of `areal-hpc run` and `submit`."""
+"""`PPOTrainer`, the entry point of AReaL training scripts."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from typing import Any, Self
 import orjson
 from omegaconf import OmegaConf
 
-from areal_hpc.areal_config.experiments import BaseExperimentConfig
-from areal_hpc.areal_config.run_rules import as_here
-from areal_hpc.areal_config.translation import Translation, rule_of, to_recipe
-from areal_hpc.cli.run import train
-from areal_hpc.cli.submit import submit_run
+from areal_hpc.areal.config.experiments import BaseExperimentConfig
+from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
+from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
 from areal_hpc.durable import write_durably
 from areal_hpc.errors import RecipeError
+from areal_hpc.launch.run import run, submit
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, from_values, read_site
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
 
-ANEW = "another trial_name starts one anew"
-ALIAS = "areal_hpc.compat"
+NEW_RUN_HINT = "another trial_name starts one anew"
+IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
 EVALUATION_MODULE = f"{MODULE}_for_evaluation"
@@ -99,11 +98,13 @@ class PPOTrainer:
         )
         sys_path = (_script_folder(),)
         if self._config.scheduler.type == "slurm":
-            code = submit_run(recipe, wait=True, sys_path=sys_path, notes=notes, anew=ANEW)
+            result = submit(
+                recipe, wait=True, sys_path=sys_path, notes=notes, new_run_hint=NEW_RUN_HINT
+            )
         else:
-            code = train(recipe, sys_path=sys_path, notes=notes, anew=ANEW)
-        if code:
-            raise SystemExit(code)
+            result = run(recipe, sys_path=sys_path, notes=notes, new_run_hint=NEW_RUN_HINT)
+        if result.exit_code:
+            raise SystemExit(result.exit_code)
 
     def translated(
         self,
@@ -120,9 +121,9 @@ class PPOTrainer:
         Raises:
             RecipeError: Something must change before this can run.
         """
-        kwargs = dict(workflow_kwargs or {})
+        kwargs = map_areal_paths(workflow_kwargs or {})
         rows = self._rows.get("train")
-        translation = to_recipe(self._config, None if rows is None else len(rows))
+        translation = translate_to_recipe(self._config, None if rows is None else len(rows))
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
@@ -132,7 +133,7 @@ class PPOTrainer:
             rollout |= _travel(workflow, kwargs, layout, MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
-        others = kwargs if eval_workflow_kwargs is None else dict(eval_workflow_kwargs)
+        others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
         if other and not _is_same(workflow, kwargs, other, others):
             evaluation |= _travel(other, others, layout, EVALUATION_MODULE)
         if dynamic_filter_fn is not None:
@@ -163,7 +164,7 @@ def _is_same(
 ) -> bool:
     """Whether one agent plays tasks and held-out tasks."""
     if isinstance(workflow, str) and isinstance(other, str):
-        return as_here(workflow) == as_here(other) and others == kwargs
+        return map_areal_module(workflow) == map_areal_module(other) and others == kwargs
     if other is workflow and others == kwargs:
         return True
     return pickled((workflow, kwargs)) == pickled((other, others))
@@ -181,8 +182,8 @@ def _travel(
     workflow: Any, kwargs: Mapping[str, Any], layout: RunLayout, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
-    alias = ALIAS in sys.modules
-    path = as_here(workflow) if isinstance(workflow, str) else by_name(workflow)
+    alias = IMPORT_HOOK_MODULE in sys.modules
+    path = map_areal_module(workflow) if isinstance(workflow, str) else by_name(workflow)
     if path is not None and is_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
@@ -255,5 +256,5 @@ def _notes(translation: Translation) -> list[str]:
     return [
         f"lost     {one.key}={one.value}: {one.reason}"
         for one in translation.untranslated
-        if rule_of(one.key) and not one.key.endswith("_dataset.path")
+        if find_rule(one.key) and not one.key.endswith("_dataset.path")
     ]

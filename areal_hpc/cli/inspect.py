@@ -1,28 +1,30 @@
-"""`areal-hpc status | why | logs | cancel | resume | list`: a run as a whole."""
+"""`areal-hpc status`, `why`, `logs`, `list` and `audit`: look at runs."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import Commands, existing_run, program
-from areal_hpc.cli.run import summary
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 from areal_hpc.errors import RecipeError
 
-UNWELL_EXIT_CODE = 1
-LINES = 40
+if TYPE_CHECKING:
+    from areal_hpc.audit.evidence import UntrainedRecord
+
+UNHEALTHY_EXIT_CODE = 1
+DEFAULT_LOG_LINES = 40
 """What `logs` shows when it is not told how much."""
-STOP_MARGIN_S = 10.0
-"""On top of a job's own grace: it hears of the stop, and Slurm of its end, some seconds later."""
-COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-"""ANSI foreground colours that are readable on dark and on light."""
+MAX_NAMED_TICKETS = 20
+"""Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
+COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+"""ANSI foreground colors that are readable on dark and on light."""
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument("run", type=Path, help="a run directory")
 
@@ -52,31 +54,11 @@ def add_commands(commands: Commands) -> None:
         "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
     )
     logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
-    logs.add_argument("-n", "--lines", type=int, default=LINES, help="default %(default)s")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=DEFAULT_LOG_LINES, help="default %(default)s"
+    )
     logs.add_argument("--attempt", type=int, help="an earlier launch of the run")
     logs.set_defaults(command=_logs)
-
-    cancel = commands.add_parser(
-        "cancel",
-        parents=[place],
-        help="end every job of a run, and leave none",
-        description="Tell every job of a run to commit and end, give it the recipe's "
-        "cluster.stop_grace_s, then have Slurm end what is left. Jobs that wait or are held go at "
-        "once, and none is requeued.",
-    )
-    cancel.add_argument("--now", action="store_true", help="without the grace: no last commit")
-    cancel.set_defaults(command=_cancel)
-
-    resume = commands.add_parser(
-        "resume",
-        parents=[place],
-        help="submit a run again, from its own recipe and its last commit",
-        description="Submit again what is left of a run that was cancelled, failed or stopped, "
-        "with the recipe in its directory and the overrides given here, from the folder that it "
-        "was first submitted from.",
-    )
-    resume.add_argument("overrides", nargs="*", metavar="key=value", help="inference.cells=4")
-    resume.set_defaults(command=_resume)
 
     listing = commands.add_parser(
         "list",
@@ -88,20 +70,31 @@ def add_commands(commands: Commands) -> None:
     )
     listing.set_defaults(command=_list)
 
+    audit = commands.add_parser(
+        "audit",
+        parents=[place],
+        help="account for every ticket: trained once, dropped, filtered, open, lost or duplicate",
+        description="Account for every ticket of a run from its directory alone, whether it is "
+        "finished, stopped or at work. Exits with 65 if a ticket was lost or trained twice.",
+    )
+    audit.add_argument("--tickets", action="store_true", help="list every ticket's fate")
+    audit.set_defaults(command=_audit)
+
 
 def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.cluster.queue import Queue
+    from areal_hpc.launch.run import format_summary
     from areal_hpc.view.advance import describe_advance, read_advance
     from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
 
-    layout = existing_run(arguments.run)
+    layout = parse_run_dir(arguments.run)
     run, advance = read_jobs(layout, Queue()), read_advance(layout)
     lines = [f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}"]
     lines += describe_advance(advance)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
     if advance.step > 0 and (run.is_local or layout.finished.exists()):
-        lines += ["", summary(layout)]
+        lines += ["", format_summary(layout)]
     print("\n".join(lines))
     return 0
 
@@ -111,21 +104,21 @@ def _why(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.causes import describe_diagnosis, diagnose
     from areal_hpc.view.evidence import gather
 
-    diagnosis = diagnose(gather(existing_run(arguments.run), Queue()))
+    diagnosis = diagnose(gather(parse_run_dir(arguments.run), Queue()))
     print("\n".join(describe_diagnosis(diagnosis, str(arguments.run))))
-    return 0 if diagnosis.is_well else UNWELL_EXIT_CODE
+    return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
 
 def _logs(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.logs import Follower, LogFile, choose_attempt, last_lines, log_files
 
-    layout = existing_run(arguments.run)
+    layout = parse_run_dir(arguments.run)
     if arguments.follow and arguments.attempt:
         raise RecipeError("an earlier attempt has ended", key="--follow", hint="leave out -f")
 
     def show(lines: list[tuple[LogFile, str]]) -> None:
         for file, line in lines:
-            print(_coloured(file.source, line), flush=arguments.follow)
+            print(_colored(file.source, line), flush=arguments.follow)
 
     follower = Follower(layout, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
@@ -147,59 +140,11 @@ def _logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _coloured(source: str, line: str) -> str:
+def _colored(source: str, line: str) -> str:
     if not sys.stdout.isatty():
         return f"{source} | {line}"
-    colour = COLOURS[sum(source.encode()) % len(COLOURS)]
-    return f"\x1b[{colour}m{source}\x1b[0m | {line}"
-
-
-def _cancel(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.cancelling import cancel_jobs
-    from areal_hpc.view.advance import read_advance
-    from areal_hpc.view.jobs import ids_of, label_of, refuse_local
-
-    layout = existing_run(arguments.run)
-    refuse_local(ids_of(layout), program())
-    grace_s = 0.0
-    if not arguments.now:
-        grace_s = read_advance(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
-    layout.cancelled.touch()  # before any signal: a job that is told to stop looks for it
-    ended = cancel_jobs(
-        lambda: ids_of(layout),
-        label=label_of(layout),
-        grace_s=grace_s,
-        say=partial(print, flush=True),
-    )
-    print(f"cancelled; {ended} jobs ended, none is left" if ended else "no job was left to cancel")
-    return 0
-
-
-def _resume(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.submissions import read_submissions
-    from areal_hpc.launch import dispatch
-    from areal_hpc.launch.ready import is_finished
-    from areal_hpc.recipe import load
-    from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
-
-    layout = existing_run(arguments.run)
-    refuse_local(ids_of(layout), program())
-    folder = submitted_from(read_submissions(layout.submissions)[-1])
-    if folder is not None:
-        os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
-    recipe = load(layout.recipe, arguments.overrides)
-    if recipe.run_dir.resolve() != layout.root:
-        raise RecipeError(
-            f"with these keys the run would lie in {recipe.run_dir.resolve()}",
-            key="cluster.fileroot, experiment_name, trial_name",
-            hint="areal-hpc submit starts a run of another name",
-        )
-    if is_finished(recipe, layout):
-        print("this run is finished; more steps: trainer.total_steps=...")
-        return 0
-    dispatch.submit(recipe, command_line=sys.argv, say=partial(print, flush=True))
-    print(f"next     {program()} status {layout.root}")
-    return 0
+    color = COLORS[sum(source.encode()) % len(COLORS)]
+    return f"\x1b[{color}m{source}\x1b[0m | {line}"
 
 
 def _list(arguments: argparse.Namespace) -> int:
@@ -214,3 +159,37 @@ def _list(arguments: argparse.Namespace) -> int:
         )
     print("\n".join(compare(layouts, Queue())))
     return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from areal_hpc.audit.fates import Fate, audit_run
+    from areal_hpc.errors import ShardError
+
+    audit = audit_run(parse_run_dir(arguments.run))
+    faulty = [one for one in audit.tickets if one.fate in (Fate.DUPLICATE, Fate.LOST)]
+    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
+    _show([f"ticket {one.ticket_id:>6}  {one.fate:<9}  {one.why}" for one in listed], most)
+    for problem in audit.problems:
+        print(f"problem: {problem}")
+    _show([_describe(part) for part in audit.untrained], most)
+    state = "finished" if audit.is_finished else "not finished"
+    dropped, filtered = len(audit.of(Fate.DROPPED)), len(audit.of(Fate.FILTERED))
+    unsound, skipped = len(audit.of(Fate.UNSOUND)), len(audit.of(Fate.SKIPPED))
+    print(
+        f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped, "
+        f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
+    )
+    print(audit.verdict)
+    return 0 if audit.is_clean else ShardError.exit_code
+
+
+def _describe(part: UntrainedRecord) -> str:
+    tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
+    return f"untrained: batch {part.step}{tickets}: {part.reason}"
+
+
+def _show(lines: Sequence[str], most: int | None) -> None:
+    for line in lines[:most]:
+        print(line)
+    if most is not None and len(lines) > most:
+        print(f"... and {len(lines) - most} more: --tickets lists all")

@@ -1,4 +1,4 @@
-"""`areal-hpc model`: make models."""
+"""`areal-hpc model` and `prefetch`: make or download models and data."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     model = commands.add_parser("model", help="make models")
     kinds = model.add_subparsers(required=True, metavar="KIND")
     tiny = kinds.add_parser(
@@ -28,9 +28,20 @@ def add_commands(commands: Commands) -> None:
     tiny.add_argument("--seed", type=int, default=1)
     tiny.set_defaults(command=_model_tiny)
 
+    prefetch = commands.add_parser(
+        "prefetch",
+        help="fetch a recipe's models and data sets from the Hugging Face hub",
+        description="Put the models and data sets of a recipe into the Hugging Face cache, and "
+        "write their revisions and digests into the run directory. For a login node: runs never "
+        "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.",
+    )
+    prefetch.add_argument("recipe", type=Path)
+    prefetch.add_argument("overrides", nargs="*", metavar="key=value")
+    prefetch.set_defaults(command=_prefetch)
+
 
 def _model_tiny(arguments: argparse.Namespace) -> int:
-    from areal_hpc.tiny_model import make_tiny_model
+    from areal_hpc.launch.tiny_model import make_tiny_model
 
     make_tiny_model(arguments.out, _texts(arguments.texts), seed=arguments.seed)
     print(f"made a tiny Qwen3 in {arguments.out}")
@@ -62,3 +73,16 @@ def _texts(path: Path | None) -> list[str]:
             key="--texts",
             hint="start this in the checkout, or give --texts FILE",
         ) from error
+
+
+def _prefetch(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.prefetch import prefetch
+    from areal_hpc.launch.run import say
+    from areal_hpc.layout import RunLayout
+    from areal_hpc.recipe import load
+
+    recipe = load(arguments.recipe, arguments.overrides)
+    layout = RunLayout(recipe.run_dir)
+    prefetch(recipe, layout, say)
+    print(f"all in place; recorded in {layout.prefetched}")
+    return 0

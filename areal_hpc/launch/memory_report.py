@@ -1,4 +1,4 @@
-"""What `areal-hpc plan` says about memory."""
+"""Memory table of `areal-hpc plan`: GPU memory per rank, with warnings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from areal_hpc.launch.memory import (
     serving_memory,
     trainer_memory,
 )
+from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import Recipe
-from areal_hpc.tiny_model import tiny_config
 from areal_hpc.trainer.model.architecture import (
     Architecture,
     parse_architecture,
@@ -25,7 +25,7 @@ from areal_hpc.trainer.model.architecture import (
 )
 
 
-def memory_table(recipe: Recipe) -> Iterator[str]:
+def render_memory_table(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
     try:
         arch = _architecture(recipe)

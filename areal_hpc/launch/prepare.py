@@ -21,10 +21,10 @@ from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
 from areal_hpc.launch.plan import Facts
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
-from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.yaml_tree import leaves
 
 TOKENIZER_ROWS = 2000

@@ -1,13 +1,13 @@
-"""AReaL's configuration classes, and how a script reads them."""
+"""AReaL's `areal.api.cli_args` (re-exports of the configuration classes)."""
 
-from areal_hpc.areal_config.experiments import (
+from areal_hpc.areal.config.experiments import (
     AgentRLConfig,
     BaseExperimentConfig,
     GRPOConfig,
     PPOConfig,
 )
-from areal_hpc.areal_config.loading import load_expr_config
-from areal_hpc.areal_config.options import (
+from areal_hpc.areal.config.loading import load_expr_config
+from areal_hpc.areal.config.schema import (
     AgentConfig,
     ClusterSpecConfig,
     DatasetConfig,

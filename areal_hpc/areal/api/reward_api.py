@@ -1,4 +1,4 @@
-"""Reward functions that block."""
+"""AReaL's `areal.api.reward_api` (re-exports)."""
 
 from areal_hpc.rollout.reward import AsyncRewardWrapper
 

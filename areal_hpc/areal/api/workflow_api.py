@@ -1,4 +1,4 @@
-"""What agents may derive from."""
+"""AReaL's `areal.api.workflow_api` (re-exports)."""
 
 from areal_hpc.rollout.agent import AgentWorkflow
 from areal_hpc.rollout.workflow import RolloutWorkflow

@@ -1,1 +1,1 @@
-"""AReaL's configuration: names and defaults, how it is read, what it becomes in a recipe."""
+"""AReaL's configuration: schema, loading, and translation into a recipe."""

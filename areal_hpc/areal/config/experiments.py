@@ -1,11 +1,11 @@
-"""AReaL's experiments: the classes that a whole file is read into."""
+"""AReaL's experiment configuration classes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_hpc.areal_config.options import (
+from areal_hpc.areal.config.schema import (
     ClusterSpecConfig,
     DatasetConfig,
     EvaluatorConfig,

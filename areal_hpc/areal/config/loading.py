@@ -1,4 +1,4 @@
-"""`load_expr_config`: the arguments of a script -> AReaL's configuration, or the user's own."""
+"""`load_expr_config`: command-line arguments to an AReaL configuration object."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", type=Path, required=True, help="AReaL's YAML file")
     known, overrides = parser.parse_known_args(list(argv))
-    values = read_tree(known.config, overrides)
-    return as_config(values, config_class, str(known.config)), str(known.config)
+    values = read_areal_tree(known.config, overrides)
+    return to_config(values, config_class, str(known.config)), str(known.config)
 
 
-def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_areal_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """A YAML file with overrides and interpolations carried out.
 
     Raises:
@@ -60,7 +60,7 @@ def read_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return dict(values)
 
 
-def as_config(values: Mapping[str, Any], config_class: type[ConfigT], source: str) -> ConfigT:
+def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: str) -> ConfigT:
     """A mapping as a configuration class.
 
     Raises:

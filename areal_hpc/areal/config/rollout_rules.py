@@ -1,25 +1,25 @@
-"""Rules for `rollout`, `gconfig` and `sglang`: what generates, and how much."""
+"""Translation rules for AReaL's `rollout`, `gconfig` and `sglang` keys."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from areal_hpc.areal_config.placement import of_engine
-from areal_hpc.areal_config.rules import (
-    Lost,
+from areal_hpc.areal.config.allocation_mode import parse_engine_backend
+from areal_hpc.areal.config.rules import (
     Rule,
     Source,
-    always,
-    anyway,
-    computed,
-    lost,
-    renamed,
-    same_as,
+    Untranslatable,
+    alias_rule,
+    computed_rule,
+    fixed_rule,
+    ignored_rule,
+    renamed_rule,
+    unsupported_rule,
 )
 
-ALL_TOKENS = 100_000_000
+NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
-PARSERS = {"qwen": "qwen25"}
+TOOL_PARSER_NAMES = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
 
 
@@ -42,15 +42,15 @@ def _sampling(name: str) -> tuple[Rule, ...]:
     train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
 
     def convert(value: Any) -> Any:
-        return -1 if name == "top_k" and value is not None and value >= ALL_TOKENS else value
+        return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
     def trained(value: Any, source: Source) -> dict[str, Any]:
         own = source(f"eval_gconfig.{name}")
         return {train: convert(value), valid: convert(value if own is None else own)}
 
     return (
-        computed(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
-        anyway(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
+        computed_rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
+        ignored_rule(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
     )
 
 
@@ -59,7 +59,7 @@ def _evaluate_greedily(value: Any, source: Source) -> dict[str, Any]:
 
 
 def _tool_parser(value: Any, source: Source) -> dict[str, Any]:
-    return {"inference.tool_call_parser": PARSERS.get(value, value)} if value else {}
+    return {"inference.tool_call_parser": TOOL_PARSER_NAMES.get(value, value)} if value else {}
 
 
 def _partial_groups(value: Any, source: Source) -> dict[str, Any]:
@@ -69,12 +69,14 @@ def _partial_groups(value: Any, source: Source) -> dict[str, Any]:
 def _generation(section: str) -> tuple[Rule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
-        always(f"{section}.min_new_tokens", 0, "replies have no least length"),
-        lost(f"{section}.stop", "a request names its own `stop`"),
-        anyway(f"{section}.stop_token_ids", "replies end where the model's own files say"),
-        always(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),
-        lost(f"{section}.seed", "every episode gets a seed of its own, made from `seed`"),
-        anyway(f"{section}.reward_normalization", "rewards are compared within groups"),
+        fixed_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
+        unsupported_rule(f"{section}.stop", "a request names its own `stop`"),
+        ignored_rule(f"{section}.stop_token_ids", "replies end where the model's own files say"),
+        fixed_rule(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),
+        unsupported_rule(
+            f"{section}.seed", "every episode gets a seed of its own, made from `seed`"
+        ),
+        ignored_rule(f"{section}.reward_normalization", "rewards are compared within groups"),
     )
 
 
@@ -83,50 +85,56 @@ def _agent(section: str) -> tuple[Rule, ...]:
     here = "rollout.agent"
     given = section != here
     return (
-        renamed(f"{section}.mode", f"{here}.mode", only_if_given=given),
-        renamed(f"{section}.turn_discount", f"{here}.turn_discount", only_if_given=given),
-        renamed(f"{section}.export_style", f"{here}.export_style", only_if_given=given),
-        renamed(
+        renamed_rule(f"{section}.mode", f"{here}.mode", only_if_given=given),
+        renamed_rule(f"{section}.turn_discount", f"{here}.turn_discount", only_if_given=given),
+        renamed_rule(f"{section}.export_style", f"{here}.export_style", only_if_given=given),
+        renamed_rule(
             f"{section}.subproc_max_workers", f"{here}.subproc_max_workers", only_if_given=given
         ),
-        renamed(f"{section}.drop_retry_orphans", f"{here}.drop_retry_orphans", only_if_given=given),
-        computed(
+        renamed_rule(
+            f"{section}.drop_retry_orphans", f"{here}.drop_retry_orphans", only_if_given=given
+        ),
+        computed_rule(
             f"{section}.tool_call_parser",
             "`inference.tool_call_parser`, under SGLang's name",
             _tool_parser,
             only_if_given=given,
         ),
-        lost(
+        unsupported_rule(
             f"{section}.reasoning_parser",
             "AReaL leaves the reasoning in `content`; `inference.reasoning_parser` would move it "
             "to `reasoning_content`",
         ),
-        always(
+        fixed_rule(
             f"{section}.chat_template_type",
             "concat",
             "tokens of earlier turns are never tokenised again",
         ),
-        computed(
+        computed_rule(
             f"{section}.engine_max_tokens",
             "`inference.context_tokens`: the least of the bounds given",
             _context,
             only_if_given=True,
         ),
-        lost(f"{section}.admin_api_key", "every run makes a secret of its own"),
-        lost(
+        unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
+        unsupported_rule(
             f"{section}.message_preprocessors",
             "write one function for `proxy.message_normaliser`",
         ),
-        lost(f"{section}.prefix_matcher", "write a function for `proxy.message_normaliser`"),
-        renamed(
+        unsupported_rule(
+            f"{section}.prefix_matcher", "write a function for `proxy.message_normaliser`"
+        ),
+        renamed_rule(
             f"{section}.session_timeout_seconds", "proxy.session_timeout_s", only_if_given=given
         ),
-        lost(f"{section}.set_reward_finish_timeout", "an episode ends when `run` returns"),
-        renamed(f"{section}.agent_cls_path", "rollout.workflow", only_if_given=True),
+        unsupported_rule(
+            f"{section}.set_reward_finish_timeout", "an episode ends when `run` returns"
+        ),
+        renamed_rule(f"{section}.agent_cls_path", "rollout.workflow", only_if_given=True),
     )
 
 
-ARGUMENTS = "sglang.*"
+SGLANG_ARGUMENT_KEYS = "sglang.*"
 """The keys that become arguments of SGLang's command line."""
 CONTEXT_KEYS = (
     "gconfig.max_tokens",
@@ -140,72 +148,90 @@ _LEAST = "`inference.context_tokens`: the least of the bounds given"
 _RETRIED = "a call waits for a replica until `proxy.request_timeout_s`"
 
 ROLLOUT_RULES = (
-    renamed("gconfig.n_samples", "rollout.n_samples"),
+    renamed_rule("gconfig.n_samples", "rollout.n_samples"),
     *_sampling("max_new_tokens"),
     *_sampling("temperature"),
     *_sampling("top_p"),
     *_sampling("top_k"),
-    computed("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
-    always("gconfig.greedy", False, "episodes of a group would be the same"),
+    computed_rule("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
+    fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_generation("gconfig"),
-    computed(
+    computed_rule(
         "gconfig.drop_incomplete_group",
         "`rollout.min_samples`: 2 if false",
         _partial_groups,
         only_if_given=True,
     ),
-    always("eval_gconfig.n_samples", 1, "a held-out task is played once"),
-    computed("eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily),
+    fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is played once"),
+    computed_rule(
+        "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily
+    ),
     *_generation("eval_gconfig"),
-    anyway("eval_gconfig.max_tokens", "`inference.context_tokens` bounds evaluation too"),
-    anyway("eval_gconfig.drop_incomplete_group", "a held-out task is played once"),
-    computed("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", of_engine),
-    same_as("rollout.experiment_name", "experiment_name", "a run has one name"),
-    same_as("rollout.trial_name", "trial_name", "a run has one name"),
-    same_as("rollout.fileroot", "cluster.fileroot", "a run has one directory"),
-    same_as("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
-    computed(
+    ignored_rule("eval_gconfig.max_tokens", "`inference.context_tokens` bounds evaluation too"),
+    ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is played once"),
+    computed_rule(
+        "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
+    ),
+    alias_rule("rollout.experiment_name", "experiment_name", "a run has one name"),
+    alias_rule("rollout.trial_name", "trial_name", "a run has one name"),
+    alias_rule("rollout.fileroot", "cluster.fileroot", "a run has one directory"),
+    alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
+    computed_rule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
         _concurrency,
     ),
-    lost("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
-    computed(
+    unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
+    computed_rule(
         "rollout.consumer_batch_size",
         "as `train_dataset.batch_size`",
         lambda value, source: (
             {}
             if value in (1, source("train_dataset.batch_size"))
-            else Lost("a batch is trainer.batch_size tickets")
+            else Untranslatable("a batch is trainer.batch_size tickets")
         ),
     ),
-    renamed("rollout.max_head_offpolicyness", "rollout.max_head_offpolicyness"),
-    anyway("rollout.enable_rollout_tracing", "`events.jsonl` and the shards tell"),
-    always("rollout.deterministic_sampling", False, "every episode has a seed of its own"),
-    anyway("rollout.check_trajectory_format", "every shard is checked as it is written and read"),
-    anyway("rollout.dump_to_file", "every trajectory is in a shard: `areal-hpc shards show`"),
-    renamed("rollout.setup_timeout", "inference.startup_timeout_s", only_if_given=True),
-    renamed("rollout.request_timeout", "proxy.request_timeout_s", only_if_given=True),
-    lost("rollout.request_retries", _RETRIED),
-    lost("rollout.pause_grace_period", "an update waits for nothing: see `weights.on_update`"),
-    lost("rollout.routing_strategy", "a session stays with its replica while that serves"),
-    lost("rollout.schedule_policy", "a session stays with its replica while that serves"),
-    always("rollout.return_routed_experts", False, "experts are routed anew in training"),
-    lost("rollout.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"),
-    lost("rollout.scheduling_strategy.*", "trainer and replicas have nodes of their own"),
+    renamed_rule("rollout.max_head_offpolicyness", "rollout.max_head_offpolicyness"),
+    ignored_rule("rollout.enable_rollout_tracing", "`events.jsonl` and the shards tell"),
+    fixed_rule("rollout.deterministic_sampling", False, "every episode has a seed of its own"),
+    ignored_rule(
+        "rollout.check_trajectory_format", "every shard is checked as it is written and read"
+    ),
+    ignored_rule("rollout.dump_to_file", "every trajectory is in a shard: `areal-hpc shards show`"),
+    renamed_rule("rollout.setup_timeout", "inference.startup_timeout_s", only_if_given=True),
+    renamed_rule("rollout.request_timeout", "proxy.request_timeout_s", only_if_given=True),
+    unsupported_rule("rollout.request_retries", _RETRIED),
+    unsupported_rule(
+        "rollout.pause_grace_period", "an update waits for nothing: see `weights.on_update`"
+    ),
+    unsupported_rule(
+        "rollout.routing_strategy", "a session stays with its replica while that serves"
+    ),
+    unsupported_rule(
+        "rollout.schedule_policy", "a session stays with its replica while that serves"
+    ),
+    fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
+    unsupported_rule(
+        "rollout.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
+    ),
+    unsupported_rule(
+        "rollout.scheduling_strategy.*", "trainer and replicas have nodes of their own"
+    ),
     *_agent("rollout.agent"),
     *_agent("rollout.openai"),
-    computed("sglang.context_length", _LEAST, _context, only_if_given=True),
-    renamed("sglang.mem_fraction_static", "inference.mem_fraction"),
-    renamed("sglang.max_running_requests", "inference.max_running_requests"),
-    renamed("sglang.max_total_tokens", "inference.max_total_tokens"),
-    renamed("sglang.dtype", "inference.dtype"),
-    same_as("sglang.model_path", "actor.path", "what is trained is what is served"),
-    anyway("sglang.random_seed", "each replica gets one, made from `seed`"),
-    anyway("sglang.skip_tokenizer_init", "the proxy tokenises"),
-    anyway("sglang.enable_metrics", "the relay reads what it needs"),
+    computed_rule("sglang.context_length", _LEAST, _context, only_if_given=True),
+    renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction"),
+    renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
+    renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
+    renamed_rule("sglang.dtype", "inference.dtype"),
+    alias_rule("sglang.model_path", "actor.path", "what is trained is what is served"),
+    ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
+    ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenises"),
+    ignored_rule("sglang.enable_metrics", "the relay reads what it needs"),
     # Whoever translates collects these: what is made of one key adds to what others made.
-    anyway(ARGUMENTS, "`inference.extra_args`: SGLang's own argument of that name"),
-    lost("vllm.*", "SGLang serves"),
+    ignored_rule(
+        SGLANG_ARGUMENT_KEYS, "`inference.extra_args`: SGLang's own argument of that name"
+    ),
+    unsupported_rule("vllm.*", "SGLang serves"),
 )
 """What becomes of each."""

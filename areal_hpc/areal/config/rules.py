@@ -1,4 +1,4 @@
-"""What a key of AReaL's becomes: the parts that rules are made of, and how keys are looked up."""
+"""Building blocks of the translation rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class Untranslatable:
     """A value has no counterpart."""
 
     reason: str
@@ -46,7 +46,7 @@ class Source:
         return None if per_epoch is None else per_epoch * int(self("total_train_epochs"))
 
 
-Becomes = Callable[[Any, Source], "Mapping[str, Any] | Lost"]
+TranslateValue = Callable[[Any, Source], "Mapping[str, Any] | Untranslatable"]
 """A value -> keys of a recipe with their values (none: it is so anyway), or a loss."""
 
 
@@ -58,12 +58,12 @@ class Rule:
     """Dotted; one that ends in `.*` stands for all keys below it."""
     here: str
     """For people: the keys of a recipe, or what holds instead of them."""
-    becomes: Becomes
+    becomes: TranslateValue
     only_if_given: bool = False
     """AReaL's default is not carried over."""
 
 
-def renamed(key: str, target: str, *, only_if_given: bool = False) -> Rule:
+def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     """The same value under another name."""
     return Rule(
         key,
@@ -73,57 +73,63 @@ def renamed(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     )
 
 
-def computed(key: str, here: str, becomes: Becomes, *, only_if_given: bool = False) -> Rule:
+def computed_rule(
+    key: str, here: str, becomes: TranslateValue, *, only_if_given: bool = False
+) -> Rule:
     """A value that another one, or several, are made of."""
     return Rule(key, here, becomes, only_if_given)
 
 
-def always(key: str, value: Any, otherwise: str) -> Rule:
+def fixed_rule(key: str, value: Any, otherwise: str) -> Rule:
     """It is always so here; any other value is lost."""
     return Rule(
         key,
         f"always `{value}`; {otherwise}",
-        lambda found, _: {} if found is None or found == value else Lost(otherwise),
+        lambda found, _: {} if found is None or found == value else Untranslatable(otherwise),
     )
 
 
-def same_as(key: str, other: str, otherwise: str) -> Rule:
+def alias_rule(key: str, other: str, otherwise: str) -> Rule:
     """It repeats another key; where it does not, it is lost."""
     return Rule(
         key,
         f"as `{other}`; {otherwise}",
-        lambda found, source: {} if found in (None, "", source(other)) else Lost(otherwise),
+        lambda found, source: (
+            {} if found in (None, "", source(other)) else Untranslatable(otherwise)
+        ),
     )
 
 
-def anyway(key: str, why: str) -> Rule:
+def ignored_rule(key: str, why: str) -> Rule:
     """Whatever the value, the same happens here: nothing is lost by leaving it out."""
     return Rule(key, f"(not needed) {why}", lambda value, source: {})
 
 
-def lost(key: str, reason: str) -> Rule:
+def unsupported_rule(key: str, reason: str) -> Rule:
     """No counterpart."""
     return Rule(
-        key, f"(none) {reason}", lambda value, _: {} if value in (None, {}, []) else Lost(reason)
+        key,
+        f"(none) {reason}",
+        lambda value, _: {} if value in (None, {}, []) else Untranslatable(reason),
     )
 
 
-WHOLE = ("agent_builder_kwargs",)
+OPAQUE_SECTIONS = ("agent_builder_kwargs",)
 """A mapping that is one value: the arguments of a function."""
 
 
-def flattened(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of the leaves of a nested mapping; an empty section is a leaf, and `WHOLE`."""
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the leaves of a nested mapping; a leaf may be an empty section."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
-        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in WHOLE:
-            leaves |= flattened(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in OPAQUE_SECTIONS:
+            leaves |= flatten(value, f"{prefix}{name}.")
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
 
 
-def nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
     """The tree of dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in leaves.items():

@@ -1,4 +1,4 @@
-"""AReaL's configuration classes, as far as its documents name their keys.
+"""AReaL's configuration dataclasses.
 
 Names and defaults are AReaL's (`areal/api/cli_args.py`, version 2.0.0 of 2026-08-22). Sections that
 mean nothing here, or that SGLang reads as they are, stay plain mappings. Plain dataclasses, so

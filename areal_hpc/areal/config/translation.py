@@ -1,4 +1,4 @@
-"""AReaL's configuration -> the tree of a recipe, and what has no counterpart with the reason."""
+"""Translation of an AReaL configuration into a recipe, with reasons for what is lost."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.areal_config.actor_rules import ACTOR_RULES
-from areal_hpc.areal_config.experiments import AgentRLConfig, BaseExperimentConfig
-from areal_hpc.areal_config.options import RejectionSamplingConfig
-from areal_hpc.areal_config.rollout_rules import ARGUMENTS, ROLLOUT_RULES
-from areal_hpc.areal_config.rules import Lost, Rule, Source, flattened, nested
-from areal_hpc.areal_config.run_rules import RUN_RULES
+from areal_hpc.areal.config.actor_rules import ACTOR_RULES
+from areal_hpc.areal.config.experiments import AgentRLConfig, BaseExperimentConfig
+from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
+from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.run_rules import RUN_RULES
+from areal_hpc.areal.config.schema import RejectionSamplingConfig
 from areal_hpc.errors import RecipeError
 
 RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
 
-TELLING = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
+AREAL_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
 """A configuration of AReaL's has at least one of these."""
 
 REJECTION = "actor.rejection_sampling"
@@ -28,7 +28,7 @@ EXTRA_ARGS = "inference.extra_args"
 
 
 @dataclass(frozen=True, slots=True)
-class Untranslated:
+class UntranslatedKey:
     """A key that no key of a recipe stands for."""
 
     key: str
@@ -42,11 +42,11 @@ class Translation:
 
     recipe: dict[str, Any]
     """The tree of a recipe. What AReaL says in the script (`rollout.workflow`) may be missing."""
-    untranslated: list[Untranslated]
+    untranslated: list[UntranslatedKey]
     """In the order of the configuration."""
 
 
-def to_recipe(
+def translate_to_recipe(
     config: BaseExperimentConfig | Mapping[str, Any], train_rows: int | None = None
 ) -> Translation:
     """Translate an object of AReaL's configuration, or the tree of a file.
@@ -58,20 +58,20 @@ def to_recipe(
     Raises:
         RecipeError: The tree is no configuration of AReaL's.
     """
-    defaults = flattened(dataclasses.asdict(AgentRLConfig()))
+    defaults = flatten(dataclasses.asdict(AgentRLConfig()))
     if isinstance(config, BaseExperimentConfig):
-        leaves = flattened(dataclasses.asdict(config))
+        leaves = flatten(dataclasses.asdict(config))
         given = {key for key, value in leaves.items() if value != defaults.get(_newer(key))}
     else:
-        if not any(section in config for section in TELLING):
+        if not any(section in config for section in AREAL_SECTIONS):
             raise RecipeError(
-                f"this is no configuration of AReaL's: it has none of {', '.join(TELLING)}",
+                f"this is no configuration of AReaL's: it has none of {', '.join(AREAL_SECTIONS)}",
                 hint="give the file that AReaL's --config names",
             )
-        stated = {key: value for key, value in flattened(config).items() if value != {}}
+        stated = {key: value for key, value in flatten(config).items() if value != {}}
         if any(key.startswith(f"{REJECTION}.") for key in stated):
             own = dataclasses.asdict(RejectionSamplingConfig())
-            defaults |= flattened(own, f"{REJECTION}.")
+            defaults |= flatten(own, f"{REJECTION}.")
         absent = {key: value for key, value in defaults.items() if not _under(key, stated)}
         leaves, given = absent | stated, set(stated)
     source = Source(leaves, frozenset(given), train_rows)
@@ -91,29 +91,29 @@ def _under(key: str, stated: Mapping[str, Any]) -> bool:
 
 def _translated(source: Source, keys: Sequence[str]) -> Translation:
     recipe: dict[str, Any] = {}
-    untranslated: list[Untranslated] = []
+    untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
     order = {name: place for place, name in enumerate(RULES)}
-    found = [(key, rule_of(key)) for key in keys]
+    found = [(key, find_rule(key)) for key in keys]
     for key, rule in sorted(found, key=lambda one: order[one[1].key] if one[1] else -1):
         value, is_given = source(key), key in source.given
         if rule is None:
             if is_given and value is not None:
-                untranslated.append(Untranslated(key, value, _unknown(key)))
-        elif rule.key == ARGUMENTS:
+                untranslated.append(UntranslatedKey(key, value, _unknown(key)))
+        elif rule.key == SGLANG_ARGUMENT_KEYS:
             arguments += _as_arguments(key.removeprefix("sglang."), value)
         elif is_given or not rule.only_if_given:
             become = rule.becomes(value, source) if value is not None else {}
-            if not isinstance(become, Lost):
+            if not isinstance(become, Untranslatable):
                 recipe |= become
             elif is_given:
-                untranslated.append(Untranslated(key, value, become.reason))
+                untranslated.append(UntranslatedKey(key, value, become.reason))
     if arguments:
         recipe[EXTRA_ARGS] = arguments
     recipe |= _sections(source)
     place = {key: number for number, key in enumerate(keys)}
     untranslated.sort(key=lambda one: place[one.key])
-    return Translation(nested(recipe), untranslated)
+    return Translation(unflatten(recipe), untranslated)
 
 
 def _sections(source: Source) -> dict[str, Any]:
@@ -122,12 +122,12 @@ def _sections(source: Source) -> dict[str, Any]:
     if source("rollout.max_concurrent_rollouts") is None:
         rule = RULES["rollout.max_concurrent_rollouts"]
         become = rule.becomes(None, source)
-        assert not isinstance(become, Lost)
+        assert not isinstance(become, Untranslatable)
         found |= become
     return found
 
 
-def rule_of(key: str) -> Rule | None:
+def find_rule(key: str) -> Rule | None:
     """The rule for a key: its own, or that of a section it is in."""
     if key in RULES:
         return RULES[key]
@@ -158,3 +158,9 @@ def _unknown(key: str) -> str:
         "not a key of AReaL's that is known here; what a script hands to its workflow goes into "
         "rollout.workflow_kwargs"
     )
+
+
+def render_rule_table() -> str:
+    """Every key that is known, with what it becomes, as a Markdown table."""
+    lines = ["| AReaL | here |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULES.values())])

@@ -1,1 +1,1 @@
-"""AReaL's older paths of the client and the trainer; each name lives elsewhere."""
+"""AReaL's `areal.experimental` package (re-exports)."""

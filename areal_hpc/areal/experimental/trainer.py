@@ -1,5 +1,5 @@
-"""The trainer that scripts use."""
+"""AReaL's `areal.experimental.trainer` (re-exports `PPOTrainer`)."""
 
-from areal_hpc.ppo_trainer import PPOTrainer
+from areal_hpc.areal.ppo_trainer import PPOTrainer
 
 __all__ = ["PPOTrainer"]

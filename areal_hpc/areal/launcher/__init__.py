@@ -1,1 +1,1 @@
-"""AReaL's paths of its launchers."""
+"""AReaL's `areal.launcher` package."""

@@ -1,4 +1,4 @@
-"""`python -m areal_hpc.launcher.local script.py --config ...`: run a training script.
+"""`python -m areal_hpc.areal.launcher.local script.py --config ...`: run a training script.
 
 AReaL's launcher starts servers, and then the script beside them. Here the script's own
 `PPOTrainer` starts all jobs of a run, so this runs the script and nothing else.
@@ -37,7 +37,7 @@ def _run(argv: list[str]) -> None:
     if not argv or not Path(argv[0]).is_file():
         raise RecipeError(
             f"expected a script, got {argv[0] if argv else 'nothing'!r}",
-            hint="python -m areal_hpc.launcher.local train.py --config config.yaml",
+            hint="python -m areal_hpc.areal.launcher.local train.py --config config.yaml",
         )
     sys.argv = argv
     sys.path.insert(0, str(Path(argv[0]).resolve().parent))

@@ -1,1 +1,1 @@
-"""AReaL's paths of what its scripts need besides."""
+"""AReaL's `areal.utils` package."""

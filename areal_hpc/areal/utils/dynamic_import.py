@@ -1,24 +1,18 @@
-"""Names in configurations, made into what they name."""
+"""AReaL's `areal.utils.dynamic_import` (a wrapper of `import_by_path`)."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
-from areal_hpc.areal_config.run_rules import as_here
+from areal_hpc.areal.config.run_rules import map_areal_module
+from areal_hpc.user_function import import_by_path
 
 
 def import_from_string(dotted_path: str) -> Any:
-    """What `package.module.name` names; `areal.` is this package's root.
+    """The object that `package.module.name` names; `areal.` stands for `areal_hpc.areal.`.
 
     Raises:
-        ImportError: There is no such module, or nothing of that name in it.
+        ImportError: There is no such module, or it has no such name.
         ValueError: The path has no dot.
     """
-    module, dot, name = dotted_path.rpartition(".")
-    if not dot:
-        raise ValueError(f"expected package.module.name, got {dotted_path!r}")
-    found = importlib.import_module(as_here(module))
-    if not hasattr(found, name):
-        raise ImportError(f"the module {module!r} has no {name!r}", name=module)
-    return getattr(found, name)
+    return import_by_path(map_areal_module(dotted_path))

@@ -1,4 +1,4 @@
-"""Tokenizers by their directory."""
+"""AReaL's `areal.utils.hf_utils` (tokenizer loading)."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Where a run keeps its logs."""
+"""AReaL's `areal.utils.stats_logger` (log paths)."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.areal_config.options import StatsLoggerConfig
+from areal_hpc.areal.config.schema import StatsLoggerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
 

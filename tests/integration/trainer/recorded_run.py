@@ -12,12 +12,12 @@ import h5py
 import numpy as np
 import yaml
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest, write_manifest
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
-from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef

@@ -16,8 +16,8 @@ import transformers
 
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.json_lines import read_lines
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.layout import RunLayout
-from areal_hpc.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal_config.options import DatasetConfig
-from areal_hpc.dataset import get_custom_dataset
+from areal_hpc.areal.config.schema import DatasetConfig
+from areal_hpc.areal.dataset import get_custom_dataset
 from areal_hpc.errors import RecipeError
 
-GSM8K = Path(__file__).parents[1] / "samples" / "gsm8k.parquet"
+GSM8K = Path(__file__).parents[2] / "samples" / "gsm8k.parquet"
 
 
 def put(folder: Path) -> None:

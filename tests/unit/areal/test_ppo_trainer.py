@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal_config.experiments import GRPOConfig
+from areal_hpc.areal.config.experiments import GRPOConfig
+from areal_hpc.areal.ppo_trainer import PPOTrainer
 from areal_hpc.errors import RecipeError
 from areal_hpc.layout import RunLayout
-from areal_hpc.ppo_trainer import PPOTrainer
 from areal_hpc.rollout.processes import ProcessPool
 from areal_hpc.rollout.travelling import by_name, carried, packed, unpacked
 
@@ -68,7 +68,7 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
 
 def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
     assert evaluation_of(config, Answerer(1.0), Answerer(1.0)) == ("", {})
-    assert evaluation_of(config, "areal.a.B", "areal_hpc.a.B") == ("", {})
+    assert evaluation_of(config, "areal.a.B", "areal_hpc.areal.a.B") == ("", {})
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:

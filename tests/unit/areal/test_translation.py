@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal_config.experiments import AgentRLConfig, GRPOConfig
-from areal_hpc.areal_config.loading import load_expr_config, read_tree
-from areal_hpc.areal_config.options import (
+from areal_hpc.areal.config.experiments import AgentRLConfig, GRPOConfig
+from areal_hpc.areal.config.loading import load_expr_config, read_areal_tree
+from areal_hpc.areal.config.rules import flatten
+from areal_hpc.areal.config.schema import (
     AgentConfig,
     DatasetConfig,
     GenerationHyperparameters,
     NormConfig,
     RejectionSamplingConfig,
 )
-from areal_hpc.areal_config.rules import flattened
-from areal_hpc.areal_config.translation import rule_of, to_recipe
+from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe import from_values
 
@@ -27,11 +27,11 @@ EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 
 
 def recipe_of(tree: dict[str, Any], rows: int | None = None) -> dict[str, Any]:
-    return flattened(to_recipe(tree, rows).recipe)
+    return flatten(translate_to_recipe(tree, rows).recipe)
 
 
 def reasons(tree: dict[str, Any]) -> dict[str, str]:
-    return {one.key: one.reason for one in to_recipe(tree).untranslated}
+    return {one.key: one.reason for one in translate_to_recipe(tree).untranslated}
 
 
 def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
@@ -40,12 +40,12 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
     full.actor.reward_norm = full.actor.adv_norm = NormConfig()
     full.actor.rejection_sampling = RejectionSamplingConfig()
     optional = {"critic", "teacher", "ref"}
-    keys = {key for key in flattened(dataclasses.asdict(full)) if key not in optional}
-    assert {key for key in keys if rule_of(key) is None} == set()
+    keys = {key for key in flatten(dataclasses.asdict(full)) if key not in optional}
+    assert {key for key in keys if find_rule(key) is None} == set()
 
 
 def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
-    translation = to_recipe(read_tree(EXAMPLE), train_rows=1000)
+    translation = translate_to_recipe(read_areal_tree(EXAMPLE), train_rows=1000)
     recipe = from_values(translation.recipe)
     assert recipe.trainer.total_steps == 30
     assert recipe.evaluation.every_steps == 10
@@ -69,8 +69,15 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
 
 
 def test_what_is_lost_is_named_with_a_reason() -> None:
-    lost = {one.key: one.reason for one in to_recipe(read_tree(EXAMPLE), 1000).untranslated}
-    assert set(lost) == {"actor.adv_norm.mean_level", "actor.adv_norm.std_level", "my_own_key"}
+    lost = {
+        one.key: one.reason
+        for one in translate_to_recipe(read_areal_tree(EXAMPLE), 1000).untranslated
+    }
+    assert set(lost) == {
+        "actor.adv_norm.mean_level",
+        "actor.adv_norm.std_level",
+        "my_own_key",
+    }
     assert "workflow_kwargs" in lost["my_own_key"]
 
 
@@ -202,6 +209,8 @@ def test_stop_and_padding_tokens_are_added_once() -> None:
 
 def test_another_agent_for_held_out_tasks_is_the_evaluation_s() -> None:
     tree = {"actor": {}, "workflow": "a.B", "eval_workflow": "areal.workflow.c.D"}
-    recipe = to_recipe(tree).recipe
-    assert recipe["evaluation"]["workflow"] == "areal_hpc.workflow.c.D"
-    assert "workflow" not in to_recipe({**tree, "eval_workflow": "a.B"}).recipe["evaluation"]
+    recipe = translate_to_recipe(tree).recipe
+    assert recipe["evaluation"]["workflow"] == "areal_hpc.areal.workflow.c.D"
+    assert (
+        "workflow" not in translate_to_recipe({**tree, "eval_workflow": "a.B"}).recipe["evaluation"]
+    )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from areal_hpc.tiny_model import make_tiny_model
+from areal_hpc.launch.tiny_model import make_tiny_model
 from examples.quickstart.task import demonstrations
 
 QUESTION = [{"role": "user", "content": "State the final answer: 3 - 5 + 0 + 6 ="}]
@@ -174,5 +174,5 @@ def test_untied_model_of_another_shape_loads(tmp_path: Path) -> None:
 
 
 def test_making_a_model_does_not_import_torch() -> None:
-    probe = "import sys, areal_hpc.tiny_model; sys.exit('torch' in sys.modules)"
+    probe = "import sys, areal_hpc.launch.tiny_model; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", probe], check=False).returncode == 0

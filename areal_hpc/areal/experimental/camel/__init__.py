@@ -1,1 +1,1 @@
-"""AReaL's path of the model for CAMEL."""
+"""AReaL's `areal.experimental.camel` package."""

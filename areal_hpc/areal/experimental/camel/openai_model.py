@@ -1,4 +1,4 @@
-"""A model for CAMEL agents."""
+"""AReaL's `areal.experimental.camel.openai_model` (re-exports)."""
 
 from areal_hpc.client.camel import AReaLOpenAICompatibleModel
 

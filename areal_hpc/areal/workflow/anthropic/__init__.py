@@ -1,1 +1,1 @@
-"""Agents on the Anthropic SDK."""
+"""AReaL's `areal.workflow.anthropic` package."""

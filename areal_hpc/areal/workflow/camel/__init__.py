@@ -1,1 +1,1 @@
-"""Agents of CAMEL."""
+"""AReaL's `areal.workflow.camel` package."""

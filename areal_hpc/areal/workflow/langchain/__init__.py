@@ -1,1 +1,1 @@
-"""Agents of LangChain."""
+"""AReaL's `areal.workflow.langchain` package."""

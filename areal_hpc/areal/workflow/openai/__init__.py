@@ -1,1 +1,1 @@
-"""Agents on the OpenAI SDK."""
+"""AReaL's `areal.workflow.openai` package."""

@@ -1,1 +1,1 @@
-"""Agents of the OpenAI Agents SDK."""
+"""AReaL's `areal.workflow.openai_agent` package."""

@@ -1,1 +1,1 @@
-"""Agents of OpenHands."""
+"""AReaL's `areal.workflow.openhands` package."""

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-import areal_hpc.compat  # noqa: F401  the blocks import `areal`
+import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
 from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episode import EpisodeSpec, run_episode

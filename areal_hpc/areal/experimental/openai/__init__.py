@@ -1,4 +1,4 @@
-"""The client that records."""
+"""AReaL's `areal.experimental.openai` (re-exports `ArealOpenAI`)."""
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 
