@@ -76,7 +76,8 @@ def install_import_hook() -> None:
             "AReaL itself is installed here, so `import areal` is not ours to answer",
             hint="uninstall it, or change the import root to areal_hpc.areal",
         )
-    sys.meta_path.append(ArealFinder())
+    # First: Python's own finder would load a second copy of each module from the package's folder.
+    sys.meta_path.insert(0, ArealFinder())
 
 
 def _describe_unknown(name: str) -> str:
