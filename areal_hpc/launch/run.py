@@ -121,10 +121,10 @@ def submit(
         recipe: A recipe, or the path of one.
         wait: Until the run ends; Ctrl-C detaches.
         after: Slurm's numbers of jobs that must have succeeded before this run starts.
-        fresh: Move an earlier run aside first.
-        sys_path: Folders from which the user's code is imported, beside the present one.
-        notes: Lines to print first.
-        new_run_hint: Printed when the run is finished already: how to start a new one.
+        fresh: As in `run`.
+        sys_path: As in `run`.
+        notes: As in `run`.
+        new_run_hint: As in `run`.
         overrides: As in `run`.
 
     Raises:
