@@ -1,3 +1,76 @@
-"""Reinforcement learning of LLM agents on Slurm clusters."""
+"""Reinforcement learning of LLM agents on Slurm clusters: the public API.
+
+Names are imported when they are first used: importing the package imports neither torch nor any
+other heavy module.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    ClusterError,
+    Problem,
+    RecipeError,
+    ShardError,
+    WeightSyncError,
+)
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from areal_hpc.areal.ppo_trainer import PPOTrainer
+    from areal_hpc.client.areal_openai import ArealOpenAI
+    from areal_hpc.launch.here import JobFailedError
+    from areal_hpc.launch.run import RunResult, run, submit
+    from areal_hpc.recipe import Recipe
+    from areal_hpc.recipe import load as load_recipe
+    from areal_hpc.rollout.agent import Agent
+    from areal_hpc.rollout.reward import AsyncRewardWrapper
+else:
+    _HOMES = {
+        "Agent": ("areal_hpc.rollout.agent", "Agent"),
+        "ArealOpenAI": ("areal_hpc.client.areal_openai", "ArealOpenAI"),
+        "AsyncRewardWrapper": ("areal_hpc.rollout.reward", "AsyncRewardWrapper"),
+        "JobFailedError": ("areal_hpc.launch.here", "JobFailedError"),
+        "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
+        "Recipe": ("areal_hpc.recipe", "Recipe"),
+        "RunResult": ("areal_hpc.launch.run", "RunResult"),
+        "load_recipe": ("areal_hpc.recipe", "load"),
+        "run": ("areal_hpc.launch.run", "run"),
+        "submit": ("areal_hpc.launch.run", "submit"),
+    }
+
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module, attribute = _HOMES[name]
+        return getattr(importlib.import_module(module), attribute)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})
+
+
+__all__ = [
+    "Agent",
+    "AgentError",
+    "ArealError",
+    "ArealOpenAI",
+    "AsyncRewardWrapper",
+    "ClusterError",
+    "JobFailedError",
+    "PPOTrainer",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "RunResult",
+    "ShardError",
+    "WeightSyncError",
+    "__version__",
+    "load_recipe",
+    "run",
+    "submit",
+]

@@ -112,7 +112,7 @@ class Recipe(StageConfig):
         return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name
 
 
-def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
+def load(path: Path | str, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
     """Read a recipe and apply `key.subkey=value` overrides.
 
     Args:
@@ -124,6 +124,7 @@ def load(path: Path, overrides: Sequence[str] = (), site: Path | None = None) ->
         RecipeError: Every problem of the recipe at once: unknown keys with the nearest known
             one, wrong types with expected and got, values that do not fit together.
     """
+    path = Path(path)
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site(site)})]

@@ -1,4 +1,4 @@
-"""Functions that a recipe names: `package.module:function`."""
+"""Import of user functions that a recipe names (`package.module:function`)."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_hpc.errors import RecipeError
+
+
+def import_by_path(dotted_path: str) -> Any:
+    """The object that `package.module.name` names.
+
+    Raises:
+        ImportError: There is no such module, or it has no such name.
+        ValueError: The path has no dot.
+    """
+    module, dot, name = dotted_path.rpartition(".")
+    if not dot:
+        raise ValueError(f"expected package.module.name, got {dotted_path!r}")
+    found = importlib.import_module(module)
+    if not hasattr(found, name):
+        raise ImportError(f"the module {module!r} has no {name!r}", name=module)
+    return getattr(found, name)
 
 
 def load_function(dotted: str, key: str) -> Callable[..., Any]:

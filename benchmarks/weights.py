@@ -29,8 +29,8 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.weights.broadcast import goes_in_place
 from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig

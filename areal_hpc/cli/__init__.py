@@ -1,1 +1,1 @@
-"""`areal-hpc`: the command line, one module per family of commands."""
+"""The `areal-hpc` command line."""

@@ -1,23 +1,37 @@
-"""What several commands make of their arguments."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
-import threading
 from pathlib import Path
-from types import FrameType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RECIPE, RunPaths
 
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""Where a family adds its commands. argparse has no public name for it."""
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+"""What `add_subparsers` returns. argparse has no public name for it."""
 
 
-def existing_run(path: Path) -> RunPaths:
+class CommandGroup:
+    """CommandGroup that `areal-hpc --help` lists together.
+
+    Args:
+        subparsers: Where the parsers of all commands are.
+    """
+
+    def __init__(self, subparsers: Subparsers) -> None:
+        self._subparsers = subparsers
+        self.help_by_command: dict[str, str] = {}
+        """In the order in which they were added."""
+
+    def add_parser(self, name: str, *, help: str, **options: Any) -> argparse.ArgumentParser:  # noqa: A002
+        """The parser of a new command; see `argparse.ArgumentParser` for its options."""
+        self.help_by_command[name] = help
+        return self._subparsers.add_parser(name, **options)
+
+
+def parse_run_dir(path: Path) -> RunPaths:
     """The run at `path`.
 
     Raises:
@@ -29,21 +43,3 @@ def existing_run(path: Path) -> RunPaths:
             f"there is no run at {path}", hint=f"give a directory that holds a {RECIPE}"
         )
     return layout
-
-
-def stop_on_signals(stop: threading.Event) -> None:
-    """Let Ctrl-C and SIGTERM set `stop`, which jobs are given a moment to heed."""
-
-    def ask(number: int, frame: FrameType | None) -> None:
-        if not stop.is_set():
-            print("\nstopping: jobs get a moment to commit", file=sys.stderr)
-        stop.set()
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-
-
-def program() -> str:
-    """How the user calls this command line; from a script of theirs it is not known."""
-    path = Path(sys.argv[0])
-    return str(path) if path.name == "areal-hpc" else "python -m areal_hpc"

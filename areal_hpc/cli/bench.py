@@ -1,4 +1,4 @@
-"""`areal-hpc bench`: run one of the checkout's benchmarks in the environment that it needs."""
+"""`areal-hpc bench`: run a benchmark of the checkout in its environment."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 import subprocess
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-ROLE_OF = {"shards": "agents", "proxy": "agents"}
+ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 """Benchmarks that need another environment than the trainer's."""
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     bench = commands.add_parser(
         "bench",
         help="measure a part against its peer or its physical limit",
@@ -43,7 +43,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             key=str(BENCHMARKS),
             hint="areal-hpc bench lists what a checkout holds; an installed package holds none",
         )
-    python = interpreter_of(ROLE_OF.get(arguments.name, "train"), "auto")
+    python = interpreter_of(ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
     return subprocess.run(
         [python, "-m", f"benchmarks.{arguments.name}", *arguments.arguments],
         cwd=BENCHMARKS.parent,

@@ -1,4 +1,4 @@
-"""`areal-hpc devcluster`: a real Slurm of several nodes on this machine."""
+"""`areal-hpc devcluster`: a local Slurm cluster for development."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from functools import partial
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 from areal_hpc.devcluster.paths import ClusterPaths, default_root
 
-UNWELL_EXIT_CODE = 1
+UNHEALTHY_EXIT_CODE = 1
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     family = commands.add_parser(
         "devcluster",
         help="a real Slurm on this machine, for development and tests",
@@ -144,7 +144,7 @@ def _status(arguments: argparse.Namespace) -> int:
         why = "no cgroup v1 to write to" if settings.namespaces else "nodes on loopback"
         print(f"memory     NOT limited ({why}): a job can exhaust this machine")
     print("CPU time   not limited: all nodes share this machine's processors")
-    return 0 if all(part.is_well for part in found) else UNWELL_EXIT_CODE
+    return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 
 
 def _paths(arguments: argparse.Namespace) -> ClusterPaths:

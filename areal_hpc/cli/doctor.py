@@ -1,4 +1,4 @@
-"""`areal-hpc doctor`: is this cluster fit for a run, and a run's recipe for this cluster?"""
+"""`areal-hpc doctor`: check a cluster and a recipe before submitting."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 
 if TYPE_CHECKING:
     from areal_hpc.cluster.site import SlurmConfig
     from areal_hpc.preflight.verdicts import Check
     from areal_hpc.recipe import Recipe
 
-UNFIT_EXIT_CODE = 1
+FAILED_CHECK_EXIT_CODE = 1
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     doctor = commands.add_parser(
         "doctor",
         help="is this cluster fit for a run?",
@@ -66,7 +66,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if recipe is not None:
         checks += _recipe_checks(recipe)
     print("\n".join(describe_checks(checks)))
-    return UNFIT_EXIT_CODE if any(check.verdict is Verdict.FAIL for check in checks) else 0
+    return FAILED_CHECK_EXIT_CODE if any(check.verdict is Verdict.FAIL for check in checks) else 0
 
 
 def _site(path: Path) -> tuple[SlurmConfig, Path | None]:

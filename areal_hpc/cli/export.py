@@ -1,4 +1,4 @@
-"""`areal-hpc export`: a commit of a run in Hugging Face's form."""
+"""`areal-hpc export`: export a checkpoint as a Hugging Face model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     export = commands.add_parser(
         "export",
         help="write a commit as a model that transformers and SGLang load",
@@ -32,7 +32,7 @@ def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.plan import policy_model
     from areal_hpc.recipe import load
 
-    layout = existing_run(arguments.run)
+    layout = parse_run_dir(arguments.run)
     recipe = load(layout.recipe)
     out: Path | None = arguments.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,4 +1,4 @@
-"""The entry point: every family of commands, and what errors look like."""
+"""Entry point of `areal-hpc`: parser and error printing."""
 
 from __future__ import annotations
 
@@ -8,41 +8,31 @@ from collections.abc import Callable, Sequence
 
 from areal_hpc import __version__
 from areal_hpc.cli import (
-    audit,
     bench,
+    cancel_resume,
     devcluster,
     doctor,
     export,
+    inspect,
     migrate,
-    model,
-    operate,
-    prefetch,
+    models,
     proxy,
     replay,
     run,
     shards,
     submit,
 )
+from areal_hpc.cli.arguments import CommandGroup
 from areal_hpc.errors import ArealError
 
-FAMILIES = (
-    run,
-    submit,
-    operate,
-    prefetch,
-    doctor,
-    audit,
-    export,
-    replay,
-    shards,
-    proxy,
-    model,
-    migrate,
-    devcluster,
-    bench,
-)
-"""In the order of `--help`."""
-LISTS = ("overrides", "names")
+COMMAND_MODULES = {
+    "run": (run, submit, doctor, models, migrate),
+    "inspect": (inspect, shards),
+    "operate": (cancel_resume, export, replay),
+    "develop": (proxy, devcluster, bench),
+}
+"""Modules of commands by the group that they are in, in the order of `--help`."""
+LIST_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
 
@@ -63,7 +53,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """The parsed command line. Lists may follow options, which argparse alone refuses."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    taking = next((name for name in LISTS if hasattr(arguments, name)), None)
+    taking = next((name for name in LIST_ARGUMENTS if hasattr(arguments, name)), None)
     if rest and (taking is None or any(item.startswith("-") for item in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if taking is not None:
@@ -79,10 +69,18 @@ def _as_message(error: ArealError) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="areal-hpc", description="Reinforcement learning of LLM agents on Slurm clusters."
+        prog="areal-hpc",
+        description="Reinforcement learning of LLM agents on Slurm clusters.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the lines of the epilog
     )
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for family in FAMILIES:
-        family.add_commands(commands)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help="see below")
+    lines = []
+    for title, modules in COMMAND_MODULES.items():
+        group = CommandGroup(subparsers)
+        for module in modules:
+            module.add_commands(group)
+        lines += ["", f"{title}:"]
+        lines += [f"  {name:<12}{text}" for name, text in group.help_by_command.items()]
+    parser.epilog = "\n".join(lines[1:])
     return parser

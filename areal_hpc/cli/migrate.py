@@ -1,15 +1,15 @@
-"""`areal-hpc migrate`: a configuration of AReaL's as a recipe, and what is lost on the way."""
+"""`areal-hpc migrate`: translate an AReaL configuration into a recipe."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     migrate = commands.add_parser(
         "migrate",
         help="translate a configuration of AReaL's into a recipe",
@@ -26,12 +26,14 @@ def add_commands(commands: Commands) -> None:
 def _migrate(arguments: argparse.Namespace) -> int:
     import yaml
 
-    from areal_hpc.areal_config.loading import read_tree
-    from areal_hpc.areal_config.translation import to_recipe
+    from areal_hpc.areal.config.loading import read_areal_tree
+    from areal_hpc.areal.config.translation import translate_to_recipe
     from areal_hpc.errors import RecipeError
     from areal_hpc.recipe import from_values
 
-    translation = to_recipe(read_tree(arguments.config, arguments.overrides), arguments.rows)
+    translation = translate_to_recipe(
+        read_areal_tree(arguments.config, arguments.overrides), arguments.rows
+    )
     text = yaml.safe_dump(translation.recipe, sort_keys=False)
     if arguments.out is None:
         print(text)

@@ -1,4 +1,4 @@
-"""`areal-hpc proxy`: the recording proxy alone, in front of any SGLang server."""
+"""`areal-hpc proxy`: the recording proxy without a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands
+from areal_hpc.cli.arguments import CommandGroup
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     proxy = commands.add_parser(
         "proxy",
         help="record agents in front of SGLang servers, without a run",

@@ -1,18 +1,16 @@
-"""`areal-hpc replay`: train again from what a run recorded, without servers."""
+"""`areal-hpc replay`: train recorded batches again without inference."""
 
 from __future__ import annotations
 
 import argparse
-import threading
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run, stop_on_signals
-from areal_hpc.cli.run import INTERRUPTED_EXIT_CODE
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 from areal_hpc.rundir.paths import RunPaths
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     replay = commands.add_parser(
         "replay",
         help="train recorded batches again, without servers",
@@ -35,19 +33,19 @@ def add_commands(commands: Commands) -> None:
 def _replay(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import here
     from areal_hpc.launch.replay import Replay, parse_steps
+    from areal_hpc.launch.run import INTERRUPTED_EXIT_CODE, STOPPING, stop_on_signals
     from areal_hpc.view.progress import PlainReporter
 
-    run = existing_run(arguments.run)
+    run = parse_run_dir(arguments.run)
     first, last = parse_steps(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     layout = RunPaths(out.resolve())
     replay = Replay(run, first, last, arguments.overrides, layout)
-    stop = threading.Event()
-    stop_on_signals(stop)
     reporter = PlainReporter(layout, last, 0)
     reporter.say(f"replay   steps {first} to {last} of {run.root}")
     try:
-        replay.carry_out(reporter, stop)
+        with stop_on_signals(STOPPING) as stop:
+            replay.carry_out(reporter, stop)
     except here.Interrupted:
         print("stopped; the same command continues the replay")
         return INTERRUPTED_EXIT_CODE

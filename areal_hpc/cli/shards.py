@@ -1,16 +1,16 @@
-"""`areal-hpc shards`: look at recorded trajectories."""
+"""`areal-hpc shards`: list, show and verify recorded trajectories."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from areal_hpc.cli.arguments import Commands, existing_run
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 from areal_hpc.rundir.paths import RunPaths
 
 
-def add_commands(commands: Commands) -> None:
-    """Add this family to the command line."""
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
     shards = commands.add_parser("shards", help="look at recorded trajectories")
     verbs = shards.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("ls", help="one line per sealed shard")
@@ -34,7 +34,7 @@ def _shards_ls(arguments: argparse.Namespace) -> int:
     from areal_hpc.shards.report import list_shards, shards_as_json
 
     write = shards_as_json if arguments.json else list_shards
-    print(write(existing_run(arguments.run), _version_text))
+    print(write(parse_run_dir(arguments.run), _version_text))
     return 0
 
 
@@ -57,7 +57,7 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
     from areal_hpc.shards.report import describe_verification
     from areal_hpc.shards.verify import verify_run
 
-    layout = existing_run(arguments.run)
+    layout = parse_run_dir(arguments.run)
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("verifying", total=None)

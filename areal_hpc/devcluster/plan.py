@@ -1,6 +1,6 @@
 """What a devcluster is made of: the text of its files and its processes. Pure.
 
-`slurm/devcluster/` holds the files' templates. Why single settings are as they are stands there.
+`templates/` holds the files' templates. Why single settings are as they are stands there.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def plan(
         settings: What was asked for.
         facts: What the machine has.
         paths: Where the cluster lives.
-        templates: Name -> text of `slurm/devcluster/<name>.j2`.
+        templates: Name -> text of `templates/<name>.j2`.
 
     Raises:
         RecipeError: The state directory's path is too long for sockets, or the machine too small.

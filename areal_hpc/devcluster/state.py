@@ -12,22 +12,12 @@ from areal_hpc.devcluster.paths import ClusterPaths
 from areal_hpc.devcluster.plan import Plan, from_json, plan
 from areal_hpc.errors import ClusterError, RecipeError
 
-TEMPLATES = Path(__file__).parents[2] / "slurm" / "devcluster"
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 def read_templates() -> Mapping[str, str]:
-    """Name of a file -> its template.
-
-    Raises:
-        RecipeError: The package was installed without its checkout.
-    """
-    templates = {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.j2"))}
-    if not templates:
-        raise RecipeError(
-            f"expected templates of Slurm's files in {TEMPLATES}, got none",
-            hint="run areal-hpc from a checkout",
-        )
-    return templates
+    """Name of a file -> its template."""
+    return {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.j2"))}
 
 
 def open_state(paths: ClusterPaths) -> None:

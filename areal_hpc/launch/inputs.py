@@ -14,8 +14,8 @@ from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import files_of
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
+from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import Recipe
-from areal_hpc.tiny_model import tiny_config
 from areal_hpc.trainer.model.architecture import misfits, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024

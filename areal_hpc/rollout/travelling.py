@@ -72,7 +72,8 @@ def packed(
     """
     data = pickled((workflow, dict(kwargs)))
     source = _SOURCE.format(
-        folders=list(sys_path), alias="import areal_hpc.compat  # noqa: F401" if alias else ""
+        folders=list(sys_path),
+        alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in ((f"{module}.pkl", data), (f"{module}.py", source.encode())):

@@ -2,15 +2,15 @@
 
 python3 examples/agent_workflow/train.py --config examples/agent_workflow/config.yaml \
     scheduler.type=local actor.path=/models/mine \
-    workflow=areal_hpc.workflow.openai.math_agent.MathToolAgent
+    workflow=areal_hpc.agents.openai_agent.OpenAIMathToolAgent
 """
 
 import sys
 
-from areal_hpc.api.cli_args import AgentRLConfig, load_expr_config
+from areal_hpc.areal.api.cli_args import AgentRLConfig, load_expr_config
+from areal_hpc.areal.experimental.trainer import PPOTrainer
+from areal_hpc.areal.utils.hf_utils import load_hf_tokenizer
 from areal_hpc.dataset import get_custom_dataset
-from areal_hpc.experimental.trainer import PPOTrainer
-from areal_hpc.utils.hf_utils import load_hf_tokenizer
 
 
 def main(args: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Train a CAMEL agent on a client that records, as AReaL's guide builds it.
 
-python3 -m areal_hpc.launcher.local examples/camel/train.py \
+python3 -m areal_hpc.areal.launcher.local examples/camel/train.py \
     --config examples/camel/config.yaml experiment_name=camel trial_name=trial0
 
 CAMEL counts tokens with the tokenizer of `actor.path`.
@@ -11,13 +11,13 @@ from typing import Any
 
 from camel.agents import ChatAgent
 
-from areal_hpc.api.cli_args import AgentRLConfig, load_expr_config
-from areal_hpc.api.reward_api import AsyncRewardWrapper
-from areal_hpc.api.workflow_api import RolloutWorkflow
+from areal_hpc.areal.api.cli_args import AgentRLConfig, load_expr_config
+from areal_hpc.areal.api.reward_api import AsyncRewardWrapper
+from areal_hpc.areal.api.workflow_api import RolloutWorkflow
+from areal_hpc.areal.experimental.camel.openai_model import AReaLOpenAICompatibleModel
+from areal_hpc.areal.experimental.openai import ArealOpenAI
+from areal_hpc.areal.experimental.trainer import PPOTrainer
 from areal_hpc.dataset import get_custom_dataset
-from areal_hpc.experimental.camel.openai_model import AReaLOpenAICompatibleModel
-from areal_hpc.experimental.openai import ArealOpenAI
-from areal_hpc.experimental.trainer import PPOTrainer
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 
 

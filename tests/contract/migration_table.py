@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.areal_config.translation import RULES
+from areal_hpc.areal.config.translation import RULES, render_rule_table
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-areal.md"
 BEGIN, END = "<!-- table: keys -->", "<!-- end of table -->"
@@ -20,7 +20,7 @@ def renewed(document: str) -> str:
     """The document with the table of today."""
     before, _, rest = document.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{describe_rules()}\n{END}{after}"
+    return f"{before}{BEGIN}\n{render_rule_table()}\n{END}{after}"
 
 
 if __name__ == "__main__":

@@ -29,13 +29,17 @@ from areal import PPOTrainer
 from areal.api import AsyncRewardWrapper
 from areal.dataset import get_custom_dataset
 import areal.infra.launcher.local
+from areal.experimental.openai.client import ArealOpenAI as Client
+from areal_hpc import ArealOpenAI, PPOTrainer as Trainer
 from areal_hpc.rollout.reward import AsyncRewardWrapper as Ours
 from areal.utils.dynamic_import import import_from_string
 assert AsyncRewardWrapper is Ours
+assert Client is ArealOpenAI
+assert PPOTrainer is Trainer
 assert import_from_string("areal.api.reward_api.AsyncRewardWrapper") is Ours
-import areal_hpc.api.cli_args
-assert areal.api.cli_args is areal_hpc.api.cli_args
-assert areal_hpc.api.cli_args.__spec__.name == "areal_hpc.api.cli_args"
+import areal_hpc.areal.api.cli_args
+assert areal.api.cli_args is areal_hpc.areal.api.cli_args
+assert areal_hpc.areal.api.cli_args.__spec__.name == "areal_hpc.areal.api.cli_args"
 """
 
 
@@ -54,22 +58,22 @@ def python(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedPr
 
 
 def test_names_are_found_under_our_root(tmp_path: Path) -> None:
-    answer = python(tmp_path, IMPORTS.format(root="areal_hpc"))
+    answer = python(tmp_path, IMPORTS.format(root="areal_hpc.areal"))
     assert answer.returncode == 0, answer.stderr
 
 
-@pytest.mark.parametrize("way", [("-m", "areal_hpc.compat"), ()])
+@pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
 def test_names_are_found_under_the_root_of_areal_on_request(
     tmp_path: Path, way: tuple[str, ...]
 ) -> None:
-    asking = "" if way else "import areal_hpc.compat\n"
+    asking = "" if way else "import areal_hpc.areal.import_hook\n"
     told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
     answer = python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way)
     assert answer.returncode == 0, answer.stderr
 
 
 def test_nothing_answers_for_areal_unasked(tmp_path: Path) -> None:
-    answer = python(tmp_path, IMPORTS.format(root="areal_hpc") + "import areal")
+    answer = python(tmp_path, IMPORTS.format(root="areal_hpc.areal") + "import areal")
     assert "No module named 'areal'" in answer.stderr
 
 
@@ -78,21 +82,21 @@ def test_nothing_answers_for_areal_unasked(tmp_path: Path) -> None:
     [
         ("import areal.api.workflows_api", "did you mean areal.api.workflow_api?"),
         ("import areal.workflow.nothing_of_ours", "areal_hpc has nothing for 'areal.workflow"),
-        ("from areal.api import AsyncRewardWraper", "AsyncRewardWrapper"),
+        ("from areal.api import AsyncRewardWraper", "cannot import name 'AsyncRewardWraper'"),
         ("import areal.ledger.tickets", "areal_hpc has nothing for 'areal.ledger"),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path, line: str, said: str) -> None:
-    answer = python(tmp_path, line, "-m", "areal_hpc.compat")
+    answer = python(tmp_path, line, "-m", "areal_hpc.areal")
     assert answer.returncode != 0
     assert said in answer.stderr, answer.stderr
 
 
-@pytest.mark.parametrize("way", [("-m", "areal_hpc.compat"), ()])
+@pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
 def test_a_real_areal_is_never_hidden(tmp_path: Path, way: tuple[str, ...]) -> None:
     (tmp_path / "path" / "areal").mkdir(parents=True)
     (tmp_path / "path" / "areal" / "__init__.py").touch()
-    answer = python(tmp_path, "import areal_hpc.compat", *way)
+    answer = python(tmp_path, "import areal_hpc.areal.import_hook", *way)
     assert answer.returncode == 1
     assert "AReaL itself is installed here" in answer.stderr
 
@@ -100,15 +104,15 @@ def test_a_real_areal_is_never_hidden(tmp_path: Path, way: tuple[str, ...]) -> N
 def test_a_launcher_runs_the_script_with_its_arguments(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("x = 7")
     text = "import sys, beside\nassert __name__ == '__main__'\nprint(beside.x, sys.argv[1:])"
-    answer = python(tmp_path, text, "-m", "areal_hpc.launcher.local")
+    answer = python(tmp_path, text, "-m", "areal_hpc.areal.launcher.local")
     assert answer.stdout == "7 ['one', 'two']\n", answer.stderr
 
 
 def test_a_launcher_tells_our_errors_as_the_command_line_does(tmp_path: Path) -> None:
     text = (
-        "from areal_hpc.api.cli_args import GRPOConfig, load_expr_config\n"
+        "from areal_hpc.areal.api.cli_args import GRPOConfig, load_expr_config\n"
         "load_expr_config(['--config', 'nowhere.yaml'], GRPOConfig)\n"
     )
-    answer = python(tmp_path, text, "-m", "areal_hpc.launcher.local")
+    answer = python(tmp_path, text, "-m", "areal_hpc.areal.launcher.local")
     assert answer.returncode == 78
     assert answer.stderr.startswith("error: there is no configuration at nowhere.yaml")

@@ -8,10 +8,10 @@ import re
 import pytest
 import yaml
 
-from areal_hpc.areal_config.experiments import AgentRLConfig
-from areal_hpc.areal_config.loading import as_config
-from areal_hpc.areal_config.rules import flattened
-from areal_hpc.areal_config.translation import rule_of, to_recipe
+from areal_hpc.areal.config.experiments import AgentRLConfig
+from areal_hpc.areal.config.loading import to_config
+from areal_hpc.areal.config.rules import flatten
+from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from tests.contract.agents_table import locked
 from tests.contract.document_commands import COMMANDS
 from tests.contract.document_scenes import SCENES
@@ -60,7 +60,7 @@ def test_a_patched_block_is_python_and_a_patch_is_needed(key: str) -> None:
 @pytest.mark.parametrize("block", SETTINGS, ids=lambda block: block.key)
 def test_settings_are_read_and_have_a_counterpart(block: Block) -> None:
     values = yaml.safe_load(block.text)
-    as_config(values, AgentRLConfig, block.key)
-    translation = to_recipe({"actor": {}, **values})
+    to_config(values, AgentRLConfig, block.key)
+    translation = translate_to_recipe({"actor": {}, **values})
     assert translation.untranslated == []
-    assert {key for key in flattened(values) if rule_of(key) is None} == set()
+    assert {key for key in flatten(values) if find_rule(key) is None} == set()

@@ -40,7 +40,7 @@ NODES = {
 NAMES = sorted(NODES)
 FITS = """
 import inspect, json, sys
-from areal_hpc.utils.dynamic_import import import_from_string
+from areal_hpc.areal.utils.dynamic_import import import_from_string
 agent = import_from_string(sys.argv[1])
 inspect.signature(agent).bind(**json.loads(sys.argv[2]))
 assert inspect.iscoroutinefunction(agent.run)

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_hpc.areal_config.translation import RULES
+from areal_hpc.areal.config.translation import RULES
 from areal_hpc.config import section_of
 from areal_hpc.recipe import Recipe
 from tests.contract.migration_table import DOCUMENT, renewed
@@ -52,7 +52,7 @@ def test_a_file_becomes_a_recipe_and_what_is_lost_is_told(tmp_path: Path) -> Non
     out = tmp_path / "recipe.yaml"
     answer = migrate(FOLDER / "areal_config.yaml", "--rows", "1000", "--out", str(out))
     assert answer.returncode == 0, answer.stderr
-    assert "workflow: areal_hpc.workflow.openai.math_agent.MathAgent" in out.read_text()
+    assert "workflow: areal_hpc.areal.workflow.openai.math_agent.MathAgent" in out.read_text()
     assert "total_steps: 30" in out.read_text()
     assert "#   actor.adv_norm.mean_level: batch\n#     advantages" in answer.stdout
     assert "Before it can run" not in answer.stdout

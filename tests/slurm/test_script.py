@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.agents.theatre import python_of
 from tests.slurm.devclusters import CHECKOUT, devcluster
 from tests.unit.session.chatml import TRAINING_TEXT
@@ -27,7 +27,7 @@ def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
     with devcluster(tmp_path / "cluster", "--nodes=2") as cluster:
         done = subprocess.run(
             [
-                *(python_of("agents"), "-m", "areal_hpc.compat", FOLDER / "script.py", "class"),
+                *(python_of("agents"), "-m", "areal_hpc.areal", FOLDER / "script.py", "class"),
                 *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
                 *(f"cluster.fileroot={tmp_path / 'runs'}", f"actor.path={model_dir}"),
                 *("scheduler.type=slurm", f"scheduler.site={site}"),

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import seal
-from areal_hpc.tiny_model import make_tiny_model
 from examples.coding.agent import tried
 from examples.custom import sorting
 from examples.search.agent import CORPUS, Index, hotpot

@@ -11,7 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from areal_hpc.cluster.submit import interpreter_of
-from areal_hpc.tiny_model import TURN_END, make_tiny_model
+from areal_hpc.launch.tiny_model import TURN_END, make_tiny_model
 from tests.contract.proxy.proxy_stage import Stage
 from tests.integration.agents.theatre import Theatre
 from tests.integration.sglang_server import serving

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from forced_langchain import CallFirst  # type: ignore[import-not-found]  # it lies beside this one
 
-from areal_hpc.workflow.langchain.math_agent import MathToolAgent
+from areal_hpc.agents.langchain_agent import LangGraphMathAgent
 
 
-class Forced(MathToolAgent):
+class Forced(LangGraphMathAgent):
     """Its model must call the calculator before it answers."""
 
     def __init__(self) -> None:

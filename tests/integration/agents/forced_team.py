@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agents import Agent, ModelSettings
 
-from areal_hpc.workflow.openai_agent.math_agent import build_math_agent
+from areal_hpc.agents.openai_agents_sdk import build_math_agent
 
 
 def build() -> Agent:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal_config.run_rules import as_here
+from areal_hpc.areal.config.run_rules import map_areal_module
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 from areal_hpc.rollout.agent import load_agent
@@ -18,7 +18,7 @@ from tests.integration.agents.theatre import FORCED, INDIVIDUAL, Scene, Theatre
 QUESTION = {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}
 THREE: dict[str, Any] = {"extra_body": {"regex": r"\\boxed\{3\}"}}
 """The model can say nothing else."""
-READY = "areal_hpc.workflow"
+READY = "areal_hpc.areal.workflow"
 
 
 def episode(agent: str, answer: str = "3", **kwargs: Any) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def test_every_agent_that_the_guides_name_is_here() -> None:
         for path in re.findall(r"^workflow=(\S+)$", lines[key], re.MULTILINE):
             if command.how == "refused":
                 with pytest.raises(RecipeError, match="OpenHands cannot be imported"):
-                    load_agent(as_here(path), {}, ())
+                    load_agent(map_areal_module(path), {}, ())
             else:
                 assert path.removeprefix("areal.workflow.") in PLAYED
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.launch.small_run import processes_of
 from tests.unit.session.chatml import TRAINING_TEXT
 
@@ -42,7 +42,7 @@ def python(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 def run_script(how: str, fileroot: Path, model_dir: Path) -> subprocess.CompletedProcess[str]:
     return python(
-        *("-m", "areal_hpc.compat", FOLDER / "script.py", how),
+        *("-m", "areal_hpc.areal", FOLDER / "script.py", how),
         *("--config", FOLDER / "config.yaml", f"trial_name={how}"),
         *(f"cluster.fileroot={fileroot}", f"actor.path={model_dir}"),
     )

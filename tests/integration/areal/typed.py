@@ -46,7 +46,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
         script.write_text(text)
         (fileroot / "my_module.py").write_text(OWN_MODULE)
         name = command.run.partition("/")[0].replace("-", "_")
-        text = f"python3 -m areal_hpc.compat {script} --config examples/{name}/config.yaml"
+        text = f"python3 -m areal_hpc.areal {script} --config examples/{name}/config.yaml"
     separator = "\n" if text.endswith("\\") else " "
     environ = {
         **os.environ,

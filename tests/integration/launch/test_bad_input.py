@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import TinyModelConfig
-from areal_hpc.tiny_model import tiny_config
 
 REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = "recipes/quickstart.yaml"
@@ -184,7 +185,11 @@ def test_all_missing_things_are_reported_together(tmp_path: Path) -> None:
 def test_help_lists_the_commands() -> None:
     answer = areal_hpc("--help")
     assert answer.returncode == 0
-    assert "train a recipe in the foreground" in answer.stdout
+    assert re.search(
+        r"run:\n  run +train a recipe in .*\ninspect:\n  status .*\noperate:.*\ndevelop:",
+        answer.stdout,
+        re.DOTALL,
+    )
 
 
 def test_a_recipe_of_several_sources_is_planned_without_them() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import stat
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import areal_hpc
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
@@ -98,12 +100,20 @@ def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) 
     assert finished.layout.metrics.read_bytes() == before
 
 
-def test_a_finished_run_goes_on_when_more_steps_are_asked_for(finished: SmallRun) -> None:
-    longer = SmallRun(finished.fileroot, "trainer.total_steps=4")
-    longer.finish()
-    assert "changed  trainer.total_steps: 3 -> 4" in longer.said()
-    assert read_lines(finished.layout.metrics)[-1]["step"] == 4
-    assert longer.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
+def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
+    finished: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    handler = signal.getsignal(signal.SIGINT)
+    result = areal_hpc.run(finished.layout.recipe, trainer={"total_steps": 4})
+    assert "changed  trainer.total_steps: 3 -> 4" in capsys.readouterr().out
+    last = read_lines(finished.layout.metrics)[-1]
+    assert last["step"] == 4
+    assert (result.run_dir, result.exit_reason) == (finished.layout.root, "finished")
+    assert (result.step, result.reward) == (4, last["reward/mean"])
+    assert result.heldout_reward == last["eval/reward"]
+    assert finished.audited() == "trained_once=16 duplicates=0 lost=0 open=0"
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:

@@ -12,12 +12,12 @@ import h5py
 import numpy as np
 import yaml
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.manifests import read_manifest, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
-from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion

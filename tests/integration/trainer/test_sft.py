@@ -14,10 +14,10 @@ import pytest
 import torch
 import transformers
 
+from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(200)
 

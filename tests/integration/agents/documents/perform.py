@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 
-import areal_hpc.compat  # noqa: F401  the blocks import `areal`
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episode import EpisodeSpec, run_episode
 from areal_hpc.rollout.http_client import open_http_client

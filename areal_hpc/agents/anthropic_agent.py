@@ -1,0 +1,47 @@
+"""Math agent with the Anthropic SDK."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from anthropic import AsyncAnthropic
+
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
+
+
+class AnthropicMathAgent:
+    """Asks once.
+
+    Args:
+        reward_fn_path: Dotted path of the reward function.
+        max_tokens: Longest reply; the SDK insists on it.
+        request: What else goes into the model call, such as `temperature`.
+    """
+
+    def __init__(
+        self, reward_fn_path: str = GSM8K_REWARD, max_tokens: int = 1024, **request: Any
+    ) -> None:
+        self.reward = AnswerReward(reward_fn_path)
+        self.request = {"max_tokens": max_tokens, **request}
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        url = extra_kwargs.get("base_url")
+        async with AsyncAnthropic(
+            base_url=url and url.removesuffix("/v1"),  # the SDK adds it
+            api_key=extra_kwargs.get("api_key"),
+            max_retries=0,
+        ) as client:
+            text = await self.ask(client, list(data["messages"]))
+        return await self.reward(text, data)
+
+    async def ask(self, client: Any, messages: list[Any]) -> str:
+        """The model's last words; system messages go where this API has them."""
+        system = [one["content"] for one in messages if one["role"] == "system"]
+        reply = await client.messages.create(
+            model="default",
+            messages=[one for one in messages if one["role"] != "system"],
+            **({"system": "\n".join(system)} if system else {}),
+            **self.request,
+        )
+        return "".join(block.text for block in reply.content if block.type == "text")

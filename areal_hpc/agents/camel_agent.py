@@ -1,0 +1,54 @@
+"""Math agent with CAMEL's ChatAgent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from camel.agents import ChatAgent
+from camel.models import ModelFactory
+from camel.types import ModelPlatformType
+
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
+from areal_hpc.client.camel import SessionTokenCounter
+
+
+class CamelMathAgent:
+    """Asks once.
+
+    Args:
+        tokenizer: Directory of the model, or its `owner/name` in the hub's cache: CAMEL counts
+            tokens, and would download OpenAI's tokenizer for a model that it does not know.
+        system_message: Of the agent.
+        reward_fn_path: Dotted path of the reward function.
+        request: What goes into the model call, such as `temperature`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: str,
+        system_message: str = "You are a helpful math assistant.",
+        reward_fn_path: str = GSM8K_REWARD,
+        **request: Any,
+    ) -> None:
+        self.token_counter = SessionTokenCounter(tokenizer)
+        self.system_message = system_message
+        self.reward = AnswerReward(reward_fn_path)
+        self.request = request
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        model = ModelFactory.create(
+            model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
+            model_type="default",
+            model_config_dict=dict(self.request),
+            url=extra_kwargs["base_url"],
+            api_key=extra_kwargs["api_key"],
+            token_counter=self.token_counter,
+        )
+        text = await self.ask(model, data["messages"][-1]["content"])
+        return await self.reward(text, data)
+
+    async def ask(self, model: Any, question: str) -> str:
+        """The agent's answer."""
+        response = await ChatAgent(self.system_message, model).astep(question)
+        return str(response.msg.content)

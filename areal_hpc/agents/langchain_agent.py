@@ -1,0 +1,77 @@
+"""Math agents with LangChain, and with LangGraph and a calculator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from langchain.agents import create_agent
+from langchain_core.tools import StructuredTool
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+from areal_hpc.agents.math_tools import (
+    CALCULATOR_DESCRIPTION,
+    GSM8K_REWARD,
+    AnswerReward,
+    calculate,
+)
+
+
+class Calculation(BaseModel):
+    """What the calculator takes."""
+
+    expression: str = Field(max_length=60)
+
+
+CALCULATOR_TOOL = StructuredTool.from_function(
+    calculate, description=CALCULATOR_DESCRIPTION, args_schema=Calculation
+)
+
+
+class LangChainMathAgent:
+    """Asks once.
+
+    Args:
+        reward_fn_path: Dotted path of the reward function.
+        model: What else `ChatOpenAI` takes, such as `temperature` and `max_tokens`.
+    """
+
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **model: Any) -> None:
+        self.reward = AnswerReward(reward_fn_path)
+        self.model = model
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        model = ChatOpenAI(
+            model="default",
+            base_url=extra_kwargs.get("base_url"),
+            api_key=extra_kwargs.get("api_key"),
+            max_retries=0,
+            **self.model,
+        )
+        text = await self.ask(model, list(data["messages"]))
+        return await self.reward(text, data)
+
+    async def ask(self, model: Any, messages: list[Any]) -> str:
+        """The model's last words to a conversation."""
+        return str((await model.ainvoke(messages)).text)
+
+
+class LangGraphMathAgent(LangChainMathAgent):
+    """May use a calculator before it answers.
+
+    Args:
+        middleware: Of LangChain's agent.
+        others: See `LangChainMathAgent`.
+    """
+
+    def __init__(self, middleware: Sequence[Any] = (), **others: Any) -> None:
+        super().__init__(**others)
+        self.middleware = middleware
+
+    async def ask(self, model: Any, messages: list[Any]) -> str:
+        """The agent's last words."""
+        graph = create_agent(model, tools=[CALCULATOR_TOOL], middleware=self.middleware)
+        state = await graph.ainvoke({"messages": messages})
+        return str(state["messages"][-1].text)

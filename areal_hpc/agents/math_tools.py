@@ -1,0 +1,65 @@
+"""Calculator tool and answer reward shared by the ready agents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.reward.countdown import evaluate
+from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.user_function import import_by_path
+
+GSM8K_REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
+CALCULATOR_DESCRIPTION = (
+    "The exact value of an expression of whole numbers, + - * / and parentheses."
+)
+CALCULATOR_PARAMETERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"expression": {"type": "string", "maxLength": 60}},
+    "required": ["expression"],
+    "additionalProperties": False,
+}
+
+
+def calculate(expression: str) -> str:
+    """What the model is told: the value, or what is wrong with the expression."""
+    try:
+        value, _ = evaluate(expression)
+    except ZeroDivisionError:
+        return "error: division by zero"
+    except (ValueError, TypeError):
+        return "error: give an expression of whole numbers, + - * / and parentheses"
+    return str(value)
+
+
+def call_calculator(arguments: str) -> str:
+    """The same for a call's arguments as the model wrote them, which need not be what they should.
+
+    Args:
+        arguments: JSON, if the model wrote any.
+    """
+    try:
+        given = json.loads(arguments)["expression"]
+    except (ValueError, TypeError, KeyError):
+        return "error: give an expression"
+    return calculate(given)
+
+
+class AnswerReward:
+    """A reward function of AReaL's signature, in processes of its own.
+
+    Args:
+        reward_fn_path: Its dotted path, `package.module.function`.
+
+    Raises:
+        ImportError: There is no such function.
+    """
+
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD) -> None:
+        self._reward = AsyncRewardWrapper(import_by_path(reward_fn_path))
+
+    async def __call__(self, text: str, task: Mapping[str, Any]) -> float:
+        """The reward of a reply to a task, whose keys beside `messages` the function gets."""
+        given = {name: value for name, value in task.items() if name != "messages"}
+        return await self._reward(task["messages"], text, None, None, **given)

@@ -1,0 +1,125 @@
+"""Math agents with the OpenAI SDK: one call, several tries, or a calculator.
+
+Tasks have `messages` and what their reward function asks for, such as `answer`. In mode `subproc`
+the SDK finds the session in the environment.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import AsyncOpenAI
+
+from areal_hpc.agents.math_tools import (
+    CALCULATOR_DESCRIPTION,
+    CALCULATOR_PARAMETERS,
+    GSM8K_REWARD,
+    AnswerReward,
+    call_calculator,
+)
+
+CALCULATOR_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": CALCULATOR_DESCRIPTION,
+        "strict": True,
+        "parameters": CALCULATOR_PARAMETERS,
+    },
+}
+RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the same form."
+
+
+class OpenAIMathAgent:
+    """Asks once.
+
+    Args:
+        reward_fn_path: Dotted path of the reward function.
+        request: What else goes into the model call, such as `temperature`.
+    """
+
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **request: Any) -> None:
+        self.reward = AnswerReward(reward_fn_path)
+        self.request = request
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        text = await self.ask(make_client(extra_kwargs), list(data["messages"]))
+        return await self.reward(text, data)
+
+    async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
+        """The model's last words to a conversation."""
+        reply = await client.chat.completions.create(
+            model="default", messages=messages, **self.request
+        )
+        return reply.choices[0].message.content or ""
+
+
+class MultiTurnMathAgent(OpenAIMathAgent):
+    """Is told when its answer is wrong, and tries again, `max_turns` times in all.
+
+    The reward is the last reply's; `rollout.agent.turn_discount` is what earlier ones share in.
+    """
+
+    def __init__(self, max_turns: int = 8, **others: Any) -> None:
+        super().__init__(**others)
+        self.max_turns = max_turns
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
+        """One episode; the reward by the id of the reply that earned it."""
+        client, messages = make_client(extra_kwargs), list(data["messages"])
+        rewards: dict[str, float] = {}
+        for _ in range(self.max_turns):
+            reply = await client.chat.completions.create(
+                model="default", messages=messages, **self.request
+            )
+            message = reply.choices[0].message
+            rewards = {reply.id: await self.reward(message.content or "", data)}
+            if rewards[reply.id] > 0:
+                break
+            messages += [message, {"role": "user", "content": RETRY_PROMPT}]
+        return rewards
+
+
+class OpenAIMathToolAgent(OpenAIMathAgent):
+    """May use a calculator before it answers.
+
+    Args:
+        max_turns: Model calls at most; without an answer by then the reward is that of none.
+        first_request: What goes into the first model call alone, such as `tool_choice`.
+        others: See `OpenAIMathAgent`.
+    """
+
+    def __init__(
+        self, max_turns: int = 8, first_request: dict[str, Any] | None = None, **others: Any
+    ) -> None:
+        super().__init__(**others)
+        self.max_turns = max_turns
+        self.first_request = first_request or {}
+
+    async def ask(self, client: AsyncOpenAI, messages: list[Any]) -> str:
+        """The model's last words; it calls its tool as often as it likes before."""
+        request = {**self.request, **self.first_request}
+        for _ in range(self.max_turns):
+            reply: Any = await client.chat.completions.create(
+                model="default", messages=messages, tools=[CALCULATOR_TOOL], **request
+            )
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                return message.content or ""
+            messages.append(message)
+            for call in message.tool_calls:
+                result = call_calculator(call.function.arguments)
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            request = self.request
+        return ""
+
+
+def make_client(extra_kwargs: dict[str, Any]) -> AsyncOpenAI:
+    """The SDK's client for an episode; from the environment where nothing was handed in."""
+    return AsyncOpenAI(
+        base_url=extra_kwargs.get("base_url"),
+        api_key=extra_kwargs.get("api_key"),
+        http_client=extra_kwargs.get("http_client"),
+        max_retries=0,
+    )

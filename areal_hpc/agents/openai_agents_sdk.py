@@ -1,0 +1,95 @@
+"""Agents built with the OpenAI Agents SDK, and a math team."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, handoff
+from agents.extensions.handoff_prompt import RECOMMENDED_PROMPT_PREFIX
+
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
+from areal_hpc.agents.openai_agent import make_client
+from areal_hpc.user_function import import_by_path
+
+BUILD_FUNCTION = f"{__name__}.build_math_agent"
+
+
+class AgentsSdkWorkflow:
+    """Builds the agent for every episode, runs it, and judges its final output.
+
+    Hand-offs and tools are calls: `inference.tool_call_parser` must name the model's format.
+
+    Args:
+        agent_builder_path: Dotted path of a function that returns an `agents.Agent`.
+        agent_builder_kwargs: Its arguments.
+        reward_fn_path: Dotted path of the reward function.
+        max_turns: Model calls at most; an agent that needs more has failed.
+        use_responses: Speak the Responses API instead of chat completions.
+        settings: The SDK's `ModelSettings`, for all agents: `temperature`, `max_tokens`, ...
+    """
+
+    def __init__(
+        self,
+        agent_builder_path: str,
+        agent_builder_kwargs: dict[str, Any] | None = None,
+        reward_fn_path: str = GSM8K_REWARD,
+        max_turns: int = 10,
+        use_responses: bool = False,
+        **settings: Any,
+    ) -> None:
+        self.build = import_by_path(agent_builder_path)
+        self.builder_kwargs = agent_builder_kwargs or {}
+        self.reward = AnswerReward(reward_fn_path)
+        self.max_turns = max_turns
+        self.use_responses = use_responses
+        self.settings = ModelSettings(**settings)
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        text = await self.ask(make_client(extra_kwargs), list(data["messages"]))
+        return await self.reward(text, data)
+
+    async def ask(self, client: Any, messages: list[Any]) -> str:
+        """The agent's final output."""
+        result = await Runner.run(
+            self.build(**self.builder_kwargs),
+            input=messages,
+            max_turns=self.max_turns,
+            run_config=RunConfig(
+                model="default",
+                model_provider=OpenAIProvider(
+                    openai_client=client, use_responses=self.use_responses
+                ),
+                model_settings=self.settings,
+                tracing_disabled=True,
+            ),
+        )
+        return str(result.final_output)
+
+
+def build_math_agent() -> Agent:
+    """A coordinator that may hand over to an analyst, a solver or a verifier."""
+    verifier = _member("Verifier", "You check a solution and state the final answer.")
+    solver = _member("Solver", "You solve the problem step by step.", verifier)
+    analyst = _member("Analyst", "You say what is given and what is asked.", solver)
+    return _member("Coordinator", "You get a problem solved.", analyst, solver, verifier)
+
+
+def build_single_agent(instructions: str = "You solve problems step by step.") -> Agent:
+    """One agent without tools."""
+    return Agent(name="Solver", instructions=instructions)
+
+
+def _member(name: str, duty: str, *others: Agent) -> Agent:
+    return Agent(
+        name=name,
+        instructions=f"{RECOMMENDED_PROMPT_PREFIX}\n{duty}",
+        handoffs=[handoff(agent=other) for other in others],
+    )
+
+
+class AgentsSdkMathTeam(AgentsSdkWorkflow):
+    """The team. Arguments: those of `AgentsSdkWorkflow`."""
+
+    def __init__(self, agent_builder_path: str = BUILD_FUNCTION, **others: Any) -> None:
+        super().__init__(agent_builder_path, **others)

@@ -1,0 +1,73 @@
+"""Math agents with the OpenHands SDK, which blocks: use `rollout.agent.mode: subproc`.
+
+The package is not in the locked environments, whose Python it is too new for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import tempfile
+from typing import Any
+
+from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
+from areal_hpc.errors import RecipeError
+
+
+class OpenHandsMathAgent:
+    """A conversation with OpenHands' agent.
+
+    Args:
+        reward_fn_path: Dotted path of the reward function.
+        llm: What else OpenHands' `LLM` takes, such as `temperature`.
+
+    Raises:
+        RecipeError: OpenHands is not installed.
+    """
+
+    tools: tuple[str, ...] = ()
+    """OpenHands' names of what the agent may use."""
+
+    def __init__(self, reward_fn_path: str = GSM8K_REWARD, **llm: Any) -> None:
+        self.sdk = _part("openhands.sdk")
+        if self.tools:
+            _part("openhands.tools")  # importing it registers them
+        self.reward = AnswerReward(reward_fn_path)
+        self.llm = llm
+
+    async def run(self, data: dict[str, Any]) -> float:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        llm = self.sdk.LLM(
+            model="openai/default",  # LiteLLM then speaks chat completions to the address
+            base_url=os.environ["OPENAI_BASE_URL"],
+            api_key=os.environ["OPENAI_API_KEY"],
+            **{"reasoning_effort": None, **self.llm},
+        )
+        tools = [self.sdk.Tool(name=name) for name in self.tools]
+        with tempfile.TemporaryDirectory() as workspace:
+            conversation = self.sdk.Conversation(
+                agent=self.sdk.Agent(llm=llm, tools=tools), workspace=workspace
+            )
+            conversation.send_message(data["messages"][-1]["content"])
+            conversation.run()
+            said = _part("openhands.sdk.conversation.response_utils")
+            text = said.get_agent_final_response(conversation.state.events)
+        return await self.reward(text, data)
+
+
+class OpenHandsTerminalAgent(OpenHandsMathAgent):
+    """May use a terminal."""
+
+    tools = ("terminal",)
+
+
+def _part(module: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise RecipeError(
+            f"OpenHands cannot be imported ({error})",
+            key="rollout.workflow",
+            hint="it needs Python 3.12: pip install openhands-sdk openhands-tools in an agents "
+            "environment of that Python, and name it in cluster.agents.python",
+        ) from error

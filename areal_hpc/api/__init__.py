@@ -1,1 +1,0 @@
-"""AReaL's paths for what agents and scripts import; each name lives elsewhere."""

@@ -1,0 +1,18 @@
+"""AReaL's names: `areal_hpc.areal.X` is what AReaL calls `areal.X`."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from areal_hpc.areal.ppo_trainer import PPOTrainer
+else:
+
+    def __getattr__(name: str) -> object:
+        if name != "PPOTrainer":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        # Late: agents import their part of AReaL's names without the trainer's.
+        from areal_hpc.areal.ppo_trainer import PPOTrainer
+
+        return PPOTrainer
+
+
+__all__ = ["PPOTrainer"]

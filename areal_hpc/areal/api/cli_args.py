@@ -1,0 +1,55 @@
+"""AReaL's `areal.api.cli_args` (re-exports of the configuration classes)."""
+
+from areal_hpc.areal.config.experiments import (
+    AgentRLConfig,
+    BaseExperimentConfig,
+    GRPOConfig,
+    PPOConfig,
+)
+from areal_hpc.areal.config.loading import load_expr_config
+from areal_hpc.areal.config.schema import (
+    AgentConfig,
+    ClusterSpecConfig,
+    DatasetConfig,
+    EvaluatorConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    MicroBatchSpec,
+    NormConfig,
+    OptimizerConfig,
+    PPOActorConfig,
+    RecoverConfig,
+    RejectionSamplingConfig,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+    TrainDatasetConfig,
+    TrainEngineConfig,
+    ValidDatasetConfig,
+)
+
+__all__ = [
+    "AgentConfig",
+    "AgentRLConfig",
+    "BaseExperimentConfig",
+    "ClusterSpecConfig",
+    "DatasetConfig",
+    "EvaluatorConfig",
+    "GRPOConfig",
+    "GenerationHyperparameters",
+    "InferenceEngineConfig",
+    "MicroBatchSpec",
+    "NormConfig",
+    "OptimizerConfig",
+    "PPOActorConfig",
+    "PPOConfig",
+    "RecoverConfig",
+    "RejectionSamplingConfig",
+    "SaverConfig",
+    "SchedulerConfig",
+    "StatsLoggerConfig",
+    "TrainDatasetConfig",
+    "TrainEngineConfig",
+    "ValidDatasetConfig",
+    "load_expr_config",
+]

@@ -1,0 +1,1 @@
+"""AReaL's configuration: schema, loading, and translation into a recipe."""

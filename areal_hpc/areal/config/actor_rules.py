@@ -1,0 +1,231 @@
+"""Translation rules for AReaL's `actor`, `ref` and `critic` keys."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
+from areal_hpc.areal.config.rules import (
+    Source,
+    Untranslatable,
+    alias_rule,
+    computed_rule,
+    fixed_rule,
+    ignored_rule,
+    renamed_rule,
+    unsupported_rule,
+)
+
+DECAYS = ("constant", "linear", "cosine")
+NO_REFERENCE_REASON = "no reference model: nothing here is drawn back to one (`actor.kl_ctl` is 0)"
+PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
+GROUP_NORM_REASON = "a reward is always compared with its group: mean and deviation of the group"
+
+
+def _clip(value: Any, source: Source) -> dict[str, Any]:
+    higher = source("actor.eps_clip_higher")
+    return {
+        "trainer.objective.clip_low": value,
+        "trainer.objective.clip_high": value if higher is None else higher,
+    }
+
+
+def _dtype(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if value not in ("bfloat16", "float32"):
+        return Untranslatable("bfloat16 or float32")
+    return {"trainer.dtype": value, "inference.dtype": value}
+
+
+def _proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
+    if not value and not source("actor.recompute_logprob"):
+        return {"trainer.objective.proximal": "none", "trainer.objective.correction": "none"}
+    method = source("actor.prox_logp_method")
+    if method not in PROXIMAL_MODES:
+        return Untranslatable(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
+    found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODES[method]}
+    weighed = _correction(source) if value else {"correction": "none"}
+    return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
+
+
+def _correction(source: Source) -> dict[str, Any]:
+    """What AReaL calls rejection sampling, or capped the importance weight with before."""
+    if source("actor.rejection_sampling.level") is not None:
+        metric = source("actor.rejection_sampling.metric")
+        return {
+            "correction": source("actor.rejection_sampling.action"),
+            "correction_level": source("actor.rejection_sampling.level"),
+            "correction_metric": "ratio" if metric == "ratio" else "kl",
+            "correction_low": source("actor.rejection_sampling.lower") or 0.0,
+            "correction_high": source("actor.rejection_sampling.upper"),
+        }
+    cap = source("actor.behav_imp_weight_cap")
+    if cap is None:
+        return {"correction": "none"}
+    return {"correction": "mask", "correction_high": cap}
+
+
+def _metric(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if value in ("ratio", "kl_k3"):
+        return {}
+    return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
+
+
+def _betas(value: Any, source: Source) -> dict[str, Any]:
+    betas = (source("actor.optimizer.beta1"), source("actor.optimizer.beta2"))
+    return {"trainer.optimizer.betas": list(betas)}
+
+
+def _decay(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if value in DECAYS:
+        return {"trainer.optimizer.decay": value}
+    return Untranslatable(f"one of {', '.join(DECAYS)}")
+
+
+def _warmup(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if source.total_steps is None:
+        return Untranslatable("a recipe counts steps: set trainer.optimizer.warmup_steps")
+    return {"trainer.optimizer.warmup_steps": round(float(value) * source.total_steps)}
+
+
+def _transport(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    ways = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
+    if value not in ways:
+        return Untranslatable(f"one of {', '.join(ways)}")
+    return {"weights.transport": ways[value]}
+
+
+def _bucket(value: Any, source: Source) -> dict[str, Any]:
+    return {"weights.bucket_bytes": int(value) * 1024 * 1024}
+
+
+def _level(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    return {} if value == "group" else Untranslatable(GROUP_NORM_REASON)
+
+
+def _group_size(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if value in (1, source("gconfig.n_samples")):
+        return {}
+    return Untranslatable("a group is the rollout.n_samples episodes of a task")
+
+
+def _model(value: Any, source: Source) -> dict[str, Any]:
+    """AReaL loads what is a folder from there, and all else from the hub."""
+    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
+    return {"model.hub" if is_repository else "model.path": value}
+
+
+ACTOR_RULES = (
+    computed_rule(
+        "actor.path",
+        "`model.path`, or `model.hub` for `owner/name` that is no folder",
+        _model,
+        only_if_given=True,
+    ),
+    computed_rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
+    alias_rule("actor.experiment_name", "experiment_name", "a run has one name"),
+    alias_rule("actor.trial_name", "trial_name", "a run has one name"),
+    computed_rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
+    fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
+    renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
+    fixed_rule("actor.mb_spec.n_mbs", 1, "micro-batches are as many as their tokens need"),
+    fixed_rule("actor.mb_spec.granularity", 1, "rows are packed one by one"),
+    fixed_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
+    renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
+    renamed_rule("actor.optimizer.weight_decay", "trainer.optimizer.weight_decay"),
+    computed_rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _betas),
+    computed_rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _betas),
+    renamed_rule("actor.optimizer.eps", "trainer.optimizer.eps"),
+    computed_rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _decay),
+    renamed_rule("actor.optimizer.min_lr_ratio", "trainer.optimizer.min_lr_ratio"),
+    computed_rule(
+        "actor.optimizer.warmup_steps_proportion",
+        "`trainer.optimizer.warmup_steps`: times the steps of the run",
+        _warmup,
+    ),
+    renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
+    fixed_rule("actor.optimizer.offload", False, "the optimizer stays on its device"),
+    computed_rule("actor.weight_update_mode", "`weights.transport`", _transport),
+    computed_rule(
+        "actor.weight_chunked_mem_mb", "`weights.bucket_bytes`", _bucket, only_if_given=True
+    ),
+    renamed_rule("actor.ppo_n_minibatches", "trainer.minibatches"),
+    computed_rule("actor.eps_clip", "`trainer.objective.clip_low`, and `clip_high` with it", _clip),
+    ignored_rule("actor.eps_clip_higher", "`trainer.objective.clip_high`, by `actor.eps_clip`"),
+    unsupported_rule("actor.c_clip", "no second bound for negative advantages"),
+    alias_rule(
+        "actor.temperature",
+        "gconfig.temperature",
+        "log-probabilities are at the temperature that each reply was sampled with",
+    ),
+    ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
+    computed_rule("actor.group_size", "as `rollout.n_samples`", _group_size),
+    computed_rule("actor.reward_norm.mean_level", GROUP_NORM_REASON, _level, only_if_given=True),
+    computed_rule("actor.reward_norm.std_level", GROUP_NORM_REASON, _level, only_if_given=True),
+    fixed_rule("actor.reward_norm.mean_leave1out", False, GROUP_NORM_REASON),
+    ignored_rule(
+        "actor.reward_norm.std_unbiased", "it scales all advantages of a group size alike"
+    ),
+    ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
+    computed_rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _group_size),
+    ignored_rule("actor.reward_norm", f"{GROUP_NORM_REASON}, without this section too"),
+    ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
+    ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
+    unsupported_rule("actor.reward_clip", "rewards are taken as they are: bound them in the agent"),
+    fixed_rule("actor.overlong_reward_penalty", False, "return the reward you mean from the agent"),
+    fixed_rule("actor.mask_no_eos_with_zero", False, "replies that were cut keep their reward"),
+    fixed_rule("actor.discount", 1.0, "a reward counts for the whole row; see `turn_discount`"),
+    fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
+    fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),
+    unsupported_rule(
+        "actor.adv_norm.*", "advantages are not normalised over the batch a second time"
+    ),
+    fixed_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
+    ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),
+    computed_rule(
+        "actor.use_decoupled_loss",
+        "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
+        _proximal,
+    ),
+    ignored_rule(
+        "actor.recompute_logprob", "`trainer.objective.proximal`, by `use_decoupled_loss`"
+    ),
+    ignored_rule("actor.prox_logp_method", "`trainer.objective.proximal`, by `use_decoupled_loss`"),
+    ignored_rule("actor.behav_imp_weight_cap", "`trainer.objective.correction_high`, as a mask"),
+    ignored_rule("actor.rejection_sampling.level", "`trainer.objective.correction_level`"),
+    ignored_rule("actor.rejection_sampling.action", "`trainer.objective.correction`"),
+    computed_rule(
+        "actor.rejection_sampling.metric", "`trainer.objective.correction_metric`", _metric
+    ),
+    fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
+    ignored_rule("actor.rejection_sampling.upper", "`trainer.objective.correction_high`"),
+    ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.correction_low`"),
+    fixed_rule("actor.importance_sampling_level", "token", "ratios are of tokens"),
+    renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
+    ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
+    fixed_rule("actor.init_from_scratch", False, "a model starts from its directory"),
+    fixed_rule("actor.is_critic", False, "there is no critic"),
+    ignored_rule("actor.disable_dropout", "dropout is off: ratios would be noise with it"),
+    fixed_rule(
+        "actor.gradient_checkpointing",
+        False,
+        "activations are kept: use smaller micro-batches, or more tensor or context parallel ranks",
+    ),
+    fixed_rule("actor.pad_to_maximum", False, "rows are packed without padding"),
+    fixed_rule("actor.enable_tree_training", False, "rows that share a beginning are packed apart"),
+    ignored_rule("actor.attn_impl", "Megatron's own attention, or PyTorch's on a CPU"),
+    fixed_rule("actor.use_lora", False, "all parameters are trained"),
+    unsupported_rule("actor.fsdp.*", "the trainer is Megatron-core"),
+    unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
+    unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
+    unsupported_rule(
+        "actor.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
+    ),
+    unsupported_rule("actor.scheduling_strategy.*", "trainer and replicas have nodes of their own"),
+    unsupported_rule("ref.*", NO_REFERENCE_REASON),
+    unsupported_rule("critic.*", "advantages come from groups: there is no critic"),
+    unsupported_rule("teacher.*", "there is no distillation"),
+)
+"""What becomes of each."""

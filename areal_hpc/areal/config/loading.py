@@ -1,0 +1,102 @@
+"""`load_expr_config`: command-line arguments to an AReaL configuration object."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from areal_hpc.errors import Problem, RecipeError
+
+ConfigT = TypeVar("ConfigT")
+
+
+def load_expr_config(argv: Sequence[str], config_class: type[ConfigT]) -> tuple[ConfigT, str]:
+    """Read `--config FILE key=value ...`.
+
+    Returns:
+        The configuration, and the path of the file.
+
+    Raises:
+        RecipeError: The file is missing or is no YAML; keys are unknown; values do not fit.
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config", type=Path, required=True, help="AReaL's YAML file")
+    known, overrides = parser.parse_known_args(list(argv))
+    values = read_areal_tree(known.config, overrides)
+    return to_config(values, config_class, str(known.config)), str(known.config)
+
+
+def read_areal_tree(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """A YAML file with overrides and interpolations carried out.
+
+    Raises:
+        RecipeError: It is missing, no YAML, or no mapping; an override has no `=`.
+    """
+    if not path.is_file():
+        raise RecipeError(f"there is no configuration at {path}", key=str(path))
+    wrong = [item for item in overrides if "=" not in item]
+    if wrong:
+        raise RecipeError.of(
+            Problem(f"expected key=value, got {item!r}", hint="write actor.path=/models/mine")
+            for item in wrong
+        )
+    try:
+        tree = OmegaConf.load(path)
+        if not OmegaConf.is_dict(tree):
+            raise RecipeError(f"{path} holds no keys and values", key=str(path))
+        merged = OmegaConf.merge(tree, OmegaConf.from_dotlist(list(overrides)))
+        values: Any = OmegaConf.to_container(merged, resolve=True)
+    except RecipeError:
+        raise
+    except Exception as error:  # boundary: PyYAML's errors have no common public base
+        raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
+    return dict(values)
+
+
+def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: str) -> ConfigT:
+    """A mapping as a configuration class.
+
+    Raises:
+        RecipeError: All unknown keys, each with the nearest known one; or a value of a wrong type.
+    """
+    problems = list(_unknown(values, OmegaConf.structured(config_class), ""))
+    if problems:
+        raise RecipeError.of(problems)
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config_class), dict(values))
+        config: Any = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        said = str(error).splitlines()[0]
+        raise RecipeError(said, key=str(error.full_key or source)) from error
+    return config  # type: ignore[no-any-return]
+
+
+def _unknown(values: Mapping[str, Any], structure: Any, prefix: str) -> Iterator[Problem]:
+    """Keys of a mapping that a structured configuration does not have."""
+    known = OmegaConf.get_type(structure)
+    if not dataclasses.is_dataclass(known):
+        return  # a plain mapping takes anything
+    sections = {field.name: field for field in dataclasses.fields(known)}
+    for name, value in values.items():
+        if name not in sections:
+            near = difflib.get_close_matches(str(name), list(sections), n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(sections)}"
+            yield Problem(f"unknown key {name!r}", f"{prefix}{name}", hint)
+        elif isinstance(value, Mapping):
+            yield from _unknown(value, _section(structure, name), f"{prefix}{name}.")
+
+
+def _section(structure: Any, name: str) -> Any:
+    """One section; of an optional one that is absent, what it would be."""
+    section = structure[name]
+    if section is not None:
+        return section
+    kind = structure._get_node(name)._metadata.ref_type  # omegaconf has no public way to ask
+    return OmegaConf.structured(kind) if dataclasses.is_dataclass(kind) else {}

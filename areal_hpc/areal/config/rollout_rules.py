@@ -1,0 +1,238 @@
+"""Translation rules for AReaL's `rollout`, `gconfig` and `sglang` keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_hpc.areal.config.allocation_mode import parse_engine_backend
+from areal_hpc.areal.config.rules import (
+    Rule,
+    Source,
+    Untranslatable,
+    alias_rule,
+    computed_rule,
+    fixed_rule,
+    ignored_rule,
+    renamed_rule,
+    unsupported_rule,
+)
+
+NO_TOP_K = 100_000_000
+"""AReaL's `top_k` for no bound."""
+TOOL_PARSER_NAMES = {"qwen": "qwen25"}
+"""AReaL's names of SGLang's parsers, where they differ."""
+
+
+def _concurrency(value: Any, source: Source) -> dict[str, Any]:
+    """AReaL counts groups, a recipe episodes."""
+    groups = value or source("train_dataset.batch_size")
+    episodes = int(groups) * int(source("gconfig.n_samples"))
+    return {"rollout.max_concurrent_rollouts": episodes}
+
+
+def _context(value: Any, source: Source) -> dict[str, Any]:
+    """The least of the bounds that are given."""
+    bounds = [source(key) for key in CONTEXT_KEYS if key in source.given]
+    known = [int(bound) for bound in bounds if bound is not None]
+    return {"inference.context_tokens": min(known)} if known else {}
+
+
+def _sampling(name: str) -> tuple[Rule, ...]:
+    """A parameter of generation, for training and for evaluation."""
+    train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
+
+    def convert(value: Any) -> Any:
+        return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
+
+    def trained(value: Any, source: Source) -> dict[str, Any]:
+        own = source(f"eval_gconfig.{name}")
+        return {train: convert(value), valid: convert(value if own is None else own)}
+
+    return (
+        computed_rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
+        ignored_rule(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
+    )
+
+
+def _evaluate_greedily(value: Any, source: Source) -> dict[str, Any]:
+    return {"evaluation.sampling.temperature": 0.0} if value else {}
+
+
+def _tool_parser(value: Any, source: Source) -> dict[str, Any]:
+    return {"inference.tool_call_parser": TOOL_PARSER_NAMES.get(value, value)} if value else {}
+
+
+def _partial_groups(value: Any, source: Source) -> dict[str, Any]:
+    return {} if value else {"rollout.min_samples": 2}
+
+
+def _generation(section: str) -> tuple[Rule, ...]:
+    """What `gconfig` and `eval_gconfig` have in common beside sampling."""
+    return (
+        fixed_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
+        unsupported_rule(f"{section}.stop", "a request names its own `stop`"),
+        ignored_rule(f"{section}.stop_token_ids", "replies end where the model's own files say"),
+        fixed_rule(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),
+        unsupported_rule(
+            f"{section}.seed", "every episode gets a seed of its own, made from `seed`"
+        ),
+        ignored_rule(f"{section}.reward_normalization", "rewards are compared within groups"),
+    )
+
+
+def _agent(section: str) -> tuple[Rule, ...]:
+    """`rollout.agent`, and `rollout.openai` as it was called."""
+    here = "rollout.agent"
+    given = section != here
+    return (
+        renamed_rule(f"{section}.mode", f"{here}.mode", only_if_given=given),
+        renamed_rule(f"{section}.turn_discount", f"{here}.turn_discount", only_if_given=given),
+        renamed_rule(f"{section}.export_style", f"{here}.export_style", only_if_given=given),
+        renamed_rule(
+            f"{section}.subproc_max_workers", f"{here}.subproc_max_workers", only_if_given=given
+        ),
+        renamed_rule(
+            f"{section}.drop_retry_orphans", f"{here}.drop_retry_orphans", only_if_given=given
+        ),
+        computed_rule(
+            f"{section}.tool_call_parser",
+            "`inference.tool_call_parser`, under SGLang's name",
+            _tool_parser,
+            only_if_given=given,
+        ),
+        unsupported_rule(
+            f"{section}.reasoning_parser",
+            "AReaL leaves the reasoning in `content`; `inference.reasoning_parser` would move it "
+            "to `reasoning_content`",
+        ),
+        fixed_rule(
+            f"{section}.chat_template_type",
+            "concat",
+            "tokens of earlier turns are never tokenised again",
+        ),
+        computed_rule(
+            f"{section}.engine_max_tokens",
+            "`inference.context_tokens`: the least of the bounds given",
+            _context,
+            only_if_given=True,
+        ),
+        unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
+        unsupported_rule(
+            f"{section}.message_preprocessors",
+            "write one function for `proxy.message_normaliser`",
+        ),
+        unsupported_rule(
+            f"{section}.prefix_matcher", "write a function for `proxy.message_normaliser`"
+        ),
+        renamed_rule(
+            f"{section}.session_timeout_seconds", "proxy.session_timeout_s", only_if_given=given
+        ),
+        unsupported_rule(
+            f"{section}.set_reward_finish_timeout", "an episode ends when `run` returns"
+        ),
+        renamed_rule(f"{section}.agent_cls_path", "rollout.workflow", only_if_given=True),
+    )
+
+
+SGLANG_ARGUMENT_KEYS = "sglang.*"
+"""The keys that become arguments of SGLang's command line."""
+CONTEXT_KEYS = (
+    "gconfig.max_tokens",
+    "sglang.context_length",
+    "rollout.agent.engine_max_tokens",
+    "rollout.openai.engine_max_tokens",
+)
+"""Bounds on prompt plus reply."""
+
+_LEAST = "`inference.context_tokens`: the least of the bounds given"
+_RETRIED = "a call waits for a replica until `proxy.request_timeout_s`"
+
+ROLLOUT_RULES = (
+    renamed_rule("gconfig.n_samples", "rollout.n_samples"),
+    *_sampling("max_new_tokens"),
+    *_sampling("temperature"),
+    *_sampling("top_p"),
+    *_sampling("top_k"),
+    computed_rule("gconfig.max_tokens", _LEAST, _context, only_if_given=True),
+    fixed_rule("gconfig.greedy", False, "episodes of a group would be the same"),
+    *_generation("gconfig"),
+    computed_rule(
+        "gconfig.drop_incomplete_group",
+        "`rollout.min_samples`: 2 if false",
+        _partial_groups,
+        only_if_given=True,
+    ),
+    fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is played once"),
+    computed_rule(
+        "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily
+    ),
+    *_generation("eval_gconfig"),
+    ignored_rule("eval_gconfig.max_tokens", "`inference.context_tokens` bounds evaluation too"),
+    ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is played once"),
+    computed_rule(
+        "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
+    ),
+    alias_rule("rollout.experiment_name", "experiment_name", "a run has one name"),
+    alias_rule("rollout.trial_name", "trial_name", "a run has one name"),
+    alias_rule("rollout.fileroot", "cluster.fileroot", "a run has one directory"),
+    alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
+    computed_rule(
+        "rollout.max_concurrent_rollouts",
+        "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
+        _concurrency,
+    ),
+    unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
+    computed_rule(
+        "rollout.consumer_batch_size",
+        "as `train_dataset.batch_size`",
+        lambda value, source: (
+            {}
+            if value in (1, source("train_dataset.batch_size"))
+            else Untranslatable("a batch is trainer.batch_size tickets")
+        ),
+    ),
+    renamed_rule("rollout.max_head_offpolicyness", "rollout.max_head_offpolicyness"),
+    ignored_rule("rollout.enable_rollout_tracing", "`events.jsonl` and the shards tell"),
+    fixed_rule("rollout.deterministic_sampling", False, "every episode has a seed of its own"),
+    ignored_rule(
+        "rollout.check_trajectory_format", "every shard is checked as it is written and read"
+    ),
+    ignored_rule("rollout.dump_to_file", "every trajectory is in a shard: `areal-hpc shards show`"),
+    renamed_rule("rollout.setup_timeout", "inference.startup_timeout_s", only_if_given=True),
+    renamed_rule("rollout.request_timeout", "proxy.request_timeout_s", only_if_given=True),
+    unsupported_rule("rollout.request_retries", _RETRIED),
+    unsupported_rule(
+        "rollout.pause_grace_period",
+        "an update waits for nothing: generations stop and go on under the new weights",
+    ),
+    unsupported_rule(
+        "rollout.routing_strategy", "a session stays with its replica while that serves"
+    ),
+    unsupported_rule(
+        "rollout.schedule_policy", "a session stays with its replica while that serves"
+    ),
+    fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
+    unsupported_rule(
+        "rollout.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
+    ),
+    unsupported_rule(
+        "rollout.scheduling_strategy.*", "trainer and replicas have nodes of their own"
+    ),
+    *_agent("rollout.agent"),
+    *_agent("rollout.openai"),
+    computed_rule("sglang.context_length", _LEAST, _context, only_if_given=True),
+    renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction"),
+    renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
+    renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
+    renamed_rule("sglang.dtype", "inference.dtype"),
+    alias_rule("sglang.model_path", "actor.path", "what is trained is what is served"),
+    ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
+    ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenises"),
+    ignored_rule("sglang.enable_metrics", "the relay reads what it needs"),
+    # Whoever translates collects these: what is made of one key adds to what others made.
+    ignored_rule(
+        SGLANG_ARGUMENT_KEYS, "`inference.extra_args`: SGLang's own argument of that name"
+    ),
+    unsupported_rule("vllm.*", "SGLang serves"),
+)
+"""What becomes of each."""

@@ -1,0 +1,141 @@
+"""Building blocks of the translation rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Untranslatable:
+    """A value has no counterpart."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """AReaL's configuration, as rules see it."""
+
+    leaves: Mapping[str, Any]
+    """Dotted key -> value, AReaL's defaults included."""
+    given: frozenset[str]
+    """The keys that differ from the defaults, or that a file states."""
+    train_rows: int | None
+    """Rows of the training set, where known."""
+
+    def __call__(self, key: str) -> Any:
+        """A value; None if there is none."""
+        return self.leaves.get(key)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Batches of one walk over the training set; a last one that is not full is dropped."""
+        if self.train_rows is None:
+            return None
+        return max(1, self.train_rows // int(self("train_dataset.batch_size")))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, where they can be told."""
+        steps = self("total_train_steps")
+        if steps is not None:
+            return int(steps)
+        per_epoch = self.steps_per_epoch
+        return None if per_epoch is None else per_epoch * int(self("total_train_epochs"))
+
+
+TranslateValue = Callable[[Any, Source], "Mapping[str, Any] | Untranslatable"]
+"""A value -> keys of a recipe with their values (none: it is so anyway), or a loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One key of AReaL's."""
+
+    key: str
+    """Dotted; one that ends in `.*` stands for all keys below it."""
+    here: str
+    """For people: the keys of a recipe, or what holds instead of them."""
+    becomes: TranslateValue
+    only_if_given: bool = False
+    """AReaL's default is not carried over."""
+
+
+def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
+    """The same value under another name."""
+    return Rule(
+        key,
+        f"`{target}`",
+        lambda value, _: {} if value is None else {target: value},
+        only_if_given,
+    )
+
+
+def computed_rule(
+    key: str, here: str, becomes: TranslateValue, *, only_if_given: bool = False
+) -> Rule:
+    """A value that another one, or several, are made of."""
+    return Rule(key, here, becomes, only_if_given)
+
+
+def fixed_rule(key: str, value: Any, otherwise: str) -> Rule:
+    """It is always so here; any other value is lost."""
+    return Rule(
+        key,
+        f"always `{value}`; {otherwise}",
+        lambda found, _: {} if found is None or found == value else Untranslatable(otherwise),
+    )
+
+
+def alias_rule(key: str, other: str, otherwise: str) -> Rule:
+    """It repeats another key; where it does not, it is lost."""
+    return Rule(
+        key,
+        f"as `{other}`; {otherwise}",
+        lambda found, source: (
+            {} if found in (None, "", source(other)) else Untranslatable(otherwise)
+        ),
+    )
+
+
+def ignored_rule(key: str, why: str) -> Rule:
+    """Whatever the value, the same happens here: nothing is lost by leaving it out."""
+    return Rule(key, f"(not needed) {why}", lambda value, source: {})
+
+
+def unsupported_rule(key: str, reason: str) -> Rule:
+    """No counterpart."""
+    return Rule(
+        key,
+        f"(none) {reason}",
+        lambda value, _: {} if value in (None, {}, []) else Untranslatable(reason),
+    )
+
+
+OPAQUE_SECTIONS = ("agent_builder_kwargs",)
+"""A mapping that is one value: the arguments of a function."""
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the leaves of a nested mapping; a leaf may be an empty section."""
+    leaves: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value and f"{prefix}{name}" not in OPAQUE_SECTIONS:
+            leaves |= flatten(value, f"{prefix}{name}.")
+        else:
+            leaves[f"{prefix}{name}"] = value
+    return leaves
+
+
+def unflatten(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted keys."""
+    tree: dict[str, Any] = {}
+    for key, value in leaves.items():
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = value
+    return tree

@@ -1,0 +1,199 @@
+"""Translation rules for AReaL's names, paths, data and schedule keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
+from areal_hpc.areal.config.rules import (
+    Rule,
+    Source,
+    TranslateValue,
+    Untranslatable,
+    alias_rule,
+    computed_rule,
+    fixed_rule,
+    ignored_rule,
+    renamed_rule,
+    unsupported_rule,
+)
+
+AREAL_PREFIX = "areal."
+"""AReaL's import root."""
+
+
+def _steps(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    if source.total_steps is None:
+        return Untranslatable(
+            "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
+            "training set, divided by trainer.batch_size"
+        )
+    return {"trainer.total_steps": source.total_steps}
+
+
+def _every(target: str) -> TranslateValue:
+    """Epochs as steps."""
+
+    def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+        if value is None:
+            return {}
+        if source.steps_per_epoch is None:
+            return Untranslatable(f"a recipe counts steps: set {target}")
+        return {target: int(value) * source.steps_per_epoch}
+
+    return becomes
+
+
+def _timer(section: str, target: str) -> tuple[Rule, ...]:
+    """How often something happens; steps win over epochs, so they come last."""
+    return (
+        alias_rule(f"{section}.experiment_name", "experiment_name", "a run has one name"),
+        alias_rule(f"{section}.trial_name", "trial_name", "a run has one name"),
+        alias_rule(f"{section}.fileroot", "cluster.fileroot", "a run has one directory"),
+        unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
+        computed_rule(
+            f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)
+        ),
+        renamed_rule(f"{section}.freq_steps", target),
+    )
+
+
+def _workflow(value: Any, source: Source) -> dict[str, Any]:
+    return {"rollout.workflow": map_areal_module(str(value))} if value else {}
+
+
+def map_areal_module(dotted_path: str) -> str:
+    """A dotted path with `areal.` at its beginning as `areal_hpc.areal.`; any other as it is."""
+    return f"areal_hpc.{dotted_path}" if dotted_path.startswith(AREAL_PREFIX) else dotted_path
+
+
+def map_areal_paths(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of an agent; those that are dotted paths (`..._path`) as `map_areal_module`."""
+    return {
+        name: map_areal_module(value)
+        if name.endswith("_path") and isinstance(value, str)
+        else value
+        for name, value in kwargs.items()
+    }
+
+
+def _task_file(section: str) -> TranslateValue:
+    def becomes(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+        if not value:
+            return {}
+        if str(value).endswith((".jsonl", ".json")):
+            return {f"{section}.path": value}
+        return Untranslatable(
+            "a recipe reads files of JSON lines, or a generator: see train_dataset in "
+            "docs/recipe.md; PPOTrainer takes rows as they are"
+        )
+
+    return becomes
+
+
+def _script_key(name: str) -> Rule:
+    """A key that AReaL's example scripts hand to their workflow."""
+    target = f"rollout.workflow_kwargs.{name}"
+
+    def becomes(value: Any, source: Source) -> dict[str, Any]:
+        return {} if value in (None, "", {}) else map_areal_paths({target: value})
+
+    return computed_rule(name, f"`{target}`", becomes)
+
+
+def _launched(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
+    return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
+
+
+def _loggers() -> tuple[Rule, ...]:
+    why = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+    return (
+        *(
+            fixed_rule(f"stats_logger.{name}.mode", "disabled", why)
+            for name in ("wandb", "swanlab", "trackio")
+        ),
+        unsupported_rule("stats_logger.wandb.*", why),
+        unsupported_rule("stats_logger.swanlab.*", why),
+        unsupported_rule("stats_logger.trackio.*", why),
+        ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
+    )
+
+
+_LOADER = "rows are read once, from the run directory"
+
+RUN_RULES = (
+    renamed_rule("experiment_name", "experiment_name"),
+    renamed_rule("trial_name", "trial_name"),
+    renamed_rule("seed", "seed"),
+    fixed_rule("enable_offload", False, "trainer and replicas keep their own devices"),
+    fixed_rule("async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"),
+    fixed_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
+    computed_rule("total_train_epochs", "`trainer.total_steps`, where the rows are known", _steps),
+    renamed_rule("total_train_steps", "trainer.total_steps"),
+    alias_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
+    computed_rule(
+        "allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode
+    ),
+    computed_rule("workflow", "`rollout.workflow`", _workflow),
+    computed_rule(
+        "eval_workflow",
+        "`evaluation.workflow`",
+        lambda value, source: (
+            {"evaluation.workflow": map_areal_module(str(value))}
+            if value and value != source("workflow")
+            else {}
+        ),
+    ),
+    _script_key("agent_type"),
+    _script_key("n_trajs"),
+    _script_key("agent_builder_path"),
+    _script_key("agent_builder_kwargs"),
+    _script_key("reward_fn_path"),
+    renamed_rule("max_turns", "rollout.limits.max_turns"),
+    renamed_rule("max_tokens_per_trajectory", "rollout.limits.max_tokens"),
+    renamed_rule("cluster.fileroot", "cluster.fileroot"),
+    ignored_rule("cluster.n_gpus_per_node", "it decides how many replicas make a cell"),
+    ignored_rule("cluster.n_nodes", "a job asks for the nodes that its ranks need"),
+    ignored_rule("cluster.cluster_name", "it has no meaning here"),
+    ignored_rule(
+        "cluster.name_resolve.*", "processes find one another by files of the run directory"
+    ),
+    computed_rule(
+        "scheduler.type",
+        "how a run is started: `areal-hpc run` here, or submitted to Slurm",
+        _launched,
+    ),
+    ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
+    unsupported_rule("launcher.*", "what a job asks Slurm for is in the section `cluster`"),
+    renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
+    computed_rule("train_dataset.path", "`train_dataset.path`", _task_file("train_dataset")),
+    fixed_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
+    ignored_rule("train_dataset.pin_memory", _LOADER),
+    ignored_rule("train_dataset.num_workers", _LOADER),
+    fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
+    unsupported_rule("train_dataset.max_length", "leave long rows out of the training set"),
+    ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
+    computed_rule("valid_dataset.path", "`valid_dataset.path`", _task_file("valid_dataset")),
+    ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
+    ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
+    ignored_rule("valid_dataset.pin_memory", _LOADER),
+    ignored_rule("valid_dataset.num_workers", _LOADER),
+    ignored_rule("valid_dataset.drop_last", "every row counts"),
+    unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
+    ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
+    *_timer("saver", "trainer.export_every_steps"),
+    *_timer("evaluator", "evaluation.every_steps"),
+    ignored_rule("evaluator.eval_before_train", "the first weights are always evaluated"),
+    *_timer("recover", "trainer.commit_every_steps"),
+    ignored_rule("recover.mode", "a run always goes on from its last commit"),
+    unsupported_rule("recover.retries", "a job is started again while the run gets further"),
+    fixed_rule("recover.no_save_optim", False, "a commit is whole"),
+    fixed_rule("recover.no_load_optim", False, "a commit is whole"),
+    alias_rule("stats_logger.experiment_name", "experiment_name", "a run has one name"),
+    alias_rule("stats_logger.trial_name", "trial_name", "a run has one name"),
+    alias_rule("stats_logger.fileroot", "cluster.fileroot", "a run has one directory"),
+    *_loggers(),
+    ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
+)
+"""What becomes of each."""

@@ -1,0 +1,166 @@
+"""Translation of an AReaL configuration into a recipe, with reasons for what is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.areal.config.actor_rules import ACTOR_RULES
+from areal_hpc.areal.config.experiments import AgentRLConfig, BaseExperimentConfig
+from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_ARGUMENT_KEYS
+from areal_hpc.areal.config.rules import Rule, Source, Untranslatable, flatten, unflatten
+from areal_hpc.areal.config.run_rules import RUN_RULES
+from areal_hpc.areal.config.schema import RejectionSamplingConfig
+from areal_hpc.errors import RecipeError
+
+RULES: dict[str, Rule] = {rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)}
+"""By AReaL's key. Where two make the same key of a recipe, the later one wins."""
+
+AREAL_SECTIONS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
+"""A configuration of AReaL's has at least one of these."""
+
+REJECTION = "actor.rejection_sampling"
+"""An optional section whose keys have defaults that mean something once it is there."""
+EXTRA_ARGS = "inference.extra_args"
+
+
+@dataclass(frozen=True, slots=True)
+class UntranslatedKey:
+    """A key that no key of a recipe stands for."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What became of a configuration."""
+
+    recipe: dict[str, Any]
+    """The tree of a recipe. What AReaL says in the script (`rollout.workflow`) may be missing."""
+    untranslated: list[UntranslatedKey]
+    """In the order of the configuration."""
+
+
+def translate_to_recipe(
+    config: BaseExperimentConfig | Mapping[str, Any], train_rows: int | None = None
+) -> Translation:
+    """Translate an object of AReaL's configuration, or the tree of a file.
+
+    Args:
+        config: Of a file, what it states; AReaL's defaults stand for the rest.
+        train_rows: Rows of the training set; without them epochs cannot be counted in steps.
+
+    Raises:
+        RecipeError: The tree is no configuration of AReaL's.
+    """
+    defaults = flatten(dataclasses.asdict(AgentRLConfig()))
+    if isinstance(config, BaseExperimentConfig):
+        leaves = flatten(dataclasses.asdict(config))
+        given = {key for key, value in leaves.items() if value != defaults.get(_newer(key))}
+    else:
+        if not any(section in config for section in AREAL_SECTIONS):
+            raise RecipeError(
+                f"this is no configuration of AReaL's: it has none of {', '.join(AREAL_SECTIONS)}",
+                hint="give the file that AReaL's --config names",
+            )
+        stated = {key: value for key, value in flatten(config).items() if value != {}}
+        if any(key.startswith(f"{REJECTION}.") for key in stated):
+            own = dataclasses.asdict(RejectionSamplingConfig())
+            defaults |= flatten(own, f"{REJECTION}.")
+        absent = {key: value for key, value in defaults.items() if not _under(key, stated)}
+        leaves, given = absent | stated, set(stated)
+    source = Source(leaves, frozenset(given), train_rows)
+    return _translated(source, sorted(leaves, key=list(leaves).index))
+
+
+def _newer(key: str) -> str:
+    """The present name of a key: an older section has the defaults of the one that replaced it."""
+    return key.replace("rollout.openai.", "rollout.agent.")
+
+
+def _under(key: str, stated: Mapping[str, Any]) -> bool:
+    """Whether a default is replaced: by a value, or by an empty section it would be in."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
+
+
+def _translated(source: Source, keys: Sequence[str]) -> Translation:
+    recipe: dict[str, Any] = {}
+    untranslated: list[UntranslatedKey] = []
+    arguments: list[str] = []
+    order = {name: place for place, name in enumerate(RULES)}
+    found = [(key, find_rule(key)) for key in keys]
+    for key, rule in sorted(found, key=lambda one: order[one[1].key] if one[1] else -1):
+        value, is_given = source(key), key in source.given
+        if rule is None:
+            if is_given and value is not None:
+                untranslated.append(UntranslatedKey(key, value, _unknown(key)))
+        elif rule.key == SGLANG_ARGUMENT_KEYS:
+            arguments += _as_arguments(key.removeprefix("sglang."), value)
+        elif is_given or not rule.only_if_given:
+            become = rule.becomes(value, source) if value is not None else {}
+            if not isinstance(become, Untranslatable):
+                recipe |= become
+            elif is_given:
+                untranslated.append(UntranslatedKey(key, value, become.reason))
+    if arguments:
+        recipe[EXTRA_ARGS] = arguments
+    recipe |= _sections(source)
+    place = {key: number for number, key in enumerate(keys)}
+    untranslated.sort(key=lambda one: place[one.key])
+    return Translation(unflatten(recipe), untranslated)
+
+
+def _sections(source: Source) -> dict[str, Any]:
+    """What follows from several keys, or from one that is not stated."""
+    found: dict[str, Any] = {}
+    if source("rollout.max_concurrent_rollouts") is None:
+        rule = RULES["rollout.max_concurrent_rollouts"]
+        become = rule.becomes(None, source)
+        assert not isinstance(become, Untranslatable)
+        found |= become
+    return found
+
+
+def find_rule(key: str) -> Rule | None:
+    """The rule for a key: its own, or that of a section it is in."""
+    if key in RULES:
+        return RULES[key]
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        rule = RULES.get(".".join(parts[:end]) + ".*")
+        if rule is not None:
+            return rule
+    return None
+
+
+def _as_arguments(name: str, value: Any) -> Iterator[str]:
+    """SGLang's command line has an argument of every field of its server's configuration."""
+    if value is None or value is False or value == {} or value == []:
+        return
+    yield f"--{name.replace('_', '-')}"
+    if isinstance(value, list):
+        yield from map(str, value)
+    elif value is not True:
+        yield str(value)
+
+
+def _unknown(key: str) -> str:
+    near = difflib.get_close_matches(key, [name for name in RULES if "*" not in name], n=1)
+    if near:
+        return f"not a key of AReaL's that is known here; did you mean {near[0]}?"
+    return (
+        "not a key of AReaL's that is known here; what a script hands to its workflow goes into "
+        "rollout.workflow_kwargs"
+    )
+
+
+def render_rule_table() -> str:
+    """Every key that is known, with what it becomes, as a Markdown table."""
+    lines = ["| AReaL | here |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULES.values())])

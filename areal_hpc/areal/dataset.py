@@ -1,0 +1,74 @@
+"""AReaL's `get_custom_dataset`: the rows that a script hands to the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+from areal_hpc.dataset.config import DatasetConfig
+from areal_hpc.dataset.forms import gsm8k
+from areal_hpc.dataset.rows import rows
+from areal_hpc.errors import RecipeError
+
+KEY = "train_dataset"
+PUBLIC_DATASETS = {"gsm8k": ("main/{split}-*.parquet", f"{gsm8k.__module__}:{gsm8k.__name__}")}
+"""Data sets by the name of their repository or of a clone: which files, and which form."""
+
+
+class NamedDataset(Protocol):
+    """The keys of AReaL's `DatasetConfig` that say which rows."""
+
+    path: str
+    max_length: int | None
+
+
+def get_custom_dataset(
+    split: str, dataset_config: NamedDataset, tokenizer: Any = None
+) -> list[dict[str, Any]]:
+    """The rows of one split.
+
+    Args:
+        split: `train` or `test`: of a folder or repository, the files of that name.
+        dataset_config: `path` is a file, a folder that holds `train.jsonl` and `test.jsonl`, or
+            GSM8K: `openai/gsm8k` in the hub's cache, or a folder of that name.
+        tokenizer: Counts tokens for `max_length`, which leaves longer prompts out.
+
+    Raises:
+        RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
+    """
+    sources = _sources(split, dataset_config.path)
+    given = [row for source in sources for row in rows(source, KEY)]
+    longest = dataset_config.max_length
+    if longest is None:
+        return given
+    if tokenizer is None:
+        raise RecipeError(
+            f"max_length={longest} needs a tokenizer to count with", key=f"{KEY}.max_length"
+        )
+    return [row for row in given if _length(row, tokenizer) <= longest]
+
+
+def _sources(split: str, given: str) -> Iterator[DatasetConfig]:
+    path = Path(given).expanduser()
+    lines = path / f"{split}.jsonl"
+    if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
+        yield DatasetConfig(path=lines if path.is_dir() else path)
+        return
+    pattern, form = PUBLIC_DATASETS[path.name]
+    pattern = pattern.format(split=split)
+    if not path.is_dir():
+        yield DatasetConfig(hub=given, files=pattern, to_task=form)
+        return
+    found = sorted(path.glob(pattern))
+    if not found:
+        raise RecipeError(f"{path} holds neither {lines.name} nor {pattern}", key=f"{KEY}.path")
+    for file in found:
+        yield DatasetConfig(path=file, to_task=form)
+
+
+def _length(row: dict[str, Any], tokenizer: Any) -> int:
+    text = tokenizer.apply_chat_template(
+        row["messages"], tokenize=False, add_generation_prompt=True
+    )
+    return len(tokenizer.encode(text, add_special_tokens=False))

@@ -1,0 +1,1 @@
+"""AReaL's `areal.experimental` package (re-exports)."""

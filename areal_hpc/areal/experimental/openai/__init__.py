@@ -1,0 +1,5 @@
+"""AReaL's `areal.experimental.openai` (re-exports `ArealOpenAI`)."""
+
+from areal_hpc.client.areal_openai import ArealOpenAI
+
+__all__ = ["ArealOpenAI"]

@@ -1,0 +1,91 @@
+"""Import hook that answers `import areal...` with `areal_hpc.areal...`.
+
+For code whose imports cannot be edited, and always explicit: `python -m areal_hpc.areal script.py`
+(or `-m module`) runs a script with it, `import areal_hpc.areal.import_hook` installs it for the
+process.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from areal_hpc.errors import RecipeError
+
+AREAL_ROOT = "areal"
+MODULE_ALIASES = {
+    "areal.infra": "areal.launcher",
+    "areal.infra.launcher": "areal.launcher",
+    "areal.infra.launcher.local": "areal.launcher.local",
+}
+"""Newer paths of AReaL's, and the older ones that are here."""
+
+
+class ArealFinder(MetaPathFinder):
+    """Finds AReaL's modules in `areal_hpc.areal`."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """The specification of one of AReaL's modules; None for any other.
+
+        Raises:
+            ModuleNotFoundError: The name begins with `areal`, and there is no such module here.
+        """
+        if name.partition(".")[0] != AREAL_ROOT:
+            return None
+        here = f"areal_hpc.{MODULE_ALIASES.get(name, name)}"
+        try:
+            is_here = importlib.util.find_spec(here) is not None
+        except ModuleNotFoundError:
+            is_here = False
+        if not is_here:
+            raise ModuleNotFoundError(_describe_unknown(name), name=name)
+        return ModuleSpec(name, _AliasLoader(here), is_package=True)
+
+
+class _AliasLoader(Loader):
+    """Loads a module of ours under AReaL's name: its classes are the same objects."""
+
+    def __init__(self, here: str) -> None:
+        self._here = here
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._here)
+        self._own_spec = module.__spec__  # the import system is about to replace it
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self._own_spec
+
+
+def install_import_hook() -> None:
+    """Answer `import areal...` from now on; a second call changes nothing.
+
+    Raises:
+        RecipeError: A real AReaL is installed.
+    """
+    if any(isinstance(one, ArealFinder) for one in sys.meta_path):
+        return
+    if PathFinder.find_spec(AREAL_ROOT) is not None:
+        raise RecipeError(
+            "AReaL itself is installed here, so `import areal` is not ours to answer",
+            hint="uninstall it, or change the import root to areal_hpc.areal",
+        )
+    # First: Python's own finder would load a second copy of each module from the package's folder.
+    sys.meta_path.insert(0, ArealFinder())
+
+
+def _describe_unknown(name: str) -> str:
+    package = Path(__file__).parent
+    paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
+    known = [".".join([AREAL_ROOT, *path.parts]) for path in paths]
+    near = difflib.get_close_matches(name, [*known, *MODULE_ALIASES], n=1)
+    return f"areal_hpc has nothing for {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+
+
+install_import_hook()

@@ -1,0 +1,48 @@
+"""`python -m areal_hpc.areal.launcher.local script.py --config ...`: run a training script.
+
+AReaL's launcher starts servers, and then the script beside them. Here the script's own
+`PPOTrainer` starts all jobs of a run, so this runs the script and nothing else.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc.errors import ArealError, RecipeError
+
+
+def run_script(argv: Sequence[str]) -> int:
+    """Run `script.py arguments...`, or `-m module arguments...`, as Python would.
+
+    Returns:
+        The exit code. Errors of ours are told as the command line tells them.
+    """
+    try:
+        _run(list(argv))
+    except ArealError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return int(getattr(error, "code", error.exit_code))
+    return 0
+
+
+def _run(argv: list[str]) -> None:
+    if argv[:1] == ["-m"] and len(argv) > 1:
+        sys.argv = argv[1:]
+        sys.path.insert(0, str(Path.cwd()))
+        runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        return
+    if not argv or not Path(argv[0]).is_file():
+        raise RecipeError(
+            f"expected a script, got {argv[0] if argv else 'nothing'!r}",
+            hint="python -m areal_hpc.areal.launcher.local train.py --config config.yaml",
+        )
+    sys.argv = argv
+    sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+    runpy.run_path(argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(sys.argv[1:]))

@@ -1,0 +1,260 @@
+"""`PPOTrainer`, the entry point of AReaL training scripts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import orjson
+from omegaconf import OmegaConf
+
+from areal_hpc.areal.config.experiments import BaseExperimentConfig
+from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
+from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
+from areal_hpc.errors import RecipeError
+from areal_hpc.launch.run import run, submit
+from areal_hpc.recipe import Recipe, from_values, read_site
+from areal_hpc.rollout.limits import refuse_unkeepable_limits
+from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.paths import RunPaths
+
+NEW_RUN_HINT = "another trial_name starts one anew"
+IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
+"""Loaded where this process answers `import areal...`; the agent's processes must then too."""
+
+EVALUATION_MODULE = f"{MODULE}_for_evaluation"
+"""Holds an agent that plays held-out tasks alone."""
+
+
+class PPOTrainer:
+    """Trains an agent from a script: here, or with `scheduler.type=slurm` on a cluster.
+
+    Rows and agent travel in the run directory, and the agent runs with the Python of the script.
+    The run is one like any other: it goes on when the
+    script is started again, and every command of `areal-hpc` understands it.
+
+    Args:
+        config: AReaL's configuration, or a subclass of the user's.
+        train_dataset: Rows, each a dict; as `config.train_dataset.path` says when None.
+        valid_dataset: Held-out rows.
+    """
+
+    def __init__(
+        self,
+        config: BaseExperimentConfig,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        valid_dataset: Iterable[Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._config = config
+        given = {"train": train_dataset, "valid": valid_dataset}
+        self._rows = {split: _lines(rows) for split, rows in given.items() if rows is not None}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the rows. Jobs have ended when `train` returns."""
+        self._rows.clear()
+
+    def train(
+        self,
+        workflow: Any = None,
+        eval_workflow: Any = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Any = None,
+    ) -> None:
+        """Run the jobs to their end, and show how it goes.
+
+        Args:
+            workflow: The agent: its dotted path, its class, or itself; by default what the
+                configuration names. None in mode `online`.
+            eval_workflow: Plays held-out tasks; by default the same agent.
+            workflow_kwargs: Arguments of its constructor.
+            eval_workflow_kwargs: The other's arguments; by default the same.
+            dynamic_filter_fn: Says of a finished group whether to train it; a function that can be
+                imported, or `package.module:function`. It gets `{"rewards": array, "task": row}`.
+
+        Raises:
+            RecipeError: Something must change before this can run; all problems at once.
+            JobFailedError: A job failed for good.
+            ClusterError: There is no Slurm here, or the run's jobs are queued already.
+            SystemExit: The user asked for a stop (130).
+        """
+        recipe, notes = self.translated(
+            workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
+        )
+        sys_path = (_script_folder(),)
+        if self._config.scheduler.type == "slurm":
+            result = submit(
+                recipe, wait=True, sys_path=sys_path, notes=notes, new_run_hint=NEW_RUN_HINT
+            )
+        else:
+            result = run(recipe, sys_path=sys_path, notes=notes, new_run_hint=NEW_RUN_HINT)
+        if result.exit_code:
+            raise SystemExit(result.exit_code)
+
+    def translated(
+        self,
+        workflow: Any = None,
+        eval_workflow: Any = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        eval_workflow_kwargs: Mapping[str, Any] | None = None,
+        dynamic_filter_fn: Any = None,
+    ) -> tuple[Recipe, list[str]]:
+        """What `train` runs, its arguments being the same, and what is lost of the configuration.
+
+        Rows and agents are in place then.
+
+        Raises:
+            RecipeError: Something must change before this can run.
+        """
+        kwargs = map_areal_paths(workflow_kwargs or {})
+        rows = self._rows.get("train")
+        translation = translate_to_recipe(self._config, None if rows is None else len(rows))
+        tree = translation.recipe
+        rollout = tree.setdefault("rollout", {})
+        workflow = workflow or rollout.get("workflow")
+        layout = RunPaths(_run_dir(self._config))
+        rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
+        if workflow:
+            rollout |= _travel(workflow, kwargs, layout, MODULE)
+        evaluation = tree.setdefault("evaluation", {})
+        other = eval_workflow or evaluation.pop("workflow", None) or workflow
+        others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
+        if other and not _is_same(workflow, kwargs, other, others):
+            evaluation |= _travel(other, others, layout, EVALUATION_MODULE)
+        if dynamic_filter_fn is not None:
+            rollout["should_accept"] = _filter_path(dynamic_filter_fn)
+        for split in self._rows:
+            tree[f"{split}_dataset"] = {"path": str(layout.dataset(split))}
+        tree["cluster"] = _cluster(self._config, tree.get("cluster", {}))
+        recipe = from_values(tree)
+        for split, lines in self._rows.items():
+            _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
+        return recipe, _notes(translation)
+
+
+def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, Any]:
+    """The section `cluster`: over the site's keys those given; the agent runs with this Python.
+
+    In containers the images have interpreters of their own.
+    """
+    site = read_site(Path(config.scheduler.site)) if config.scheduler.site else {}
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
+    if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":
+        merged["agents"] = {"python": sys.executable, **merged.get("agents", {})}
+    return dict(merged)
+
+
+def _is_same(
+    workflow: Any, kwargs: Mapping[str, Any], other: Any, others: Mapping[str, Any]
+) -> bool:
+    """Whether one agent plays tasks and held-out tasks."""
+    if isinstance(workflow, str) and isinstance(other, str):
+        return map_areal_module(workflow) == map_areal_module(other) and others == kwargs
+    if other is workflow and others == kwargs:
+        return True
+    return pickled((workflow, kwargs)) == pickled((other, others))
+
+
+def _run_dir(config: BaseExperimentConfig) -> Path:
+    for name in ("experiment_name", "trial_name"):
+        if not getattr(config, name):
+            raise RecipeError("this key is required", key=name, hint=f"add {name}=... to the call")
+    folder = Path(config.cluster.fileroot).expanduser()
+    return (folder / config.experiment_name / config.trial_name).resolve()
+
+
+def _travel(
+    workflow: Any, kwargs: Mapping[str, Any], layout: RunPaths, module: str
+) -> dict[str, Any]:
+    """The keys that name an agent: its path if it has one, else that of a pickle's module."""
+    alias = IMPORT_HOOK_MODULE in sys.modules
+    path = map_areal_module(workflow) if isinstance(workflow, str) else by_name(workflow)
+    if path is not None and is_json(kwargs) and not alias:
+        return {"workflow": path, "workflow_kwargs": dict(kwargs)}
+    handed = path if path is not None else workflow
+    path = packed(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias, module)
+    return {"workflow": path, "workflow_kwargs": {}}
+
+
+def _filter_path(function: Any) -> str:
+    if isinstance(function, str):
+        return function
+    path = by_name(function)
+    if path is None:
+        raise RecipeError(
+            "the filter of groups must be a function that other processes can import",
+            key="dynamic_filter_fn",
+            hint="define it in a module beside the script",
+        )
+    return ":".join(path.rsplit(".", 1))
+
+
+def _script_folder() -> str:
+    """Where the running script imports its own modules from."""
+    return str(Path(sys.path[0] if sys.path else "").resolve())
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
+    """Rows as lines of strict JSON.
+
+    Raises:
+        RecipeError: A row is no dict, or holds what JSON cannot.
+    """
+    lines = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise RecipeError(f"row {number} is a {type(row).__name__}, expected a dict")
+        try:
+            lines.append(orjson.dumps(dict(row)))
+        except TypeError as error:
+            raise RecipeError(
+                f"row {number} is not JSON-able ({error})",
+                hint="use strings, numbers, lists and dicts with string keys",
+            ) from error
+    if not lines:
+        raise RecipeError("the data set is empty", hint="give at least one row")
+    return lines
+
+
+def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
+    """Write a task set, visible whole or not at all.
+
+    Raises:
+        RecipeError: The run has another one already, or a row has limits that cannot be kept.
+    """
+    for line in lines:
+        refuse_unkeepable_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
+    text = b"\n".join(lines) + b"\n"
+    if path.exists():
+        if path.read_bytes() != text:
+            raise RecipeError(
+                "this run was started with other rows",
+                key=key,
+                hint="give another trial_name",
+            )
+        return
+    write_atomic(path, text)
+
+
+def _notes(translation: Translation) -> list[str]:
+    """What of the configuration is lost; the script's own keys and handed-over rows are not."""
+    return [
+        f"lost     {one.key}={one.value}: {one.reason}"
+        for one in translation.untranslated
+        if find_rule(one.key) and not one.key.endswith("_dataset.path")
+    ]

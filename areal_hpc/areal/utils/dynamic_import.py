@@ -1,0 +1,18 @@
+"""AReaL's `areal.utils.dynamic_import` (a wrapper of `import_by_path`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from areal_hpc.areal.config.run_rules import map_areal_module
+from areal_hpc.user_function import import_by_path
+
+
+def import_from_string(dotted_path: str) -> Any:
+    """The object that `package.module.name` names; `areal.` stands for `areal_hpc.areal.`.
+
+    Raises:
+        ImportError: There is no such module, or it has no such name.
+        ValueError: The path has no dot.
+    """
+    return import_by_path(map_areal_module(dotted_path))

@@ -1,0 +1,1 @@
+"""AReaL's `areal.workflow.langchain` package."""

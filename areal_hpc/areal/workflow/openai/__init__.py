@@ -1,0 +1,1 @@
+"""AReaL's `areal.workflow.openai` package."""

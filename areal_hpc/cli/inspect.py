@@ -1,0 +1,196 @@
+"""`areal-hpc status`, `why`, `logs`, `list` and `audit`: look at runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
+from areal_hpc.errors import RecipeError
+
+if TYPE_CHECKING:
+    from areal_hpc.rundir.checkpoints import UntrainedRecord
+
+UNHEALTHY_EXIT_CODE = 1
+DEFAULT_LOG_LINES = 40
+"""What `logs` shows when it is not told how much."""
+MAX_NAMED_TICKETS = 20
+"""Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
+COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+"""ANSI foreground colors that are readable on dark and on light."""
+
+
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
+    place = argparse.ArgumentParser(add_help=False)
+    place.add_argument("run", type=Path, help="a run directory")
+
+    status = commands.add_parser(
+        "status",
+        parents=[place],
+        help="how far a run is, and every job of it",
+        description="How far a run is, and what Slurm says of every job of it. Asks Slurm once; "
+        "`watch -n 30 areal-hpc status RUN` is a polite way to ask again.",
+    )
+    status.set_defaults(command=_status)
+
+    why = commands.add_parser(
+        "why",
+        parents=[place],
+        help="why a run failed, or what it waits for",
+        description="The chain of what led to the last failure: Slurm's states, exit codes and "
+        "signals, memory, nodes, and the first traceback across all ranks. Exits with 1 if "
+        "somebody has to do something.",
+    )
+    why.set_defaults(command=_why)
+
+    logs = commands.add_parser(
+        "logs", parents=[place], help="the newest lines of all processes, in the order of time"
+    )
+    logs.add_argument(
+        "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
+    )
+    logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    logs.add_argument(
+        "-n", "--lines", type=int, default=DEFAULT_LOG_LINES, help="default %(default)s"
+    )
+    logs.add_argument("--attempt", type=int, help="an earlier launch of the run")
+    logs.set_defaults(command=_logs)
+
+    listing = commands.add_parser(
+        "list",
+        help="runs side by side, with what their recipes differ in",
+        description="The runs of a file root or of an experiment side by side.",
+    )
+    listing.add_argument(
+        "place", type=Path, nargs="?", default=Path("runs"), help="default %(default)s"
+    )
+    listing.set_defaults(command=_list)
+
+    audit = commands.add_parser(
+        "audit",
+        parents=[place],
+        help="account for every ticket: trained once, dropped, filtered, open, lost or duplicate",
+        description="Account for every ticket of a run from its directory alone, whether it is "
+        "finished, stopped or at work. Exits with 65 if a ticket was lost or trained twice.",
+    )
+    audit.add_argument("--tickets", action="store_true", help="list every ticket's fate")
+    audit.set_defaults(command=_audit)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cluster.queue import Queue
+    from areal_hpc.launch.run import format_summary
+    from areal_hpc.view.advance import describe_advance, read_advance
+    from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
+
+    layout = parse_run_dir(arguments.run)
+    run, advance = read_jobs(layout, Queue()), read_advance(layout)
+    lines = [f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}"]
+    lines += describe_advance(advance)
+    if not run.is_local:
+        lines += ["", *describe_jobs(run)]
+    if advance.step > 0 and (run.is_local or layout.finished_marker.exists()):
+        lines += ["", format_summary(layout)]
+    print("\n".join(lines))
+    return 0
+
+
+def _why(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cluster.queue import Queue
+    from areal_hpc.view.causes import describe_diagnosis, diagnose
+    from areal_hpc.view.evidence import gather
+
+    diagnosis = diagnose(gather(parse_run_dir(arguments.run), Queue()))
+    print("\n".join(describe_diagnosis(diagnosis, str(arguments.run))))
+    return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.logs import Follower, LogFile, choose_attempt, last_lines, log_files
+
+    layout = parse_run_dir(arguments.run)
+    if arguments.follow and arguments.attempt:
+        raise RecipeError("an earlier attempt has ended", key="--follow", hint="leave out -f")
+
+    def show(lines: list[tuple[LogFile, str]]) -> None:
+        for file, line in lines:
+            print(_colored(file.source, line), flush=arguments.follow)
+
+    follower = Follower(layout, arguments.names) if arguments.follow else None
+    if follower is None or follower.files:
+        attempt = choose_attempt(layout, arguments.attempt)
+        files = log_files(layout, attempt, arguments.names)
+        if not files and follower is None:
+            known = sorted({file.job for file in log_files(layout, attempt)})
+            raise RecipeError(
+                f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
+                hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
+            )
+        show(last_lines(files, arguments.lines))
+    try:
+        while follower is not None:
+            show(follower.look())
+            follower.wait()
+    except KeyboardInterrupt:
+        return 0  # the way out of --follow
+    return 0
+
+
+def _colored(source: str, line: str) -> str:
+    if not sys.stdout.isatty():
+        return f"{source} | {line}"
+    color = COLORS[sum(source.encode()) % len(COLORS)]
+    return f"\x1b[{color}m{source}\x1b[0m | {line}"
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from areal_hpc.cluster.queue import Queue
+    from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.view.comparison import compare
+
+    layouts = find_runs(arguments.place)
+    if not layouts:
+        raise RecipeError(
+            f"there is no run in {arguments.place}",
+            hint="give a file root, an experiment's directory or a run's",
+        )
+    print("\n".join(compare(layouts, Queue())))
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from areal_hpc.audit.fates import Fate, audit_run
+    from areal_hpc.errors import ShardError
+
+    audit = audit_run(parse_run_dir(arguments.run))
+    faulty = [one for one in audit.tickets if one.fate in (Fate.DUPLICATE, Fate.LOST)]
+    listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
+    _show([f"ticket {one.ticket_id:>6}  {one.fate:<9}  {one.why}" for one in listed], most)
+    for problem in audit.problems:
+        print(f"problem: {problem}")
+    _show([_describe(part) for part in audit.untrained], most)
+    state = "finished" if audit.is_finished else "not finished"
+    dropped, filtered = len(audit.of(Fate.DROPPED)), len(audit.of(Fate.FILTERED))
+    unsound, skipped = len(audit.of(Fate.UNSOUND)), len(audit.of(Fate.SKIPPED))
+    print(
+        f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped, "
+        f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
+    )
+    print(audit.verdict)
+    return 0 if audit.is_clean else ShardError.exit_code
+
+
+def _describe(part: UntrainedRecord) -> str:
+    tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
+    return f"untrained: batch {part.step}{tickets}: {part.reason}"
+
+
+def _show(lines: Sequence[str], most: int | None) -> None:
+    for line in lines[:most]:
+        print(line)
+    if most is not None and len(lines) > most:
+        print(f"... and {len(lines) - most} more: --tickets lists all")

@@ -1,1 +1,0 @@
-"""AReaL's older paths of the client and the trainer; each name lives elsewhere."""

@@ -1,1 +1,0 @@
-"""AReaL's path of the model for CAMEL."""

@@ -1,5 +1,0 @@
-"""A model for CAMEL agents."""
-
-from areal_hpc.client.camel import AReaLOpenAICompatibleModel
-
-__all__ = ["AReaLOpenAICompatibleModel"]

@@ -1,0 +1,264 @@
+"""The work of `areal_hpc.run` and `areal_hpc.submit`, and of the commands of these names."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
+
+from omegaconf import OmegaConf
+
+from areal_hpc.launch import dispatch, here
+from areal_hpc.launch.ready import is_finished
+from areal_hpc.recipe import Recipe, from_values, load
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.progress import LiveReporter, PlainReporter
+from areal_hpc.view.snapshot import read_snapshot
+from areal_hpc.view.summary import summarise
+from areal_hpc.yaml_tree import read_overrides
+
+FRESH_HINT = "--fresh starts it anew"
+INTERRUPTED_EXIT_CODE = 130
+STOPPING = "\nstopping: jobs get a moment to commit"
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """The state of a run when `run` or `submit` returned. A job that failed raises instead."""
+
+    run_dir: Path
+    """Directory of the run, absolute."""
+    exit_reason: Literal["finished", "interrupted", "submitted"]
+    """`interrupted`: SIGINT or SIGTERM stopped `run`, or ended the waiting of `submit` while the
+    jobs go on. `submitted`: the jobs are queued, and nobody waited for them."""
+    step: int
+    """The last trained step; 0 before the first."""
+    reward: float | None
+    """Mean training reward of that step; None before the first."""
+    heldout_reward: float | None
+    """Mean reward of the newest evaluation on held-out tasks; None before the first."""
+    metrics: Mapping[str, Any]
+    """The last line of `metrics.jsonl`, by metric name; empty before the first."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the command."""
+        return INTERRUPTED_EXIT_CODE if self.exit_reason == "interrupted" else 0
+
+
+def run(
+    recipe: Recipe | Path | str,
+    *,
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    new_run_hint: str = FRESH_HINT,
+    **overrides: Any,
+) -> RunResult:
+    """Train a recipe in the foreground from where it stands to its end, and show the progress.
+
+    Args:
+        recipe: A recipe, or the path of one.
+        fresh: Move an earlier run aside first.
+        sys_path: Folders from which the user's code is imported, beside the present one.
+        notes: Lines to print first.
+        new_run_hint: Printed when the run is finished already: how to start a new one.
+        overrides: Keys of the recipe, such as `trainer={"total_steps": 2}`.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        ClusterError: Another launcher works in this run directory.
+        JobFailedError: A job failed for good.
+    """
+    recipe = _build_recipe(recipe, overrides)
+    layout = RunPaths(recipe.run_dir.resolve())
+    if not fresh and is_already_finished(recipe, layout, new_run_hint):
+        return _read_result(layout, "finished")
+    try:
+        with (
+            stop_on_signals(STOPPING) as stop,
+            show_progress(recipe, layout) as reporter,
+        ):
+            for note in (*notes, f"run      {layout.root}"):
+                reporter.say(note)
+            here.run(
+                recipe,
+                command_line=sys.argv,
+                reporter=reporter,
+                stop=stop,
+                fresh=fresh,
+                sys_path=sys_path,
+            )
+    except here.Interrupted:
+        draw_learning_curve(layout)
+        print("stopped; the same command continues the run")
+        return _read_result(layout, "interrupted")
+    return _finish(layout)
+
+
+def submit(
+    recipe: Recipe | Path | str,
+    *,
+    wait: bool = False,
+    after: Sequence[str] = (),
+    fresh: bool = False,
+    sys_path: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    new_run_hint: str = FRESH_HINT,
+    **overrides: Any,
+) -> RunResult:
+    """Submit what is left of a run to Slurm, and show the progress if asked to wait.
+
+    Args:
+        recipe: A recipe, or the path of one.
+        wait: Until the run ends; Ctrl-C detaches.
+        after: Slurm's numbers of jobs that must have succeeded before this run starts.
+        fresh: As in `run`.
+        sys_path: As in `run`.
+        notes: As in `run`.
+        new_run_hint: As in `run`.
+        overrides: As in `run`.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
+        ClusterError: There is no Slurm here, or jobs of the run wait or run.
+        JobFailedError: A job failed for good while this waited.
+    """
+    recipe = _build_recipe(recipe, overrides)
+    layout = RunPaths(recipe.run_dir.resolve())
+    if not fresh and is_already_finished(recipe, layout, new_run_hint):
+        return _read_result(layout, "finished")
+    for note in (*notes, f"run      {layout.root}"):
+        say(note)
+    dispatch.submit(
+        recipe, command_line=sys.argv, say=say, after=after, fresh=fresh, sys_path=sys_path
+    )
+    if not wait:
+        say(f"next     {get_program_name()} status {layout.root}\n         squeue --me")
+        return _read_result(layout, "submitted")
+    try:
+        with stop_on_signals() as stop, show_progress(recipe, layout) as reporter:
+            dispatch.watch(recipe, layout, reporter, stop)
+    except here.Interrupted:
+        print(f"detached; the jobs go on: {get_program_name()} status {layout.root}")
+        return _read_result(layout, "interrupted")
+    return _finish(layout)
+
+
+def is_already_finished(recipe: Recipe, layout: RunPaths, new_run_hint: str = FRESH_HINT) -> bool:
+    """True if a run has nothing left to do; its summary is then printed."""
+    if not is_finished(recipe, layout):
+        return False
+    if not layout.learning_curve.exists():  # a run under Slurm that nobody waited for
+        draw_learning_curve(layout)
+    print(format_summary(layout))
+    print(f"\nthis run is finished; {new_run_hint}")
+    return True
+
+
+@contextmanager
+def stop_on_signals(message: str = "") -> Iterator[threading.Event]:
+    """An event that SIGINT and SIGTERM set within the context, and a message for the first.
+
+    Outside the main thread, where Python handles no signals, nothing sets it.
+    """
+    stop = threading.Event()
+
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        if message and not stop.is_set():
+            print(message, file=sys.stderr)
+        stop.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {one: signal.signal(one, request_stop) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+@contextmanager
+def show_progress(recipe: Recipe, layout: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
+    """Show how a run goes until the context ends."""
+    reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
+    warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
+    reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
+    try:
+        yield reporter
+    finally:
+        reporter.close()
+
+
+def format_summary(layout: RunPaths) -> str:
+    """The summary of a run so far. Writes nothing."""
+    return summarise(layout, read_snapshot(layout), get_program_name())
+
+
+def draw_learning_curve(layout: RunPaths) -> None:
+    """Draw the run's learning curve into its directory, if matplotlib is installed.
+
+    Only commands that train call this: those that look at a run may have no right to write there.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        return  # a training script may run in an environment of its own
+    from areal_hpc.view.curve import draw_curve
+
+    snapshot = read_snapshot(layout)
+    if snapshot.steps:
+        draw_curve(
+            snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.learning_curve
+        )
+
+
+def get_program_name() -> str:
+    """How the user calls the command line; from a script of theirs it is not known."""
+    path = Path(sys.argv[0])
+    return str(path) if path.name == "areal-hpc" else "python -m areal_hpc"
+
+
+def say(message: str) -> None:
+    """Print a line at once."""
+    print(message, flush=True)
+
+
+def _build_recipe(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
+    given = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
+    if not isinstance(recipe, Recipe):
+        return load(recipe, given)
+    if not given:
+        return recipe
+    tree = OmegaConf.create(recipe.model_dump(mode="json"))
+    return from_values(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
+
+
+def _finish(layout: RunPaths) -> RunResult:
+    draw_learning_curve(layout)
+    print(format_summary(layout))
+    return _read_result(layout, "finished")
+
+
+def _read_result(
+    layout: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
+) -> RunResult:
+    snapshot = read_snapshot(layout)
+    last = snapshot.steps[-1] if snapshot.steps else {}
+    evaluations = snapshot.evaluations
+    return RunResult(
+        layout.root,
+        exit_reason,
+        step=last.get("step", 0),
+        reward=last.get("reward/mean"),
+        heldout_reward=evaluations[-1][1] if evaluations else None,
+        metrics=last,
+    )

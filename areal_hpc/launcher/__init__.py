@@ -1,1 +1,0 @@
-"""AReaL's paths of its launchers."""

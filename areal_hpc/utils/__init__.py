@@ -1,1 +1,0 @@
-"""AReaL's paths of what its scripts need besides."""

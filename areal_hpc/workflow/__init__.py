@@ -1,1 +1,0 @@
-"""Agents ready to use, under AReaL's names: mathematics, once with each framework."""

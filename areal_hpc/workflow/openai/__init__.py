@@ -1,1 +1,0 @@
-"""Agents on the OpenAI SDK."""

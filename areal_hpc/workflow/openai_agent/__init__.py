@@ -1,1 +1,0 @@
-"""Agents of the OpenAI Agents SDK."""

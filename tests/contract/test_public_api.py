@@ -1,0 +1,71 @@
+"""`import areal_hpc`: quick, complete and typed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, assert_type
+
+import pytest
+
+import areal_hpc
+from areal_hpc.areal import PPOTrainer
+from areal_hpc.areal.api import AsyncRewardWrapper
+from areal_hpc.areal.experimental.openai import ArealOpenAI
+
+IMPORT = """
+import sys, areal_hpc
+areal_hpc.__version__, areal_hpc.RecipeError
+heavy = {"torch", "sglang", "transformers", "openai", "h5py", "numpy", "pydantic", "omegaconf"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+areal_hpc.load_recipe, areal_hpc.run, areal_hpc.submit, areal_hpc.PPOTrainer
+assert "torch" not in sys.modules
+"""
+
+
+def test_importing_it_imports_nothing_heavy() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", areal_hpc.__all__)
+def test_every_name_is_there(name: str) -> None:
+    if name == "ArealOpenAI":
+        pytest.importorskip("openai")
+    assert getattr(areal_hpc, name) is not None
+    assert name in dir(areal_hpc)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
+        areal_hpc.trian  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_keys_of_a_recipe_are_overridden() -> None:
+    recipe = areal_hpc.load_recipe("recipes/quickstart.yaml")
+    with pytest.raises(areal_hpc.RecipeError, match="total_stps"):
+        areal_hpc.run(recipe, trainer={"total_stps": 2})
+    with pytest.raises(areal_hpc.RecipeError, match="total_stps"):
+        areal_hpc.submit("recipes/quickstart.yaml", trainer={"total_stps": 2})
+
+
+def types(client: areal_hpc.ArealOpenAI, trainer: PPOTrainer) -> None:
+    """Never called: mypy reads it."""
+    assert_type(areal_hpc.load_recipe(Path("r.yaml")), areal_hpc.Recipe)
+    result = areal_hpc.run("r.yaml", trainer={"total_steps": 2})
+    assert_type(result, areal_hpc.RunResult)
+    assert_type(result.reward, float | None)
+    assert_type(areal_hpc.submit("r.yaml", wait=True).run_dir, Path)
+    # AReaL's names are the same classes.
+    ours: areal_hpc.PPOTrainer = trainer
+    theirs: ArealOpenAI = client
+    reward: areal_hpc.AsyncRewardWrapper = AsyncRewardWrapper(len)
+    print(ours, theirs, reward)
+
+
+class OwnAgent:
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return 1.0
+
+
+AGENT: areal_hpc.Agent = OwnAgent()

@@ -1,0 +1,128 @@
+"""What a script hands over wrongly is refused before anything starts."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.areal.config.experiments import GRPOConfig
+from areal_hpc.areal.ppo_trainer import PPOTrainer
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.processes import ProcessPool
+from areal_hpc.rollout.travelling import by_name, carried, packed, unpacked
+from areal_hpc.rundir.paths import RunPaths
+
+ROWS = [{"messages": [], "answer": "1"}]
+
+
+class Answerer:
+    """An agent that keeps what it was built with."""
+
+    def __init__(self, said: float = 1.0) -> None:
+        self.said = said
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        return self.said
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> GRPOConfig:
+    config = GRPOConfig(experiment_name="e", trial_name="t", total_train_steps=1)
+    config.cluster.fileroot = str(tmp_path)
+    config.gconfig.n_samples = 2
+    config.actor.path = str(tmp_path / "no_model")
+    config.actor.ppo_n_minibatches = 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"), [([], "empty"), (["text"], "row 0 is a str"), ([{"x": {1}}], "row 0")]
+)
+def test_rows_that_are_none_are_refused(config: GRPOConfig, rows: list[Any], said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        PPOTrainer(config, train_dataset=rows)
+
+
+def evaluation_of(config: GRPOConfig, *agents: Any, **kwargs: Any) -> tuple[str, dict[str, Any]]:
+    """What plays held-out tasks, as the recipe says; nothing for the same agent."""
+    found = PPOTrainer(config, train_dataset=ROWS).translated(*agents, **kwargs)[0].evaluation
+    return found.workflow, found.workflow_kwargs
+
+
+def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Path) -> None:
+    assert evaluation_of(config, "a.B", "c.D") == ("c.D", {})
+    given: dict[str, Any] = {"workflow_kwargs": {"x": 1}, "eval_workflow_kwargs": {"x": 2}}
+    assert evaluation_of(config, "a.B", **given) == ("a.B", {"x": 2})
+    handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
+    assert handed == ("handed_over_for_evaluation.agent", {})
+    folder = RunPaths(tmp_path / "e" / "t").workflow_dir
+    assert vars(unpacked(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
+    assert vars(unpacked(str(folder / "handed_over.py")))["said"] == 1.0
+
+
+def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
+    assert evaluation_of(config, Answerer(1.0), Answerer(1.0)) == ("", {})
+    assert evaluation_of(config, "areal.a.B", "areal_hpc.areal.a.B") == ("", {})
+
+
+def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
+    cluster = PPOTrainer(config, train_dataset=ROWS).translated("a.B")[0].cluster
+    assert cluster.agents.python == sys.executable
+    site = tmp_path / "site.yaml"
+    site.write_text("slurm: {partition: long}\nagents: {python: /their/python}\n")
+    config.scheduler.site = str(site)
+    cluster = PPOTrainer(config, train_dataset=ROWS).translated("a.B")[0].cluster
+    assert (cluster.agents.python, cluster.slurm.partition) == ("/their/python", "long")
+    assert cluster.fileroot == tmp_path
+
+
+def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no model directory"):
+        PPOTrainer(config, train_dataset=ROWS).train("examples.quickstart.agent.ArithmeticAgent")
+    assert RunPaths(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
+    with pytest.raises(RecipeError, match="started with other rows"):
+        PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
+
+
+@pytest.fixture
+def imported_from(tmp_path: Path) -> Iterator[Path]:
+    sys.path.insert(0, str(tmp_path))
+    yield tmp_path
+    sys.path.remove(str(tmp_path))
+    sys.modules.pop("handed_over", None)
+
+
+def test_an_agent_without_a_name_is_found_by_a_dotted_path(imported_from: Path) -> None:
+    class Local(Answerer):
+        """Nobody could import this."""
+
+    assert by_name(Local) is None
+    path = packed(Local, {"said": 3.0}, imported_from, (), alias=False)
+    module, _, name = path.rpartition(".")
+    agent = getattr(__import__(module), name)
+    assert type(agent).__name__ == "Local"
+    assert agent.said == 3.0
+
+
+def test_an_agent_that_cannot_travel_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="cannot be pickled"):
+        packed(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
+
+
+def test_a_function_without_a_name_is_called_in_a_process() -> None:
+    offset = 4
+
+    async def call() -> int:
+        pool = ProcessPool(1)
+        try:
+            return int(await pool.call(carried(lambda x: x + offset), 3))
+        finally:
+            pool.close()
+
+    assert asyncio.run(call()) == 7

@@ -1,0 +1,216 @@
+"""AReaL's configuration -> a recipe: translated without loss, or lost with a reason."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.areal.config.experiments import AgentRLConfig, GRPOConfig
+from areal_hpc.areal.config.loading import load_expr_config, read_areal_tree
+from areal_hpc.areal.config.rules import flatten
+from areal_hpc.areal.config.schema import (
+    AgentConfig,
+    DatasetConfig,
+    GenerationHyperparameters,
+    NormConfig,
+    RejectionSamplingConfig,
+)
+from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe import from_values
+
+EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
+
+
+def recipe_of(tree: dict[str, Any], rows: int | None = None) -> dict[str, Any]:
+    return flatten(translate_to_recipe(tree, rows).recipe)
+
+
+def reasons(tree: dict[str, Any]) -> dict[str, str]:
+    return {one.key: one.reason for one in translate_to_recipe(tree).untranslated}
+
+
+def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
+    full = AgentRLConfig(valid_dataset=DatasetConfig(), eval_gconfig=GenerationHyperparameters())
+    full.rollout.openai = AgentConfig()
+    full.actor.reward_norm = full.actor.adv_norm = NormConfig()
+    full.actor.rejection_sampling = RejectionSamplingConfig()
+    optional = {"critic", "teacher", "ref"}
+    keys = {key for key in flatten(dataclasses.asdict(full)) if key not in optional}
+    assert {key for key in keys if find_rule(key) is None} == set()
+
+
+def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
+    translation = translate_to_recipe(read_areal_tree(EXAMPLE), train_rows=1000)
+    recipe = from_values(translation.recipe)
+    assert recipe.trainer.total_steps == 30
+    assert recipe.evaluation.every_steps == 10
+    assert recipe.trainer.export_every_steps == 10
+    assert recipe.rollout.max_concurrent_rollouts == 256  # episodes, not groups
+    assert recipe.rollout.limits.max_turns == 8
+    assert (recipe.inference.cells, recipe.inference.replicas_per_cell) == (1, 4)
+    assert recipe.trainer.parallel.model_dump() == {"dp": 2, "tp": 1, "pp": 2, "cp": 1, "ep": 2}
+    assert recipe.rollout.agent.mode == "subproc"
+    assert recipe.rollout.agent.turn_discount == 0.9
+    assert recipe.inference.tool_call_parser == "qwen25"
+    assert recipe.inference.context_tokens == 2048
+    assert recipe.inference.extra_args == ("--chunked-prefill-size", "1024")
+    assert recipe.evaluation.sampling.temperature == 0.0
+    assert recipe.evaluation.sampling.max_new_tokens == 256
+    assert recipe.rollout.sampling.temperature == 0.8
+    assert recipe.trainer.optimizer.betas == (0.9, 0.95)
+    objective = recipe.trainer.objective
+    assert (objective.clip_low, objective.clip_high) == (0.2, 0.3)
+    assert (objective.correction, objective.correction_high) == ("mask", 4.0)
+
+
+def test_what_is_lost_is_named_with_a_reason() -> None:
+    lost = {
+        one.key: one.reason
+        for one in translate_to_recipe(read_areal_tree(EXAMPLE), 1000).untranslated
+    }
+    assert set(lost) == {
+        "actor.adv_norm.mean_level",
+        "actor.adv_norm.std_level",
+        "my_own_key",
+    }
+    assert "workflow_kwargs" in lost["my_own_key"]
+
+
+def test_epochs_need_the_number_of_rows() -> None:
+    tree = {"total_train_epochs": 2, "train_dataset": {"batch_size": 8}}
+    assert "trainer.total_steps" not in recipe_of(tree)
+    assert "total_train_epochs" in reasons(tree)
+    assert recipe_of(tree, 83)["trainer.total_steps"] == 20
+    assert recipe_of({**tree, "total_train_steps": 7}, 83)["trainer.total_steps"] == 7
+
+
+def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
+    found = recipe_of({"gconfig": {"n_samples": 2}})
+    assert found["rollout.agent.export_style"] == "individual"
+    assert found["trainer.optimizer.lr"] == 1e-3
+    assert found["trainer.minibatches"] == 4
+    assert found["rollout.sampling.top_k"] == -1
+    assert "inference.context_tokens" not in found
+
+
+@pytest.mark.parametrize(
+    ("actor", "proximal", "correction", "high"),
+    [
+        ({}, "none", "none", None),
+        ({"recompute_logprob": True}, "recompute", "none", None),
+        ({"use_decoupled_loss": True}, "recompute", "none", None),
+        (
+            {"use_decoupled_loss": True, "prox_logp_method": "loglinear"},
+            "log_linear",
+            "none",
+            None,
+        ),
+        ({"use_decoupled_loss": True, "behav_imp_weight_cap": 3.0}, "recompute", "mask", 3.0),
+        (
+            {"use_decoupled_loss": True, "rejection_sampling": {"action": "clamp"}},
+            "recompute",
+            "clamp",
+            5.0,
+        ),
+    ],
+)
+def test_the_proximal_policy_follows_three_switches(
+    actor: dict[str, Any], proximal: str, correction: str, high: float | None
+) -> None:
+    found = recipe_of({"actor": actor})
+    assert found["trainer.objective.proximal"] == proximal
+    assert found["trainer.objective.correction"] == correction
+    assert found.get("trainer.objective.correction_high") == high
+
+
+@pytest.mark.parametrize(
+    ("mode", "gpus", "expected"),
+    [
+        ("sglang:d4p1t1+fsdp:d2", 8, (1, 4, 1, 2)),
+        ("sglang.d4t2+megatron.d2t2", 4, (2, 2, 2, 2)),
+        ("sglang:d3+d1", 2, (3, 1, 1, 1)),
+    ],
+)
+def test_an_allocation_mode_is_cells_and_ranks(
+    mode: str, gpus: int, expected: tuple[int, ...]
+) -> None:
+    found = recipe_of({"allocation_mode": mode, "cluster": {"n_gpus_per_node": gpus}})
+    keys = ("cells", "replicas_per_cell", "tp")
+    assert tuple(found[f"inference.{key}"] for key in keys) == expected[:3]
+    assert found["trainer.parallel.dp"] == expected[3]
+
+
+@pytest.mark.parametrize(
+    "mode", ["sglang:d4", "vllm:d4+fsdp:d4", "sglang:d2p2+fsdp:d4", "sglang:d4+fsdp:zero"]
+)
+def test_a_layout_that_cannot_be_kept_is_lost_with_a_reason(mode: str) -> None:
+    assert "allocation_mode" in reasons({"allocation_mode": mode})
+
+
+@pytest.mark.parametrize(
+    ("tree", "key"),
+    [
+        ({"gconfig": {"greedy": True}}, "gconfig.greedy"),
+        ({"rollout": {"agent": {"prefix_matcher": "my.module"}}}, "rollout.agent.prefix_matcher"),
+        ({"actor": {"use_lora": True}}, "actor.use_lora"),
+        ({"actor": {"eps_clipp": 1}}, "actor.eps_clipp"),
+        ({"rollout": {"backend": "vllm:d4"}}, "rollout.backend"),
+    ],
+)
+def test_nothing_is_dropped_in_silence(tree: dict[str, Any], key: str) -> None:
+    assert reasons(tree)[key]
+
+
+@dataclass
+class OwnConfig(GRPOConfig):
+    """As AReaL's guide extends a configuration."""
+
+    my_rounds: int = dataclasses.field(default=3)
+
+
+def test_a_subclass_is_read_with_overrides_and_interpolations(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "actor: {path: /m}\ntokenizer_path: ${actor.path}\nrollout: {openai: {mode: subproc}}\n"
+    )
+    argv = ["--config", str(file), "my_rounds=5", "gconfig.n_samples=4"]
+    config, path = load_expr_config(argv, OwnConfig)
+    assert (config.my_rounds, config.gconfig.n_samples) == (5, 4)
+    assert (config.tokenizer_path, path) == ("/m", str(file))
+    assert config.rollout.openai is not None
+    assert config.rollout.openai.mode == "subproc"
+
+
+def test_unknown_keys_are_refused_together_with_the_nearest_known_ones(tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("actor: {pth: /m, reward_norm: {mean_lvl: group}}\n")
+    with pytest.raises(RecipeError) as caught:
+        load_expr_config(["--config", str(file), "seeed=1"], GRPOConfig)
+    said = {problem.key: problem.hint for problem in caught.value.problems}
+    assert said == {
+        "actor.pth": "did you mean path?",
+        "actor.reward_norm.mean_lvl": "did you mean mean_level?",
+        "seeed": "did you mean seed?",
+    }
+
+
+def test_stop_and_padding_tokens_are_added_once() -> None:
+    class Tokens:
+        pad_token_id, eos_token_id = 7, 9
+
+    config = GenerationHyperparameters(stop_token_ids=[9]).new_with_stop_and_pad_token_ids(Tokens())
+    assert config.stop_token_ids == [9, 7]
+
+
+def test_another_agent_for_held_out_tasks_is_the_evaluation_s() -> None:
+    tree = {"actor": {}, "workflow": "a.B", "eval_workflow": "areal.workflow.c.D"}
+    recipe = translate_to_recipe(tree).recipe
+    assert recipe["evaluation"]["workflow"] == "areal_hpc.areal.workflow.c.D"
+    assert (
+        "workflow" not in translate_to_recipe({**tree, "eval_workflow": "a.B"}).recipe["evaluation"]
+    )
