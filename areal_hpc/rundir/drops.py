@@ -30,15 +30,15 @@ class DroppedTicket(msgspec.Struct, frozen=True):
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def append_drop(layout: RunPaths, drop: DroppedTicket) -> None:
+def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 
     Raises:
         OSError: The file system refused.
     """
-    append_line(layout.drops, drop, sync=True)
+    append_line(paths.drops, drop, sync=True)
 
 
-def read_drops(layout: RunPaths) -> list[DroppedTicket]:
+def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     """Every drop in order."""
-    return read_lines(layout.drops, DroppedTicket)
+    return read_lines(paths.drops, DroppedTicket)

@@ -55,7 +55,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """The epoch whose weights these were."""
 
 
-def write_manifest(layout: RunPaths, manifest: BatchManifest) -> BatchManifest:
+def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
     A manifest is never replaced, because commits name batches by their step alone.
@@ -67,68 +67,68 @@ def write_manifest(layout: RunPaths, manifest: BatchManifest) -> BatchManifest:
         ShardError: The manifest that is there is damaged.
         OSError: The file system refused.
     """
-    path = layout.manifest(manifest.step)
+    path = paths.manifest(manifest.step)
     partial = write_temporary(path, msgspec.json.encode(manifest))
     try:
         path.hardlink_to(partial)
     except FileExistsError:
-        return read_manifest(layout, manifest.step)
+        return read_manifest(paths, manifest.step)
     finally:
         partial.unlink()
     fsync_path(path.parent)
     return manifest
 
 
-def read_manifest(layout: RunPaths, step: int) -> BatchManifest:
+def read_manifest(paths: RunPaths, step: int) -> BatchManifest:
     """The batch of `step` exactly as it was handed out.
 
     Raises:
         ShardError: The file is gone or damaged.
     """
-    manifest = _read(layout.manifest(step), BatchManifest)
+    manifest = _read(paths.manifest(step), BatchManifest)
     if manifest is None:
         raise ShardError(
             f"the batch of step {step} was handed out, but its manifest is gone",
-            key=str(layout.manifest(step)),
+            key=str(paths.manifest(step)),
             hint="restore the file from a backup of the run directory",
         )
     return manifest
 
 
-def read_manifests(layout: RunPaths) -> Iterator[BatchManifest]:
+def read_manifests(paths: RunPaths) -> Iterator[BatchManifest]:
     """Every batch handed out, in the order of steps. Files left by a crash are skipped.
 
     Raises:
         ShardError: One of them is damaged.
     """
-    for step in list_manifest_steps(layout):
-        yield read_manifest(layout, step)
+    for step in list_manifest_steps(paths):
+        yield read_manifest(paths, step)
 
 
-def list_manifest_steps(layout: RunPaths) -> list[int]:
+def list_manifest_steps(paths: RunPaths) -> list[int]:
     """The steps whose batches were handed out, in order."""
-    names = (path.stem.removeprefix("batch_") for path in layout.manifests_dir.glob("batch_*.json"))
+    names = (path.stem.removeprefix("batch_") for path in paths.manifests_dir.glob("batch_*.json"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def write_state(layout: RunPaths, state: LedgerState) -> None:
+def write_state(paths: RunPaths, state: LedgerState) -> None:
     """Make the ledger's own state durable."""
-    write_atomic(layout.ledger_state, msgspec.json.encode(state))
+    write_atomic(paths.ledger_state, msgspec.json.encode(state))
 
 
-def read_state(layout: RunPaths) -> LedgerState:
+def read_state(paths: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
-    return _read(layout.ledger_state, LedgerState) or LedgerState()
+    return _read(paths.ledger_state, LedgerState) or LedgerState()
 
 
-def write_evaluation(layout: RunPaths, result: EvaluationResult) -> None:
+def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
     """Make the result of an evaluation durable."""
-    write_atomic(layout.evaluation(result.step), msgspec.json.encode(result))
+    write_atomic(paths.evaluation(result.step), msgspec.json.encode(result))
 
 
-def read_evaluation(layout: RunPaths, step: int) -> EvaluationResult | None:
+def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
-    return _read(layout.evaluation(step), EvaluationResult)
+    return _read(paths.evaluation(step), EvaluationResult)
 
 
 def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
