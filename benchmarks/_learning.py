@@ -13,15 +13,15 @@ import torch
 import transformers
 
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer.batch.experience import ADVANTAGE, BEHAVIOUR
 from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR
 from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.model.architecture import parse_architecture
-from areal_hpc.trainer.model.huggingface import load_hf
+from areal_hpc.trainer.model.families.architecture import parse_architecture
+from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.objective.policy_loss import policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.parallel import open_world
+from areal_hpc.trainer.process_groups import open_world
 from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, run_passes, train_once
 
 RATE = 1e-6
@@ -189,7 +189,7 @@ def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> 
 
 
 def open_lone_world(device: str) -> torch.device:
-    """The trainer's process groups for one rank; its device. `cpu.install` must come first."""
+    """The trainer's process groups for one rank; its device. Patch Megatron first."""
     with tempfile.TemporaryDirectory() as folder:
         return open_world(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
 

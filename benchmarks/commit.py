@@ -31,11 +31,13 @@ import msgspec
 import numpy as np
 import torch
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
+
+# isort: split
 from areal_hpc.durable import sync_path, sync_tree
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits import sharded
-from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CommitStore, TrainerState
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 
@@ -74,7 +76,7 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
         with (partial / "__0_0.distcp").open("wb") as stream:
             yield stream
 
-    name = sharded.save(trainee.policy, trainee.optimizer, partial, data_file)
+    name = megatron_format.save(trainee.policy, trainee.optimizer, partial, data_file)
     assert (partial / name).exists()
     state = TrainerState(step=number, epoch=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
@@ -130,7 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = learning.Sizes(
         "qwen3", hidden, arguments.layers, hidden // 64, hidden // 128, 3 * hidden, arguments.vocab
     )
-    cpu.install()
+    megatron_cpu.install()
     device = learning.open_lone_world("cpu")
     model = learning.make_hf_model(sizes, device, torch.float32)
     trainee = learning.Trainee(model, device, torch.float32, 8 * ROW_TOKENS)

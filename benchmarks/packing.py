@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.shards.writer import seal
-from areal_hpc.trainer.batch.experience import ADVANTAGE, Batch, make_rows, read_batch
 from areal_hpc.trainer.batch.packing import Pack, Row, Split, build_pack, padded_length, plan_packs
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, Batch, make_rows, read_batch
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.weights.version import Fork, WeightVersion

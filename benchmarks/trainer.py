@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.model.cpu import megatron_cpu
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Samples,
@@ -75,7 +75,7 @@ class Bench:
 
     def __init__(self, sizes: learning.Sizes, rows: int, length: int) -> None:
         self.sizes, self.rows, self.length = sizes, rows, length
-        cpu.install()
+        megatron_cpu.install()
         device = learning.open_lone_world("cpu")
         self.model = learning.make_hf_model(sizes, device, torch.float32)
         self.trainee = learning.Trainee(self.model, device, torch.float32, rows * length)

@@ -42,7 +42,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if find_spec("torch") is None:
         return _in_train_environment(recipe.cluster.train.python, arguments)
     from areal_hpc.layout import step_name
-    from areal_hpc.trainer.commits.export import choose_commit, export_commit
+    from areal_hpc.trainer.checkpoints.export import choose_commit, export_commit
 
     commit = choose_commit(layout.checkpoints_dir, arguments.step)
     target = (out or layout.export(step_name(commit.state.step))).resolve()

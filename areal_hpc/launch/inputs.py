@@ -16,7 +16,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
 from areal_hpc.recipe import Recipe
 from areal_hpc.tiny_model import tiny_config
-from areal_hpc.trainer.model.architecture import misfits, parse_architecture
+from areal_hpc.trainer.model.families.architecture import misfits, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""

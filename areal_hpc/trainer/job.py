@@ -23,18 +23,18 @@ from areal_hpc.config import StageConfig
 from areal_hpc.durable import sync_path
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import EventLog
-from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.collectives import from_rank_zero
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner, make_learner
-from areal_hpc.trainer.ledger_peer import LedgerPeer
-from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.coordinator import Conductor
+from areal_hpc.trainer.loop.ledger_client import LedgerPeer
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model.huggingface import hf_specs
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.ranks import from_rank_zero
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.model.hf_weights import hf_specs
+from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

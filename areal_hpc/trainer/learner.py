@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.telemetry import EventLog, PhaseTimer
-from areal_hpc.trainer.batch.experience import (
+from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
     BEHAVIOUR,
@@ -23,17 +24,15 @@ from areal_hpc.trainer.batch.experience import (
     make_rows,
     read_batch,
 )
-from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.checkpoints.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.metrics import Line, finite
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_weights import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.objective import SUMS as LOSS_SUMS
-from areal_hpc.trainer.objective import interpolate, policy_loss
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
-from areal_hpc.trainer.schedule import learning_rate
+from areal_hpc.trainer.objective.policy_loss import SUMS as LOSS_SUMS
+from areal_hpc.trainer.objective.policy_loss import interpolate, policy_loss
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, learning_rate
 from areal_hpc.trainer.step import (
     MicroBatch,
     Tally,

@@ -10,9 +10,21 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from areal_hpc.trainer.collectives import largest
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.ranks import largest
+
+
+def learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    last = max(1, total_steps - 1 - config.warmup_steps)
+    progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
+    if config.decay == "constant":
+        return config.lr * warmup
+    linear = 1.0 - progress
+    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:

@@ -15,9 +15,9 @@ from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import make_learner
-from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.weights.version import Fork
 
 

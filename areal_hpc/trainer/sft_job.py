@@ -14,17 +14,16 @@ import torch.distributed as dist
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.checkpoints.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.collectives import any_rank
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_weights import ModelDirectory, load_hf, save_hf
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.ranks import any_rank
-from areal_hpc.trainer.schedule import learning_rate
-from areal_hpc.trainer.sft import (
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, learning_rate
+from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.sft_data import (
     Messages,
     Tokenizer,
     batch_indices,

@@ -15,10 +15,10 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, Row, build_pack, plan_packs
-from areal_hpc.trainer.correction import Rows
-from areal_hpc.trainer.model.logprobs import token_logprobs
-from areal_hpc.trainer.model.packed_attention import PackedAttention
+from areal_hpc.trainer.model.attention_plan import PackedAttention
+from areal_hpc.trainer.model.kernels.logprobs import token_logprobs
 from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.objective.importance_sampling import Rows
 from areal_hpc.trainer.optimizer import optimizer_step
 
 

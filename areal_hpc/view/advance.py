@@ -17,7 +17,7 @@ from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
 
 COMMITTED = "COMMITTED"
-"""The marker of a complete commit; see `trainer/commits/store.py`."""
+"""The marker of a complete commit; see `trainer/checkpoints/store.py`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
-from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.hf_weights import export_hf, hf_specs
+from areal_hpc.trainer.process_groups import close_world
 from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=9, help="rounds that count")
     add_out(parser, "gpu_codec")
     arguments = parser.parse_args(argv)
-    cpu.install()
+    megatron_cpu.install()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device)

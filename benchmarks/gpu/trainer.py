@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.process_groups import close_world
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report, wall_ratio
 from benchmarks.trainer import SEED, SIGMA, lognormal_lengths
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="of one micro-batch")
     add_out(parser, "gpu_trainer")
     arguments = parser.parse_args(argv)
-    cpu.install()
+    megatron_cpu.install()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device, arguments.max_tokens)

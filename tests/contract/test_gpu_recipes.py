@@ -17,7 +17,7 @@ from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.launch.devices import shortages
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.trainer.model.architecture import misfits, read_architecture
+from areal_hpc.trainer.model.families.architecture import misfits, read_architecture
 from areal_hpc.user_function import load_function
 
 CHECKOUT = Path(__file__).parents[2]

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.batch.experience import ADVANTAGE
 from areal_hpc.trainer.batch.packing import Row, zig_zag
-from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
-from areal_hpc.trainer.model.logprobs import token_logprobs
-from areal_hpc.trainer.model.segments import plan_segments
-from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.hf_weights import export_hf, hf_specs
+from areal_hpc.trainer.model.kernels.logprobs import token_logprobs
+from areal_hpc.trainer.model.kernels.varlen_attention import plan_segments
+from areal_hpc.trainer.process_groups import close_world
 from areal_hpc.trainer.step import MicroBatch, Tally, run_passes
 from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
@@ -263,7 +263,7 @@ def findings(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    cpu.install()
+    megatron_cpu.install()
     device = open_lone_world(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(findings(device), indent=1))
     close_world()

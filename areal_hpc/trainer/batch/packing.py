@@ -158,3 +158,16 @@ def zig_zag(length: int, cp: int, rank: int) -> Ints:
     chunk = length // (2 * cp)
     first = np.arange(chunk)
     return np.concatenate([first + rank * chunk, first + (2 * cp - 1 - rank) * chunk])
+
+
+def gathered_places(index: int, lengths: Ints, cp: int) -> Ints:
+    """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
+    local_total = int(lengths.sum()) // cp
+    start = int(lengths[:index].sum()) // cp
+    if cp == 1:
+        return start + np.arange(int(lengths[index]))
+    places = np.empty(int(lengths[index]), dtype=np.int64)
+    for rank in range(cp):
+        held = zig_zag(int(lengths[index]), cp, rank)
+        places[held] = rank * local_total + start + np.arange(len(held))
+    return places

@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from areal_hpc.trainer.model.packed_attention import PackedAttention, rotate
+from areal_hpc.trainer.model.attention_plan import PackedAttention, rotate
 
 
 class PackedCausalAttention(MegatronModule):  # type: ignore[misc]

@@ -23,13 +23,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.batch.packing import Pack, Split
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.model.architecture import Architecture, misfits
 from areal_hpc.trainer.model.attention import PackedCausalAttention
-from areal_hpc.trainer.model.gated import gated
-from areal_hpc.trainer.model.head import ScoredGPT
-from areal_hpc.trainer.model.naming import OUTPUT, Parameter, name_table, padded_vocab
-from areal_hpc.trainer.model.norm import RMSNorm
-from areal_hpc.trainer.model.packed_attention import PackedAttention, plan_attention
+from areal_hpc.trainer.model.attention_plan import PackedAttention, plan_attention
+from areal_hpc.trainer.model.families.architecture import Architecture, misfits
+from areal_hpc.trainer.model.families.weight_map import OUTPUT, Parameter, name_table, padded_vocab
+from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
+from areal_hpc.trainer.model.kernels.swiglu import gated
+from areal_hpc.trainer.model.lm_head import ScoredGPT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -96,7 +96,7 @@ def build_policy(
 ) -> Policy:
     """An uninitialised network on this rank; load weights into it before use.
 
-    Process groups must exist (`parallel.open_world`).
+    Process groups must exist (`process_groups.open_world`).
 
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.

@@ -12,12 +12,12 @@ import torch
 
 from areal_hpc.cluster.topology import TaskPosition
 from areal_hpc.launch import memory
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer.batch.packing import Row
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.model.architecture import Architecture, Experts
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.families.architecture import Architecture, Experts
 from areal_hpc.trainer.model.policy import build_policy
-from areal_hpc.trainer.parallel import close_world, open_world
+from areal_hpc.trainer.process_groups import close_world, open_world
 from areal_hpc.trainer.step import Tally, make_micro_batches, run_passes
 
 TOKENS = 512
@@ -63,5 +63,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cpu.install()
+    megatron_cpu.install()
     main()

@@ -24,17 +24,17 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
-from areal_hpc.trainer.batch import experience
-from areal_hpc.trainer.commits import sharded
-from areal_hpc.trainer.commits import store as checkpoint
-from areal_hpc.trainer.commits.store import MARKER, STATE_FILE, CommitStore, TrainerState
-from areal_hpc.trainer.commits.writer_peer import WriterPeer
+from areal_hpc.trainer.batch import training_rows
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints import store as checkpoint
+from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CommitStore, TrainerState
+from areal_hpc.trainer.checkpoints.writer_client import WriterPeer
+from areal_hpc.trainer.collectives import any_rank
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.replay_source import Replay
 from areal_hpc.trainer.optimizer import apply_settings
-from areal_hpc.trainer.ranks import any_rank
-from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import BatchManifest
@@ -332,9 +332,9 @@ def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
     def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         raise ShardError("the shard is damaged")
 
-    experience.SHARD_PATIENCE_S = 0.5
+    training_rows.SHARD_PATIENCE_S = 0.5
     if dist.get_rank() == 1:
-        experience._read = refuse
+        training_rows._read = refuse
     step(make_learner(scenario, layout), layout, 1)
     return {}
 
@@ -357,13 +357,13 @@ def adamw_fault(scenario: Scenario, layout: RunLayout) -> Found:
     def load_unprimed(policy: Any, optimizer: Any, commit: Any) -> None:
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-        sharded.load(policy, optimizer, commit.path)
+        megatron_format.load(policy, optimizer, commit.path)
 
     mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),
         "primed moments": mock.patch("areal_hpc.trainer.learner.load_commit", load_unprimed),
-        "step count": mock.patch.object(sharded, "_keeping_step", lambda part, load: load),
-        "step tensors": mock.patch.object(sharded, "_unshare_steps"),
+        "step count": mock.patch.object(megatron_format, "_keeping_step", lambda part, load: load),
+        "step tensors": mock.patch.object(megatron_format, "_unshare_steps"),
     }
     with mends[scenario["without"]]:
         try:

@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 from areal_hpc.layout import RunLayout
 from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits.store import CommitStore, TrainerState, load_commit
+from areal_hpc.trainer.checkpoints.store import CommitStore, TrainerState, load_commit
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.model.architecture import parse_architecture
-from areal_hpc.trainer.model.huggingface import (
+from areal_hpc.trainer.model.families.architecture import parse_architecture
+from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.hf_weights import (
     ModelDirectory,
     export_hf,
     hf_specs,
     load_hf,
     save_hf,
 )
-from areal_hpc.trainer.model.naming import HfTensor
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (

@@ -25,23 +25,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
+
+# isort: split
 from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import set_up_logging
-from areal_hpc.trainer import cpu
 from areal_hpc.trainer import learner as product
+from areal_hpc.trainer.collectives import from_rank_zero, one_report
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import from_rank_zero, one_report
-from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.process_groups import close_world, open_world
 from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
 from tests.integration.trainer.recorded_run import TRAINER
 
@@ -211,7 +213,7 @@ def launch(scenario: Scenario) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    cpu.install()
+    megatron_cpu.install()
     answer = partial(print, flush=True)
     answer("ready")
     for line in sys.stdin:

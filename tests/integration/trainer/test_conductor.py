@@ -18,12 +18,12 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.json_lines import read_lines
 from areal_hpc.telemetry import EventLog
-from areal_hpc.trainer.commands import Idle, Publish, Train
-from areal_hpc.trainer.conductor import Conductor
-from areal_hpc.trainer.ledger_peer import LedgerPeer
+from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.commands import Idle, Publish, Train
+from areal_hpc.trainer.loop.coordinator import Conductor
+from areal_hpc.trainer.loop.ledger_client import LedgerPeer
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

@@ -13,7 +13,7 @@ import transformers
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.commits.export import choose_commit, export_commit
+from areal_hpc.trainer.checkpoints.export import choose_commit, export_commit
 from tests.contract.parity_table import FAMILIES, LOGPROB_BOUND
 from tests.integration.sglang_server import serving
 from tests.integration.trainer.conftest import ALL

@@ -13,10 +13,10 @@ import torch
 from areal_hpc.cluster import rendezvous
 from areal_hpc.json_lines import read_lines
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
-from areal_hpc.trainer.conductor import Conductor
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.commands import Commit, Export, Idle, Publish, Stop, Train
+from areal_hpc.trainer.loop.coordinator import Conductor
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest

@@ -14,8 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.launch import memory
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model.architecture import Architecture, parse_architecture
-from areal_hpc.trainer.model.naming import EMBEDDING, FINAL_NORM, OUTPUT, name_table, shard_shape
+from areal_hpc.trainer.model.families.architecture import Architecture, parse_architecture
+from areal_hpc.trainer.model.families.weight_map import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    name_table,
+    shard_shape,
+)
 
 MODELS = Path(__file__).parents[2] / "samples" / "models"
 COUNTS = {

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.batch.advantage import group_advantages
+from areal_hpc.trainer.objective.advantages import group_advantages
 
 
 def test_a_group_is_judged_against_its_own_mean() -> None:

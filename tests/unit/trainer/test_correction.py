@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.correction import Rows, correct
+from areal_hpc.trainer.objective.importance_sampling import Rows, correct
 
 SETTINGS: list[dict[str, Any]] = [
     {"correction": "none"},

@@ -4,8 +4,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.batch.experience import (
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
     CURRENT,

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.model import chunks
-from areal_hpc.trainer.model.logprobs import token_logprobs
+from areal_hpc.trainer.model.kernels import rms_norm
+from areal_hpc.trainer.model.kernels.logprobs import token_logprobs
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
@@ -27,7 +27,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One row, a few rows, or all rows at a time."""
-    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", request.param)
+    monkeypatch.setitem(rms_norm.CHUNK_VALUES, "cpu", request.param)
     return int(request.param)
 
 

@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.model.huggingface import ModelDirectory
-from areal_hpc.trainer.model.model_files import HfSpec, split_into_files, write_model
-from areal_hpc.trainer.model.naming import HfTensor
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.hf_files import HfSpec, split_into_files, write_model
+from areal_hpc.trainer.model.hf_weights import ModelDirectory
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

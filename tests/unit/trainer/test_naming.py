@@ -7,8 +7,13 @@ import torch
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.model.architecture import Architecture, Experts, misfits, parse_architecture
-from areal_hpc.trainer.model.naming import (
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    Experts,
+    misfits,
+    parse_architecture,
+)
+from areal_hpc.trainer.model.families.weight_map import (
     hf_slices,
     name_table,
     ranks_of,

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.correction import Rows
-from areal_hpc.trainer.objective import interpolate, policy_loss
+from areal_hpc.trainer.objective.importance_sampling import Rows
+from areal_hpc.trainer.objective.policy_loss import interpolate, policy_loss
 
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28, correction="clamp", correction_high=5.0)
 

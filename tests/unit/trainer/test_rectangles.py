@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.batch.packing import zig_zag
-from areal_hpc.trainer.model.rectangles import (
+from areal_hpc.trainer.model.cpu.padded_sdpa import (
     LENGTH_RATIO,
     collect,
     plan_rectangles,

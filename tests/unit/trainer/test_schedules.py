@@ -5,8 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.config import OptimizerConfig
-from areal_hpc.trainer.schedule import Schedule, learning_rate
-from areal_hpc.trainer.sft import batch_indices
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.optimizer import learning_rate
+from areal_hpc.trainer.sft_data import batch_indices
 
 
 def test_the_rate_climbs_then_stays() -> None:

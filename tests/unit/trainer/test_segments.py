@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.batch.packing import zig_zag
-from areal_hpc.trainer.model.rectangles import Rectangles, plan_rectangles
-from areal_hpc.trainer.model.segments import Segments, fits_flash_kernel, plan_segments
+from areal_hpc.trainer.model.cpu.padded_sdpa import Rectangles, plan_rectangles
+from areal_hpc.trainer.model.kernels.varlen_attention import (
+    Segments,
+    fits_flash_kernel,
+    plan_segments,
+)
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3

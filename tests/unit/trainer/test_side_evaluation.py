@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.census import Found
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.version import WeightVersion

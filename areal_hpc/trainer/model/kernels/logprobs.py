@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.chunks import row_chunks
+from areal_hpc.trainer.model.kernels.rms_norm import row_chunks
 
 
 def token_logprobs(

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from areal_hpc.errors import ShardError
-from areal_hpc.trainer.commits.refusal import commit_refused
+from areal_hpc.trainer.checkpoints.refusal import commit_refused
 from areal_hpc.trainer.model.policy import Policy
 
 OpenCopy = Callable[[], AbstractContextManager[BinaryIO]]

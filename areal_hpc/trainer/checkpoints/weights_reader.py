@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.model.architecture import Architecture
-from areal_hpc.trainer.model.model_files import HfSpec
-from areal_hpc.trainer.model.naming import Parameter, name_table, to_hf
+from areal_hpc.trainer.model.families.architecture import Architecture
+from areal_hpc.trainer.model.families.weight_map import Parameter, name_table, to_hf
+from areal_hpc.trainer.model.hf_files import HfSpec
 
 _STORED_NAMES = {
     # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.

@@ -39,7 +39,7 @@ def open_world(
 ) -> torch.device:
     """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
 
-    Without a GPU `cpu.install` must come first.
+    Without a GPU `megatron_cpu.install` must come first.
 
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.

@@ -12,7 +12,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
-from areal_hpc.trainer.model.packed_attention import PackedAttention
+from areal_hpc.trainer.model.attention_plan import PackedAttention
 
 
 class ScoredGPT(GPTModel):  # type: ignore[misc]

@@ -13,9 +13,9 @@ import msgspec
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import ShardError
 from areal_hpc.layout import RunLayout
-from areal_hpc.trainer.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.commands import Command, Commit, Stop, Train
 from areal_hpc.trainer.metrics import Line, MetricsLog
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest

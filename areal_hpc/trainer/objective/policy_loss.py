@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.correction import Rows, correct
+from areal_hpc.trainer.objective.importance_sampling import Rows, correct
 
 SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
 """What a loss adds up over tokens, besides their number."""

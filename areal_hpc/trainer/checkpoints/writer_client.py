@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.commits.refusal import commit_refused
-from areal_hpc.trainer.commits.writer import Remove, Write, Written
+from areal_hpc.trainer.checkpoints.refusal import commit_refused
+from areal_hpc.trainer.checkpoints.writer_process import Remove, Write, Written
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class WriterPeer:
 
     def _start(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.trainer.commits.writer",
+            [sys.executable, "-m", "areal_hpc.trainer.checkpoints.writer_process",
              str(self._memory), str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.chunks import row_chunks
+from areal_hpc.trainer.model.kernels.rms_norm import row_chunks
 
 
 def gated(gate_up: torch.Tensor) -> torch.Tensor:

@@ -16,8 +16,7 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.model.model_files import FILE_BYTES, HfSpec, write_model
-from areal_hpc.trainer.model.naming import (
+from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING,
     HfTensor,
     Parameter,
@@ -27,6 +26,7 @@ from areal_hpc.trainer.model.naming import (
     to_hf,
     to_megatron,
 )
+from areal_hpc.trainer.model.hf_files import FILE_BYTES, HfSpec, write_model
 from areal_hpc.trainer.model.policy import Policy
 
 Slices = tuple[slice, ...]

@@ -20,11 +20,11 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import AgentError, ClusterError
 from areal_hpc.telemetry import EVALUATION, EventLog, PhaseTimer
-from areal_hpc.trainer.commands import Command, Commit, Export, Idle, Publish, Stop, Train
-from areal_hpc.trainer.ledger_peer import LedgerPeer
+from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.commands import Command, Commit, Export, Idle, Publish, Stop, Train
+from areal_hpc.trainer.loop.ledger_client import LedgerPeer
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.metrics import Line, MetricsLog, describe_stalls
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
 from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.advantage import episode_rewards, group_advantages
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
+from areal_hpc.trainer.collectives import OtherRankFailed, any_rank
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.ranks import OtherRankFailed, any_rank
+from areal_hpc.trainer.objective.advantages import episode_rewards, group_advantages
 from areal_hpc.trainer.untrained import Untrained
 from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.weights.version import Fork, WeightVersion, staleness

@@ -1,14 +1,23 @@
-"""The layer norm, for Megatron-core's local layer spec."""
+"""RMSNorm for Megatron-core's local layer spec, and the rows that kernels take at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.chunks import row_chunks
+CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 26}
+"""Values of one chunk: 1 MiB of float32 fits a core's cache, 256 MiB keeps a GPU busy."""
+
+
+def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
+    """Slices that cover the rows of `matrix`."""
+    rows = max(1, CHUNK_VALUES[matrix.device.type] // max(1, matrix.shape[1]))
+    for start in range(0, matrix.shape[0], rows):
+        yield slice(start, start + rows)
 
 
 class RMSNorm(torch.nn.RMSNorm):

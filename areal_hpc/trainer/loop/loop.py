@@ -8,13 +8,13 @@ import msgspec
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import ArealError, ShardError
-from areal_hpc.trainer.commands import Command, Commit, Export, Publish, Stop, Train
-from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.collectives import OtherRankFailed, any_rank, from_rank_zero
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.model.huggingface import export_hf
-from areal_hpc.trainer.ranks import OtherRankFailed, any_rank, from_rank_zero
-from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.loop.commands import Command, Commit, Export, Publish, Stop, Train
+from areal_hpc.trainer.loop.coordinator import Conductor
+from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.model.hf_weights import export_hf
 from areal_hpc.trainer.untrained import GradientError
 
 Decider = Conductor | Replay

@@ -1,7 +1,7 @@
 """Commits: everything a restarted trainer needs, in one directory that appears whole.
 
-`step_00000040/` holds Megatron's distributed checkpoint (`sharded.py`), `trainer.json`, and the
-marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
+`step_00000040/` holds Megatron's distributed checkpoint (`megatron_format.py`), `trainer.json`, and
+the marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
 part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
 renames the directory once every writer is done and no newer trainer has taken over.
 
@@ -28,13 +28,13 @@ from areal_hpc.cluster.deadline import note_save
 from areal_hpc.durable import sync_path
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
-from areal_hpc.trainer.commits import sharded
-from areal_hpc.trainer.commits.refusal import commit_refused
-from areal_hpc.trainer.commits.writer_peer import WriterPeer
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.refusal import commit_refused
+from areal_hpc.trainer.checkpoints.writer_client import WriterPeer
+from areal_hpc.trainer.collectives import any_rank, from_rank_zero, largest, raise_together
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.ranks import any_rank, from_rank_zero, largest, raise_together
 from areal_hpc.trainer.untrained import Untrained
 from areal_hpc.weights.version import Fork
 
@@ -185,11 +185,13 @@ class CommitStore:
                 partial.mkdir(parents=True)
             dist.barrier()
             self._writer = self._writer or WriterPeer()
-            data = sharded.save(policy, optimizer, partial, self._writer.copy)
+            data = megatron_format.save(policy, optimizer, partial, self._writer.copy)
             small = []
             if is_first:  # the small files are all rank 0's
                 (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
-                small = [p.name for p in partial.iterdir() if p.suffix != sharded.DATA_SUFFIX]
+                small = [
+                    p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
+                ]
             self._writer.write(partial / data, small)
         self._begun = Commit(target, state)
         self._copied_s = time.monotonic() - began
@@ -291,7 +293,7 @@ class CommitStore:
 
 def load_commit(policy: Policy, optimizer: Any, commit: Commit) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    sharded.load(policy, optimizer, commit.path)
+    megatron_format.load(policy, optimizer, commit.path)
 
 
 def _read_state(path: Path) -> TrainerState:

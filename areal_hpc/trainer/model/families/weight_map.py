@@ -12,7 +12,7 @@ from enum import Enum
 
 import torch
 
-from areal_hpc.trainer.model.architecture import Architecture, Experts
+from areal_hpc.trainer.model.families.architecture import Architecture, Experts
 
 Shape = tuple[int, ...]
 

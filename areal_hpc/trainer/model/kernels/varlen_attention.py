@@ -13,14 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from areal_hpc.trainer.model.rectangles import gathered_places
-
-Ints = npt.NDArray[np.int64]
+from areal_hpc.trainer.batch.packing import Ints, gathered_places
 
 
 @dataclass(slots=True, eq=False)

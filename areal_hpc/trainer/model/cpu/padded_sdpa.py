@@ -11,13 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from areal_hpc.trainer.batch.packing import zig_zag
-
-Ints = npt.NDArray[np.int64]
+from areal_hpc.trainer.batch.packing import Ints, gathered_places, zig_zag
 
 LENGTH_RATIO = 0.75
 """Sequences share a rectangle while they are at least this share of its longest."""
@@ -121,19 +118,6 @@ def plan_rectangles(lengths: Ints, *, cp: int, cp_rank: int, device: torch.devic
     query_slots = _slots(query_tables, int(query_starts[-1]), device)
     key_slots = _slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
     return Rectangles(boxes, query_slots, key_slots)
-
-
-def gathered_places(index: int, lengths: Ints, cp: int) -> Ints:
-    """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
-    local_total = int(lengths.sum()) // cp
-    start = int(lengths[:index].sum()) // cp
-    if cp == 1:
-        return start + np.arange(int(lengths[index]))
-    places = np.empty(int(lengths[index]), dtype=np.int64)
-    for rank in range(cp):
-        held = zig_zag(int(lengths[index]), cp, rank)
-        places[held] = rank * local_total + start + np.arange(len(held))
-    return places
 
 
 def _rectangle(rows: list[Ints], filler: int = -1) -> Ints:

@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.commits.reader import CommittedWeights
-from areal_hpc.trainer.commits.store import Commit, CommitStore
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.model_files import FILE_BYTES, write_model
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.checkpoints.store import Commit, CommitStore
+from areal_hpc.trainer.checkpoints.weights_reader import CommittedWeights
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_files import FILE_BYTES, write_model
 
 
 def choose_commit(directory: Path, step: int | None) -> Commit:

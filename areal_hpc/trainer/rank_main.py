@@ -11,10 +11,10 @@ import torch
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer import cpu
+from areal_hpc.trainer.collectives import one_report
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import one_report
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.process_groups import close_world, open_world
 
 
 def run_rank(
@@ -37,7 +37,7 @@ def run_rank(
         SystemExit: Stopped by a signal before the end, the work so far being committed; or another
             rank failed.
     """
-    cpu.install()
+    megatron_cpu.install()
     own = open_world(
         current_task(), parallel, device, rendezvous_dir, is_cancelled=lambda: stop.requested
     )

@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.rectangles import Rectangles, plan_rectangles
-from areal_hpc.trainer.model.segments import Segments, plan_segments
-
-Ints = npt.NDArray[np.int64]
+from areal_hpc.trainer.batch.packing import Ints
+from areal_hpc.trainer.model.cpu.padded_sdpa import Rectangles, plan_rectangles
+from areal_hpc.trainer.model.kernels.varlen_attention import Segments, plan_segments
 
 
 @dataclass(slots=True, eq=False)
