@@ -11,14 +11,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.errors import ClusterError
+from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
 
-LOST_PEER = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """What gloo says on the ranks that outlive one of them."""
 FAILURES = "failures"
 """Counts failed ranks in the store that the world was opened with."""
@@ -27,16 +27,16 @@ REPORTED = "reported"
 REPORT_TIMEOUT_S = 10.0
 
 
-class OtherRankFailed(Exception):
+class OtherRankError(Exception):
     """Another rank failed and reports why."""
 
 
-def any_rank(flag: bool) -> bool:
+def any_true(flag: bool) -> bool:
     """True on every rank when it is true on one. A collective."""
-    return bool(largest(int(flag)))
+    return bool(all_reduce_max(int(flag)))
 
 
-def largest(number: int) -> int:
+def all_reduce_max(number: int) -> int:
     """The largest of the ranks' numbers, on every rank. A collective."""
     if dist.get_world_size() == 1:
         return number
@@ -45,7 +45,7 @@ def largest(number: int) -> int:
     return int(numbers)
 
 
-def from_rank_zero(message: bytes | None) -> bytes:
+def broadcast_object(message: bytes | None) -> bytes:
     """Rank 0's message, on every rank; the others pass None. A collective."""
     if dist.get_world_size() == 1:
         assert message is not None
@@ -59,18 +59,18 @@ def from_rank_zero(message: bytes | None) -> bytes:
     return body.numpy().tobytes()
 
 
-def raise_together(trouble: Exception | None) -> None:
+def raise_on_all_ranks(trouble: Exception | None) -> None:
     """All ranks go on, or none does: a rank in trouble raises it. A collective.
 
     Raises:
-        OtherRankFailed: This rank is well, another one is not.
+        OtherRankError: This rank is well, another one is not.
     """
-    if any_rank(trouble is not None):
-        raise trouble or OtherRankFailed
+    if any_true(trouble is not None):
+        raise trouble or OtherRankError
 
 
 @contextmanager
-def one_report() -> Iterator[None]:
+def report_first_failure() -> Iterator[None]:
     """Of all ranks that fail in the block, let the one that failed first say why.
 
     The end of a rank breaks the collectives of all others. What they would report is a lost
@@ -83,12 +83,12 @@ def one_report() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # boundary: raised again, unless another rank reports
-        if isinstance(error, OtherRankFailed):
+        if isinstance(error, OtherRankError):
             _await_report()
-        if isinstance(error, OtherRankFailed) or not _is_first_to_fail():
+        if isinstance(error, OtherRankError) or not _is_first_to_fail():
             logger.info("leaving, because another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
-        if isinstance(error, RuntimeError) and LOST_PEER.search(str(error)):
+        if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
             raise ClusterError(
                 f"another rank of the trainer vanished: {error}",
                 hint="read the other ranks' logs; the out-of-memory killer is named in dmesg alone",
@@ -99,13 +99,13 @@ def one_report() -> Iterator[None]:
 def _await_report() -> None:
     """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
     with contextlib.suppress(RuntimeError):
-        _get_default_store().wait([REPORTED], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+        get_default_store().wait([REPORTED], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
 
 
 def _is_first_to_fail() -> bool:
     if dist.get_world_size() == 1:
         return True
-    store = _get_default_store()
+    store = get_default_store()
     try:
         is_first = store.add(FAILURES, 1) == 1
     except RuntimeError:  # rank 0 kept the store, and is gone

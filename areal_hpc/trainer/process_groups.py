@@ -29,7 +29,7 @@ COLLECTIVE_TIMEOUT_S = 1800.0
 logger = logging.getLogger(__name__)
 
 
-def open_world(
+def init_process_groups(
     task: TaskPosition,
     parallel: ParallelConfig,
     device: Literal["auto", "cpu", "cuda"],
@@ -73,7 +73,7 @@ def open_world(
     return own
 
 
-def close_world() -> None:
+def destroy_process_groups() -> None:
     """Leave the groups."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

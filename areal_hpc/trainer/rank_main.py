@@ -11,10 +11,10 @@ import torch
 from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer.collectives import one_report
+from areal_hpc.trainer.collectives import report_first_failure
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.process_groups import close_world, open_world
+from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 
 
 def run_rank(
@@ -34,15 +34,15 @@ def run_rank(
         train: The work; whether it came to its end.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
-    megatron_cpu.install()
-    own = open_world(
+    megatron_cpu.patch_megatron_for_cpu()
+    own = init_process_groups(
         current_task(), parallel, device, rendezvous_dir, is_cancelled=lambda: stop.requested
     )
-    with one_report():
+    with report_first_failure():
         finished = train(own)
-    close_world()
+    destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)

@@ -16,7 +16,7 @@ from areal_hpc.layout import RunLayout
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import make_learner
 from areal_hpc.trainer.loop.loop import run_loop
-from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.weights.version import Fork
 
@@ -41,10 +41,10 @@ class ReplayJobConfig(StageConfig):
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train the steps asked for, from the newest commit in the directory or the starting model.
+    """Train the steps asked for, from the newest checkpoint in the directory or the starting model.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
     job = ReplayJobConfig.model_validate(config)
@@ -64,14 +64,16 @@ def _train(
 ) -> bool:
     forks = [Fork(epoch, step) for epoch, step in job.forks]
     learner = make_learner(
-        job.trainer, layout, job.model_path, device, epoch=forks[-1].epoch, seed=job.seed
+        job.trainer, layout, job.model_path, device, generation=forks[-1].epoch, seed=job.seed
     )
     # Tokens are as old as they were: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
-    replay = None
+    coordinator = None
     if dist.get_rank() == 0:
         learner.clean()
-        replay = Replay(learner, layout, job.trainer, job.first_step, job.last_step, stop)
-    finished = run_loop(learner, replay, stop)
+        coordinator = make_replay_coordinator(
+            learner, layout, job.trainer, job.first_step, job.last_step, stop
+        )
+    finished = run_loop(learner, coordinator, stop)
     learner.close()
     return finished

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.batch.packing import TrainingRow
 
-Messages = list[dict[str, Any]]
+Conversation = list[dict[str, Any]]
 
 
-def read_demonstrations(path: Path) -> list[Messages]:
+def read_demonstrations(path: Path) -> list[Conversation]:
     """The conversations of a JSON-lines file, each ending with an assistant's message.
 
     Raises:
         RecipeError: A line is not such a conversation, or there is none.
     """
-    conversations: list[Messages] = []
+    conversations: list[Conversation] = []
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
             messages = json.loads(line).get("messages")
@@ -36,7 +36,7 @@ def read_demonstrations(path: Path) -> list[Messages]:
     return conversations
 
 
-def batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
+def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
     """The demonstrations of one step: passes over all of them, each in an order of its own."""
     first = step * batch_size
     orders: dict[int, Any] = {}
@@ -49,7 +49,7 @@ def batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]
     return chosen
 
 
-class Tokenizer:
+class ConversationTokenizer:
     """Turns conversations into rows with the model's own chat template.
 
     The prompt is tokenised apart from the reply, as it is when the model is sampled. The reply
@@ -63,7 +63,7 @@ class Tokenizer:
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._end = self._tokenizer.eos_token_id
 
-    def rows(self, conversations: Sequence[Messages]) -> list[Row]:
+    def rows(self, conversations: Sequence[Conversation]) -> list[TrainingRow]:
         """One row per conversation; its last message is scored.
 
         Raises:
@@ -89,9 +89,9 @@ class Tokenizer:
         half = len(prompts)
         return [self._row(ids[place], ids[half + place]) for place in range(half)]
 
-    def _row(self, prompt: list[int], reply: list[int]) -> Row:
+    def _row(self, prompt: list[int], reply: list[int]) -> TrainingRow:
         if self._end in reply:
             reply = reply[: len(reply) - reply[::-1].index(self._end)]
         loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
         loss_mask[len(prompt) :] = 1
-        return Row(np.array(prompt + reply, dtype=np.int32), loss_mask, {})
+        return TrainingRow(np.array(prompt + reply, dtype=np.int32), loss_mask, {})

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.packing import TEMPERATURE, Row
-from areal_hpc.trainer.collectives import OtherRankFailed, any_rank
+from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
+from areal_hpc.trainer.collectives import OtherRankError, any_true
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.objective.advantages import episode_rewards, group_advantages
+from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
 from areal_hpc.trainer.untrained import Untrained
 from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.weights.version import Fork, WeightVersion, staleness
@@ -30,12 +30,12 @@ ADVANTAGE, BEHAVIOUR, CURRENT, AGE = "advantage", "behaviour", "current", "age"
 """Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
 current weights did the sampling, and how many versions old those that did it are."""
 
-SHARD_PATIENCE_S = 60.0
+SHARD_TIMEOUT_S = 60.0
 """How long a shard may take to become visible on another node of a shared file system."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Batch:
+class TrajectoryBatch:
     """The trajectories of one manifest with the rewards it states, in manifest order [B]."""
 
     trajectories: list[Trajectory]
@@ -52,25 +52,25 @@ class Batch:
         return [trajectory.episode for trajectory in self.trajectories]
 
 
-def read_batch(manifest: BatchManifest, shards_dir: Path) -> Batch:
+def read_batch(manifest: BatchManifest, shards_dir: Path) -> TrajectoryBatch:
     """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
 
     Raises:
         ShardError: This rank could not read a shard although it waited.
-        OtherRankFailed: Another one could not.
+        OtherRankError: Another one could not.
     """
-    give_up_at = time.monotonic() + SHARD_PATIENCE_S
+    give_up_at = time.monotonic() + SHARD_TIMEOUT_S
     while True:
         trouble: ShardError | None = None
         try:
             trajectories = _read(manifest, shards_dir)
         except ShardError as error:
             trouble, trajectories = error, []
-        if not any_rank(trouble is not None):
+        if not any_true(trouble is not None):
             rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
-            return Batch(trajectories, rewards)
-        if any_rank(time.monotonic() >= give_up_at):
-            raise trouble or OtherRankFailed
+            return TrajectoryBatch(trajectories, rewards)
+        if any_true(time.monotonic() >= give_up_at):
+            raise trouble or OtherRankError
         logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
         time.sleep(0.5)
 
@@ -87,15 +87,15 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
 
 
 def leave_out_unsound(
-    batch: Batch, manifest: BatchManifest, vocab_size: int
-) -> tuple[Batch, list[Untrained]]:
+    batch: TrajectoryBatch, manifest: BatchManifest, vocab_size: int
+) -> tuple[TrajectoryBatch, list[Untrained]]:
     """The batch without the tickets that hold an unsound row, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
     rows of sealed shards and decides alike.
     """
     rows = iter(batch.trajectories)
-    sound, left_out = Batch([], []), []
+    sound, left_out = TrajectoryBatch([], []), []
     for ticket in manifest.tickets:
         own = list(itertools.islice(rows, len(ticket.rows)))
         if defect := _find_defect(own, ticket, vocab_size):
@@ -119,15 +119,18 @@ def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int)
     return None
 
 
-def make_rows(
-    batch: Batch, current: WeightVersion, forks: Sequence[Fork], objective: ObjectiveConfig
-) -> list[Row]:
+def build_rows(
+    batch: TrajectoryBatch,
+    current: WeightVersion,
+    forks: Sequence[Fork],
+    objective: ObjectiveConfig,
+) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
-    advantages_B = group_advantages(
+    advantages_B = compute_group_advantages(
         batch.rewards, batch.groups, batch.episodes, objective.min_reward_std
     )
     tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
-    held = [version.packed for version in same_weights(current, forks)]
+    held = [version.packed for version in find_equal_versions(current, forks)]
     rows = []
     for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
         size = trajectory.num_tokens
@@ -140,12 +143,12 @@ def make_rows(
             channels[AGE] = _ages(trajectory.versions_T, current, forks)
         if tempered:
             channels[TEMPERATURE] = np.full(size, _temperature(trajectory), dtype=np.float32)
-        rows.append(Row(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
+        rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
     return rows
 
 
-def same_weights(current: WeightVersion, forks: Sequence[Fork]) -> list[WeightVersion]:
-    """The names that the current weights have had: a restart gives those of a commit a new one."""
+def find_equal_versions(current: WeightVersion, forks: Sequence[Fork]) -> list[WeightVersion]:
+    """Versions with the current weights: a restart gives those of a checkpoint a new name."""
     names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
     return [
         name
@@ -169,7 +172,9 @@ def _temperature(trajectory: Trajectory) -> float:
     return trajectory.temperature or 1.0
 
 
-def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dict[str, float]:
+def summarize_batch(
+    batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[Fork]
+) -> dict[str, float]:
     """What the batch is like, before any training: rewards, sizes, ages of its tokens.
 
     A batch without rows has no mean reward.
@@ -181,7 +186,7 @@ def describe(batch: Batch, current: WeightVersion, forks: Sequence[Fork]) -> dic
     for key in zip(batch.groups, batch.episodes, strict=True):
         numbers.setdefault(key, len(numbers))
     places = [numbers[key] for key in zip(batch.groups, batch.episodes, strict=True)]
-    rewards = episode_rewards(batch.rewards, places)
+    rewards = mean_episode_rewards(batch.rewards, places)
     mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
     return mean | {
         "episodes": len(numbers),

@@ -1,4 +1,4 @@
-"""A commit of a run as a model directory that transformers and SGLang load. One process."""
+"""A checkpoint of a run as a model directory that transformers and SGLang load. One process."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.checkpoints.store import Commit, CommitStore
-from areal_hpc.trainer.checkpoints.weights_reader import CommittedWeights
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, Commit
+from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights
 from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.hf_files import FILE_BYTES, write_model
+from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_model
 
 
-def choose_commit(directory: Path, step: int | None) -> Commit:
-    """The newest complete commit, or that of one step.
+def choose_checkpoint(directory: Path, step: int | None) -> Commit:
+    """The newest complete checkpoint, or that of one step.
 
     Raises:
         RecipeError: There is none.
     """
-    commits = CommitStore(directory, keep=1).complete()
-    if not commits:
+    checkpoints = CheckpointStore(directory, keep=1).complete()
+    if not checkpoints:
         raise RecipeError(
             "the run has no complete commit yet",
             key=str(directory),
             hint="wait for the first, or lower trainer.commit_every_steps",
         )
     if step is None:
-        return commits[-1]
-    for commit in commits:
-        if commit.state.step == step:
-            return commit
-    held = ", ".join(str(commit.state.step) for commit in commits)
+        return checkpoints[-1]
+    for checkpoint in checkpoints:
+        if checkpoint.state.step == step:
+            return checkpoint
+    held = ", ".join(str(checkpoint.state.step) for checkpoint in checkpoints)
     raise RecipeError(
         f"there is no commit of step {step}; the run holds {held}",
         key=str(directory),
@@ -41,26 +41,26 @@ def choose_commit(directory: Path, step: int | None) -> Commit:
     )
 
 
-def export_commit(
-    commit: Commit,
+def export_checkpoint(
+    checkpoint: Commit,
     model_path: Path,
     target_dir: Path,
     say: Callable[[str], None],
     *,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write the weights of a commit, with `model_path`'s configuration and tokenizer.
+    """Write the weights of a checkpoint, with `model_path`'s configuration and tokenizer.
 
     Raises:
-        RecipeError: The commit is of another model.
-        ClusterError: The commit vanished while it was read.
+        RecipeError: The checkpoint is of another model.
+        ClusterError: The checkpoint vanished while it was read.
     """
 
     def progress(done_bytes: int, total_bytes: int) -> None:
         say(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
 
     try:
-        weights = CommittedWeights(commit.path, read_architecture(model_path))
+        weights = CheckpointWeights(checkpoint.path, read_architecture(model_path))
         write_model(
             weights.tensors(), weights.specs(), model_path, target_dir,
             file_bytes=file_bytes, on_file=progress,
@@ -68,6 +68,6 @@ def export_commit(
     except FileNotFoundError as error:
         raise ClusterError(
             f"a file vanished while it was read: {error.filename}",
-            key=str(commit.path),
+            key=str(checkpoint.path),
             hint="a running trainer deletes old commits: export a newer one",
         ) from error

@@ -1,4 +1,4 @@
-"""The error of a commit that the storage did not take. No torch: writers import it."""
+"""The error of a checkpoint that the storage did not take. No torch: writers import it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 
 
-def commit_refused(path: Path, reason: object) -> ClusterError:
-    """Says which commit, why, and what to do."""
+def build_checkpoint_error(path: Path, reason: object) -> ClusterError:
+    """Says which checkpoint, why, and what to do."""
     return ClusterError(
         f"a commit could not be written: {reason}",
         key=str(path),

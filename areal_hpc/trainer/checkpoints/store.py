@@ -1,5 +1,6 @@
-"""Commits: everything a restarted trainer needs, in one directory that appears whole.
+"""Checkpoint store: atomic directories, retention, asynchronous writes.
 
+A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
 `step_00000040/` holds Megatron's distributed checkpoint (`megatron_format.py`), `trainer.json`, and
 the marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
 part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
@@ -18,6 +19,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +31,14 @@ from areal_hpc.durable import sync_path
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.checkpoints import megatron_format
-from areal_hpc.trainer.checkpoints.refusal import commit_refused
-from areal_hpc.trainer.checkpoints.writer_client import WriterPeer
-from areal_hpc.trainer.collectives import any_rank, from_rank_zero, largest, raise_together
+from areal_hpc.trainer.checkpoints.refusal import build_checkpoint_error
+from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.collectives import (
+    all_reduce_max,
+    any_true,
+    broadcast_object,
+    raise_on_all_ranks,
+)
 from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
@@ -44,7 +51,13 @@ VISIBLE_TIMEOUT_S = 60.0
 """How long rank 0's choice may take to become visible on another node of shared storage."""
 POLL_S = 0.2
 
-DONE, PENDING, FAILED = range(3)
+
+class WriteStatus(IntEnum):
+    """How far a rank's part of a checkpoint is; the largest of all ranks decides."""
+
+    DONE = 0
+    PENDING = 1
+    FAILED = 2
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,88 +89,90 @@ class Commit:
     state: TrainerState
 
 
-class CommitStore:
-    """The commits of one training stage. One may be in the writing at a time.
+class CheckpointStore:
+    """The checkpoints of one training stage. One may be in the writing at a time.
 
     Args:
-        directory: Holds one folder per commit.
-        keep: Complete commits kept; older ones are deleted.
-        fence: Called on rank 0 before a commit becomes visible; raises when this trainer has been
-            replaced.
+        directory: Holds one folder per checkpoint.
+        keep: Complete checkpoints kept; older ones are deleted.
+        check_generation: Called on rank 0 before a checkpoint becomes visible; raises when this
+            trainer has been replaced.
     """
 
     def __init__(
-        self, directory: Path, keep: int, fence: Callable[[], None] = lambda: None
+        self, directory: Path, keep: int, check_generation: Callable[[], None] = lambda: None
     ) -> None:
         self._directory = directory
         self._keep = keep
-        self._fence = fence
-        self._writer: WriterPeer | None = None
+        self._check_generation = check_generation
+        self._writer: WriterClient | None = None
         self._begun: Commit | None = None
         self._copied_s = 0.0
 
     # Reading ---------------------------------------------------------------------------------
 
     def complete(self) -> list[Commit]:
-        """Every complete commit, oldest first; a later epoch's come after an earlier one's.
+        """Every complete checkpoint, oldest first; a later generation's after an earlier one's.
 
-        A trainer that was replaced may still commit a higher step. It sorts before the commits
-        of its successor, so the newest epoch's chain is the one that is followed.
+        A trainer that was replaced may still save a higher step. It sorts before the checkpoints
+        of its successor, so the newest generation's chain is the one that is followed.
         """
         if not self._directory.is_dir():
             return []
-        commits = []
+        checkpoints = []
         for path in self._directory.iterdir():
             if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).exists():
                 with suppress(FileNotFoundError):  # hidden just now by a trainer at work
-                    commits.append(Commit(path, _read_state(path)))
-        return sorted(commits, key=lambda commit: (commit.state.epoch, commit.state.step))
+                    checkpoints.append(Commit(path, _read_state(path)))
+        return sorted(checkpoints, key=lambda found: (found.state.epoch, found.state.step))
 
     def latest(self) -> Commit | None:
-        """The commit to resume from, as this rank sees it."""
-        commits = self.complete()
-        return commits[-1] if commits else None
+        """The checkpoint to resume from, as this rank sees it."""
+        checkpoints = self.complete()
+        return checkpoints[-1] if checkpoints else None
 
-    def agree_on_latest(self) -> Commit | None:
-        """Rank 0's latest commit, on every rank. A collective.
+    def find_latest_on_all_ranks(self) -> Commit | None:
+        """Rank 0's latest checkpoint, on every rank. A collective.
 
         Nodes may see a shared directory differently for some seconds: had each rank its own
         choice, they could resume from different steps.
 
         Raises:
-            ClusterError: A rank cannot see the commit that rank 0 chose.
+            ClusterError: A rank cannot see the checkpoint that rank 0 chose.
         """
         message = None
         if dist.get_rank() == 0:
             found = self.latest()
             message = msgspec.json.encode((found.path.name, found.state) if found else None)
-        chosen = msgspec.json.decode(from_rank_zero(message), type=tuple[str, TrainerState] | None)
+        chosen = msgspec.json.decode(
+            broadcast_object(message), type=tuple[str, TrainerState] | None
+        )
         if chosen is None:
             return None
         path = self._directory / chosen[0]
         give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
-        while any_rank(is_hidden := not (path / MARKER).exists()):
-            if any_rank(time.monotonic() >= give_up_at):
+        while any_true(is_hidden := not (path / MARKER).exists()):
+            if any_true(time.monotonic() >= give_up_at):
                 trouble = ClusterError(
                     "rank 0 resumes from a commit that this rank cannot see",
                     key=str(path),
                     hint="check that every node mounts the run directory",
                 )
-                raise_together(trouble if is_hidden else None)
+                raise_on_all_ranks(trouble if is_hidden else None)
             time.sleep(POLL_S)
         return Commit(path, chosen[1])
 
-    def clean(self, epoch: int) -> None:
-        """Delete what interrupted commits left behind. For rank 0, before the first commit.
+    def clean(self, generation: int) -> None:
+        """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
 
         Args:
-            epoch: Of this trainer. A later one's commit in the writing is not ours to touch.
+            generation: Of this trainer. What a later one is writing is not ours to touch.
         """
         if not self._directory.is_dir():
             return
         for path in self._directory.glob(".step_*"):
             written_by = re.search(r"\.epoch_(\d+)$", path.name)
-            if written_by is None or int(written_by[1]) <= epoch:
+            if written_by is None or int(written_by[1]) <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{step_name(0)}.{uuid.uuid4().hex}")
                 path.rename(doomed)
@@ -166,13 +181,13 @@ class CommitStore:
     # Writing ---------------------------------------------------------------------------------
 
     def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
-        """Copy the state and begin to write it. A collective; waits for an earlier commit first.
+        """Copy the state and begin to write it. A collective; waits for an earlier one first.
 
         Returns:
-            The directory that the commit will have.
+            The directory that the checkpoint will have.
 
         Raises:
-            ClusterError: The storage refused this commit or the one before.
+            ClusterError: The storage refused this checkpoint or the one before.
         """
         self.finish()
         began = time.monotonic()
@@ -184,8 +199,8 @@ class CommitStore:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
             dist.barrier()
-            self._writer = self._writer or WriterPeer()
-            data = megatron_format.save(policy, optimizer, partial, self._writer.copy)
+            self._writer = self._writer or WriterClient()
+            data = megatron_format.save_sharded(policy, optimizer, partial, self._writer.copy)
             small = []
             if is_first:  # the small files are all rank 0's
                 (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
@@ -198,48 +213,49 @@ class CommitStore:
         return target
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Make the commit in the writing visible if all of it is on disk. A collective.
+        """Make the checkpoint being written visible if all of it is on disk. A collective.
 
         Returns:
-            True on every rank when the commit became visible and durable in this call.
+            True on every rank when it became visible and durable in this call.
 
         Raises:
             ClusterError: It could not be written.
-            SupersededError: A newer trainer owns the run; the commit stays invisible.
-            OtherRankFailed: One of these was raised on another rank.
+            SupersededError: A newer trainer owns the run; the checkpoint stays invisible.
+            OtherRankError: One of these was raised on another rank.
         """
         if self._begun is None:
             return False
         assert self._writer is not None
-        progress = PENDING
+        progress = WriteStatus.PENDING
         trouble: ArealError | None = None
         try:
-            progress = DONE if self._writer.poll(timeout_s) else PENDING
+            if self._writer.poll(timeout_s):
+                progress = WriteStatus.DONE
         except ClusterError as error:
-            progress, trouble = FAILED, error
-        slowest = largest(progress)
-        if slowest == PENDING:
+            progress, trouble = WriteStatus.FAILED, error
+        slowest = all_reduce_max(progress)
+        if slowest == WriteStatus.PENDING:
             return False
-        if slowest == DONE and dist.get_rank() == 0:
+        if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
                 self._make_visible(self._begun)
                 note_save(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
-        raise_together(trouble)
+        raise_on_all_ranks(trouble)
         self._begun = None
         return True
 
     def finish(self) -> bool:
-        """Wait for the commit in the writing; false when there was none. A collective."""
+        """Wait for the checkpoint being written; false when there was none. A collective."""
         if self._begun is None:
             return False
         while not self.poll(POLL_S):
             pass
         return True
 
-    def commit(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
-        """Write a commit. A collective; returns when it is visible and durable."""
+    def save(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
+        """Write a checkpoint. A collective; returns when it is visible and durable."""
         target = self.begin(policy, optimizer, state)
         self.finish()
         return target
@@ -250,8 +266,8 @@ class CommitStore:
             self._writer.close()
             self._writer = None
 
-    def _partial(self, target: Path, epoch: int) -> Path:
-        return self._directory / f".{target.name}.epoch_{epoch}"
+    def _partial(self, target: Path, generation: int) -> Path:
+        return self._directory / f".{target.name}.epoch_{generation}"
 
     def _make_visible(self, commit: Commit) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous.
@@ -265,11 +281,11 @@ class CommitStore:
             (partial / MARKER).touch()
             sync_path(partial / MARKER)
             sync_path(partial)
-            self._fence()
+            self._check_generation()
             self._put_in_place(partial, commit)
             sync_path(self._directory)
             for old in self.complete()[: -self._keep]:
-                # Hidden first: a half-deleted commit must not look complete.
+                # Hidden first: a half-deleted checkpoint must not look complete.
                 doomed = old.path.with_name(f".{old.path.name}.old")
                 old.path.rename(doomed)
                 if self._writer is not None:
@@ -291,9 +307,9 @@ class CommitStore:
             partial.rename(target)
 
 
-def load_commit(policy: Policy, optimizer: Any, commit: Commit) -> None:
+def load_checkpoint(policy: Policy, optimizer: Any, checkpoint: Commit) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
-    megatron_format.load(policy, optimizer, commit.path)
+    megatron_format.load_sharded(policy, optimizer, checkpoint.path)
 
 
 def _read_state(path: Path) -> TrainerState:
@@ -305,4 +321,4 @@ def _storage(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise commit_refused(path, error) from error
+        raise build_checkpoint_error(path, error) from error

@@ -1,4 +1,4 @@
-"""The commit writer as its rank sees it."""
+"""The checkpoint writer as its rank sees it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.checkpoints.refusal import commit_refused
-from areal_hpc.trainer.checkpoints.writer_process import Remove, Write, Written
+from areal_hpc.trainer.checkpoints.refusal import build_checkpoint_error
+from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
 
 logger = logging.getLogger(__name__)
 
-TRIES = 2
-"""Writers that one file may cost before the commit is given up."""
-LEAVE_TIMEOUT_S = 60.0
-"""How long a writer may still be deleting old commits at the end of a run."""
+MAX_TRIES = 2
+"""Writers that one file may cost before the checkpoint is given up."""
+EXIT_TIMEOUT_S = 60.0
+"""How long a writer may still be deleting old checkpoints at the end of a run."""
 
 
-class WriterPeer:
+class WriterClient:
     """One rank's memory shared with a writer process, and that process.
 
-    The memory holds one copy of the rank's part of a commit, from the first commit to the end of
+    The memory holds one copy of the rank's part of a checkpoint, from the first one to the end of
     the run: 16 bytes of host memory a parameter in float32, 14 in bfloat16, on the first of each
     set of data-parallel ranks; next to nothing on the others. It is anonymous: a kill leaves
     nothing of it behind.
@@ -39,7 +39,7 @@ class WriterPeer:
 
     def __init__(self) -> None:
         self._memory = os.memfd_create("commit")
-        self._request: Write | None = None
+        self._request: WriteRequest | None = None
         self.took_s = 0.0
         """What the last file took to write."""
         self._tries = 0
@@ -73,7 +73,7 @@ class WriterPeer:
             neighbours: Names of files beside it that are to become durable with it.
         """
         size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
-        self._request = Write(str(path), size_bytes, neighbours)
+        self._request = WriteRequest(str(path), size_bytes, neighbours)
         self._tries = 1
         self._send(self._request)
 
@@ -94,9 +94,9 @@ class WriterPeer:
         if not line.endswith(b"\n"):
             self._replace()
             return False
-        reply = msgspec.json.decode(line, type=Written)
+        reply = msgspec.json.decode(line, type=WriteReply)
         if reply.error:
-            raise commit_refused(Path(self._request.path), reply.error)
+            raise build_checkpoint_error(Path(self._request.path), reply.error)
         logger.debug("%s took %.1f s", self._request.path, reply.seconds)
         self._request = None
         self.took_s = reply.seconds
@@ -106,9 +106,9 @@ class WriterPeer:
         assert self._request is not None
         self._abandon()
         code = self._process.wait()
-        if self._tries == TRIES:
+        if self._tries == MAX_TRIES:
             raise ClusterError(
-                f"the writer of commits died {TRIES} times, at last with exit code {code}",
+                f"the writer of commits died {MAX_TRIES} times, at last with exit code {code}",
                 key=self._request.path,
                 hint="look for the out-of-memory killer in dmesg",
             )
@@ -117,14 +117,14 @@ class WriterPeer:
         self._tries += 1
         self._send(self._request)
         for directory in self._doomed:
-            self._send(Remove(str(directory)))
+            self._send(RemoveRequest(str(directory)))
 
     def remove(self, directory: Path) -> None:
         """Delete a directory in the background, after what is in the writing."""
         self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
-        self._send(Remove(str(directory)))
+        self._send(RemoveRequest(str(directory)))
 
-    def _send(self, request: Write | Remove) -> None:
+    def _send(self, request: WriteRequest | RemoveRequest) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
@@ -134,7 +134,7 @@ class WriterPeer:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            self._process.wait(LEAVE_TIMEOUT_S)
+            self._process.wait(EXIT_TIMEOUT_S)
             for directory in self._doomed:  # gone, unless the writer died before
                 shutil.rmtree(directory, ignore_errors=True)
         except subprocess.TimeoutExpired:

@@ -1,4 +1,4 @@
-"""The process that writes a rank's part of a commit to disk: `python -m` this module.
+"""The process that writes a rank's part of a checkpoint to disk: `python -m` this module.
 
 It shares one piece of memory with its rank, told by descriptor on the command line. Requests
 come in on standard input and replies go out on standard output, one JSON object a line. It
@@ -22,10 +22,10 @@ from areal_hpc.durable import sync_path
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""
-PIECE_BYTES = 64 * 1024**2
+CHUNK_BYTES = 64 * 1024**2
 
 
-class Write(msgspec.Struct, frozen=True, tag=True):
+class WriteRequest(msgspec.Struct, frozen=True, tag=True):
     """Put the first `size_bytes` of the shared memory into a new file, durably."""
 
     path: str
@@ -34,13 +34,13 @@ class Write(msgspec.Struct, frozen=True, tag=True):
     """Files in the same directory, already written, that are to be durable as well."""
 
 
-class Remove(msgspec.Struct, frozen=True, tag=True):
+class RemoveRequest(msgspec.Struct, frozen=True, tag=True):
     """Delete a directory that nobody looks at any more. Has no reply."""
 
     path: str
 
 
-class Written(msgspec.Struct, frozen=True):
+class WriteReply(msgspec.Struct, frozen=True):
     """The reply to a `Write`."""
 
     seconds: float
@@ -58,14 +58,14 @@ def main() -> None:
         return
     os.nice(NICENESS)
     for line in sys.stdin.buffer:
-        match msgspec.json.decode(line, type=Write | Remove):
-            case Remove(path):
+        match msgspec.json.decode(line, type=WriteRequest | RemoveRequest):
+            case RemoveRequest(path):
                 shutil.rmtree(path, ignore_errors=True)  # the next start cleans up the rest
-            case Write() as request:
+            case WriteRequest() as request:
                 os.write(1, msgspec.json.encode(_carry_out(request, memory)) + b"\n")
 
 
-def _carry_out(request: Write, memory: int) -> Written:
+def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     began = time.perf_counter()
     try:
         path = Path(request.path)
@@ -74,8 +74,8 @@ def _carry_out(request: Write, memory: int) -> Written:
             sync_path(path.parent / name)
         sync_path(path.parent)
     except OSError as error:
-        return Written(time.perf_counter() - began, str(error))
-    return Written(time.perf_counter() - began)
+        return WriteReply(time.perf_counter() - began, str(error))
+    return WriteReply(time.perf_counter() - began)
 
 
 def _copy(memory: int, path: Path, size_bytes: int) -> None:
@@ -84,7 +84,7 @@ def _copy(memory: int, path: Path, size_bytes: int) -> None:
     try:
         offset = 0
         while offset < size_bytes:
-            count = min(PIECE_BYTES, size_bytes - offset)
+            count = min(CHUNK_BYTES, size_bytes - offset)
             offset += os.sendfile(target, memory, offset, count)
         os.fsync(target)
     finally:

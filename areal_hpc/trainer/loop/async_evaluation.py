@@ -13,7 +13,7 @@ from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.version import WeightVersion
 
 
-class SideEvaluation:
+class AsyncEvaluation:
     """What is under way and what is still owed.
 
     Args:
@@ -27,7 +27,7 @@ class SideEvaluation:
         self.under_way: WeightVersion | None = None
         """The version whose episodes are being played, or wait for its weights."""
 
-    def is_owed(self, step: int) -> bool:
+    def is_pending(self, step: int) -> bool:
         """Weights up to `step` remain to be judged."""
         due = self._schedule.evaluated_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)

@@ -1,4 +1,4 @@
-"""The ledger as the trainer's first rank sees it."""
+"""Trainer's client of the ledger, followed across restarts."""
 
 from __future__ import annotations
 
@@ -27,61 +27,63 @@ from areal_hpc.wire.ledger import (
 
 logger = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply")
+ReplyT = TypeVar("ReplyT")
 
 LEDGER_NAME = "ledger"
 START_TIMEOUT_S = 120.0
-PATIENCE_S = 120.0
+UNREACHABLE_TIMEOUT_S = 120.0
 """How long the ledger may be away. Its supervisor restarts it within seconds."""
-TRY_S = 2.0
+RETRY_S = 2.0
 """After this long without a connection its address is looked up again."""
-ANSWER_S = 15.0
+REPLY_TIMEOUT_S = 15.0
 """A ledger that takes longer for what needs no waiting hangs."""
-CONFLICT = 409
+HTTP_CONFLICT = 409
 
 
-class LedgerPeer:
+class LedgerClient:
     """The ledger of a run, followed to its new address when it restarts.
 
-    Every call raises SupersededError when a newer epoch has been opened, and ClusterError when
+    Every call raises SupersededError when a newer generation has been opened, and ClusterError when
     the ledger stays away or `is_stopping` becomes true while it is.
     """
 
     def __init__(
-        self, rendezvous_dir: Path, admin_key: str, epoch: int, is_stopping: Callable[[], bool]
+        self, rendezvous_dir: Path, admin_key: str, generation: int, is_stopping: Callable[[], bool]
     ) -> None:
         self._dir = rendezvous_dir
         self._key = admin_key
-        self._epoch = epoch
+        self._generation = generation
         self._is_stopping = is_stopping
         self._client: WireClient | None = None
 
-    def open_epoch(self, base_step: int, evaluated_step: int = -1) -> None:
-        """This trainer has taken the epoch and goes on after `base_step`.
+    def open_generation(self, base_step: int, evaluated_step: int = -1) -> None:
+        """This trainer has taken the generation and goes on after `base_step`.
 
         Args:
             base_step: The step whose weights it has.
             evaluated_step: Whose evaluation, if it is under way, may go on.
         """
-        request = OpenEpochRequest(self._epoch, base_step, evaluated_step)
+        request = OpenEpochRequest(self._generation, base_step, evaluated_step)
         self._call("/open_epoch", request, Acknowledged)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""
-        return self._call("/batch", BatchRequest(self._epoch, step, wait_s), BatchReply, wait_s)
+        return self._call(
+            "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
+        )
 
     def publish(self, step: int) -> None:
         """Every replica in service has the weights of `step`."""
-        self._call("/publish", PublishRequest(self._epoch, step), Acknowledged)
+        self._call("/publish", PublishRequest(self._generation, step), Acknowledged)
 
     def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
         """Ask for the evaluation of `step`, or how far it is."""
-        request = EvaluateRequest(self._epoch, step, n_tasks, wait_s)
+        request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
         return self._call("/evaluate", request, EvaluateReply, wait_s)
 
     def finish(self) -> None:
         """The run is complete."""
-        self._call("/finish", FinishRequest(self._epoch), Acknowledged)
+        self._call("/finish", FinishRequest(self._generation), Acknowledged)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -89,21 +91,21 @@ class LedgerPeer:
             self._client.close()
 
     def _call(
-        self, route: str, request: msgspec.Struct, reply: type[Reply], wait_s: float = 0.0
-    ) -> Reply:
+        self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
+    ) -> ReplyT:
         give_up_at = float("inf")
         while True:
             client = self._client or self._connect()
             try:
                 return client.call(
-                    route, request, reply, patience_s=TRY_S, timeout_s=wait_s + ANSWER_S
+                    route, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
                 )
             except HttpRefused as refusal:
-                if refusal.status == CONFLICT:
+                if refusal.status == HTTP_CONFLICT:
                     raise SupersededError(refusal.body) from refusal
                 raise
             except ClusterError as error:
-                give_up_at = min(give_up_at, time.monotonic() + PATIENCE_S)
+                give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_TIMEOUT_S)
                 if time.monotonic() >= give_up_at or self._is_stopping():
                     raise
                 logger.info("looking for the ledger again: %s", error)

@@ -1,4 +1,4 @@
-"""What happens at which step. Pure."""
+"""Schedule: which steps evaluate, checkpoint and export. Pure."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Schedule:
 
     total_steps: int
     commit_every_steps: int
-    export_every_steps: int
-    """0 exports only the last step."""
+    export_every_steps: int | None
+    """0 exports only the last step, None exports nothing."""
     evaluation_every_steps: int
     """0 evaluates only the first and the last weights."""
     evaluation_tasks: int
@@ -33,11 +33,19 @@ class Schedule:
         ends = (step for step in (0, self.total_steps) if after < step <= until)
         return sorted({*regular, *ends})
 
-    def commits(self, step: int) -> bool:
+    def saves_checkpoint(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""
         return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)
 
     def exports(self, step: int) -> bool:
         """The weights of `step` are written as a Hugging Face model."""
         every = self.export_every_steps
-        return step > 0 and (step == self.total_steps or (every > 0 and step % every == 0))
+        return (
+            every is not None
+            and step > 0
+            and (step == self.total_steps or (every > 0 and step % every == 0))
+        )
+
+    def ends_with_checkpoint(self, step: int) -> bool:
+        """`step` is the last one, and its weights are neither exported nor evaluated."""
+        return step >= self.total_steps and not self.exports(step) and not self.evaluates(step)

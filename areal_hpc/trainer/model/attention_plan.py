@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.batch.packing import Ints
-from areal_hpc.trainer.model.cpu.padded_sdpa import Rectangles, plan_rectangles
-from areal_hpc.trainer.model.kernels.varlen_attention import Segments, plan_segments
+from areal_hpc.trainer.batch.packing import IntArray
+from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
+from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
 
 
 @dataclass(slots=True, eq=False)
-class PackedAttention:
+class AttentionPlan:
     """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
 
-    layout: Rectangles | Segments
+    layout: PaddedSdpa | VarlenAttention
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
     scored_N: torch.Tensor
@@ -30,15 +30,15 @@ class PackedAttention:
 
 
 def plan_attention(
-    lengths: Ints,
-    positions_T: Ints,
-    scored_N: Ints,
+    lengths: IntArray,
+    positions_T: IntArray,
+    scored_N: IntArray,
     frequencies: torch.Tensor,
     *,
     cp: int,
     cp_rank: int,
     dtype: torch.dtype,
-) -> PackedAttention:
+) -> AttentionPlan:
     """Index tables and rotary angles of one pack, on the frequencies' device.
 
     Args:
@@ -52,8 +52,8 @@ def plan_attention(
     """
     device = frequencies.device
     angles = torch.from_numpy(positions_T).to(device)[:, None].float() * frequencies
-    plan = plan_segments if device.type == "cuda" else plan_rectangles
-    return PackedAttention(
+    plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
+    return AttentionPlan(
         layout=plan(lengths, cp=cp, cp_rank=cp_rank, device=device),
         cos_TD=angles.cos().to(dtype)[:, None],
         sin_TD=angles.sin().to(dtype)[:, None],
@@ -61,7 +61,7 @@ def plan_attention(
     )
 
 
-def rotate(states_TND: torch.Tensor, plan: PackedAttention) -> torch.Tensor:
+def apply_rotary(states_TND: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
     """Rotary position embedding, the two halves of a head forming the pairs."""
     return _Rotate.apply(states_TND, plan.cos_TD, plan.sin_TD)  # type: ignore[no-any-return, no-untyped-call]
 

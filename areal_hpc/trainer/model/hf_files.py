@@ -18,7 +18,7 @@ from areal_hpc.durable import sync_path, sync_tree
 HfSpec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
 
-FILE_BYTES = 4 * 1024**3
+MAX_FILE_BYTES = 4 * 1024**3
 """A safetensors file grows to about this."""
 
 COPIED_FILES = (
@@ -40,7 +40,7 @@ _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F1
 _HEADER_MULTIPLE = 8
 """Tensors begin at a multiple of this, as safetensors advises."""
 
-WrittenBytes = Callable[[int, int], None]
+ReportBytes = Callable[[int, int], None]
 """Told after each file how many bytes are written, of how many."""
 
 
@@ -50,8 +50,8 @@ def write_model(
     source_dir: Path,
     target_dir: Path,
     *,
-    file_bytes: int = FILE_BYTES,
-    on_file: WrittenBytes = lambda done, total: None,
+    file_bytes: int = MAX_FILE_BYTES,
+    on_file: ReportBytes = lambda done, total: None,
 ) -> None:
     """Write safetensors files, their index, and `source_dir`'s other files.
 
@@ -119,10 +119,10 @@ def _write_tensors(
     specs: Sequence[HfSpec],
     directory: Path,
     file_bytes: int,
-    on_file: WrittenBytes,
+    on_file: ReportBytes,
 ) -> None:
     parts = split_into_files(specs, file_bytes)
-    total_bytes = sum(map(size_bytes, specs))
+    total_bytes = sum(map(get_size_bytes, specs))
     written_bytes = 0
     file_of: dict[str, str] = {}
     for number, part in enumerate(parts, 1):
@@ -134,7 +134,7 @@ def _write_tensors(
             for spec in part:
                 _write_tensor(stream, *next(tensors), spec)
         file_of |= dict.fromkeys((name for name, _, _ in part), file)
-        written_bytes += sum(map(size_bytes, part))
+        written_bytes += sum(map(get_size_bytes, part))
         on_file(written_bytes, total_bytes)
     # Exhausts a collective stream, and proves that nothing is left out.
     for name, _ in tensors:
@@ -149,15 +149,15 @@ def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSp
     parts: list[list[HfSpec]] = [[]]
     held_bytes = 0
     for spec in specs:
-        if held_bytes and held_bytes + size_bytes(spec) > file_bytes:
+        if held_bytes and held_bytes + get_size_bytes(spec) > file_bytes:
             parts.append([])
             held_bytes = 0
         parts[-1].append(spec)
-        held_bytes += size_bytes(spec)
+        held_bytes += get_size_bytes(spec)
     return parts
 
 
-def size_bytes(spec: HfSpec) -> int:
+def get_size_bytes(spec: HfSpec) -> int:
     """What the tensor takes in a file."""
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
@@ -169,7 +169,7 @@ def _header(specs: Sequence[HfSpec]) -> bytes:
     start = 0
     for spec in specs:
         name, shape, dtype = spec
-        end = start + size_bytes(spec)
+        end = start + get_size_bytes(spec)
         entries[name] = {
             "dtype": _DTYPE_NAMES[dtype],
             "shape": list(shape),

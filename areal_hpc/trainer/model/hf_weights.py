@@ -20,21 +20,21 @@ from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING,
     HfTensor,
     Parameter,
-    hf_slices,
-    ranks_of,
-    shard_shape,
+    count_tp_ranks,
+    get_hf_slices,
+    get_shard_shape,
     to_hf,
     to_megatron,
 )
-from areal_hpc.trainer.model.hf_files import FILE_BYTES, HfSpec, write_model
+from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_model
 from areal_hpc.trainer.model.policy import Policy
 
 Slices = tuple[slice, ...]
-Read = Callable[[HfTensor, Slices], torch.Tensor]
+ReadSlices = Callable[[HfTensor, Slices], torch.Tensor]
 """Gives part of a Hugging Face tensor."""
 
 
-class ModelDirectory:
+class HfModelReader:
     """Tensors of a model directory by name, each read when asked for."""
 
     def __init__(self, model_dir: Path) -> None:
@@ -76,7 +76,7 @@ class ModelDirectory:
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, read: Read) -> None:
+def load_hf(policy: Policy, read: ReadSlices) -> None:
     """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
     tp = policy.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -87,13 +87,13 @@ def load_hf(policy: Policy, read: Read) -> None:
         held = [target for target in targets if target is not None]
         if not held:
             continue
-        slices = hf_slices(parameter, policy.arch, tp, rank)
+        slices = get_hf_slices(parameter, policy.arch, tp, rank)
         parts = [read(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)]
         for target in held:
             target.copy_(to_megatron(parameter, parts, policy.arch, tp))
 
 
-def hf_specs(policy: Policy) -> list[HfSpec]:
+def list_hf_specs(policy: Policy) -> list[HfSpec]:
     """Name, shape and dtype of every tensor `export_hf` yields, in its order. Moves no data."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
@@ -104,7 +104,7 @@ def hf_specs(policy: Policy) -> list[HfSpec]:
 
 @torch.no_grad()
 def export_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every whole tensor by its Hugging Face name, in the order of `hf_specs`.
+    """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
 
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
     and sees the same tensors. One may be a view of a live parameter: do not write to it.
@@ -125,7 +125,7 @@ def _from_owner(policy: Policy, parameter: Parameter) -> torch.Tensor:
         assert local is not None
         return local.detach()
     if local is None:
-        shape = shard_shape(parameter, policy.arch, policy.split.tp)
+        shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
     stage = _stage_of(parameter, policy.arch.layers, stages.size())
@@ -145,7 +145,7 @@ def _stage_of(parameter: Parameter, layers: int, stages: int) -> int:
 
 
 def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> list[torch.Tensor]:
-    ranks = ranks_of(parameter, policy.split.tp)
+    ranks = count_tp_ranks(parameter, policy.split.tp)
     if ranks == 1:
         return [part]
     shards = [torch.empty_like(part) for _ in range(ranks)]
@@ -154,8 +154,8 @@ def _gather_shards(policy: Policy, part: torch.Tensor, parameter: Parameter) -> 
     return shards
 
 
-def save_hf(
-    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = FILE_BYTES
+def save_hf_model(
+    policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
 ) -> None:
     """Write a model directory (`write_model`) from the weights of all ranks.
 
@@ -163,7 +163,7 @@ def save_hf(
     """
     tensors = export_hf(policy)
     if dist.get_rank() == 0:
-        write_model(tensors, hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
+        write_model(tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
     for _ in tensors:  # the other ranks take part in gathering
         pass
     dist.barrier()

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-def group_advantages(
+def compute_group_advantages(
     rewards: Sequence[float],
     groups: Sequence[int],
     episodes: Sequence[int],
@@ -33,14 +33,16 @@ def group_advantages(
     for group in np.unique(groups_B):
         members = groups_B == group
         own = rewards_B[members]
-        earned = episode_rewards(own, episodes_B[members])
+        earned = mean_episode_rewards(own, episodes_B[members])
         spread = earned.std(ddof=1) if len(earned) > 1 else 0.0
         if spread >= min_reward_std:
             advantages_B[members] = (own - earned.mean()) / spread
     return advantages_B
 
 
-def episode_rewards(rewards: npt.ArrayLike, episodes: npt.ArrayLike) -> npt.NDArray[np.float64]:
+def mean_episode_rewards(
+    rewards: npt.ArrayLike, episodes: npt.ArrayLike
+) -> npt.NDArray[np.float64]:
     """The mean reward of the rows of each distinct episode [number of episodes]."""
     _, places = np.unique(np.asarray(episodes), return_inverse=True)
     sums = np.bincount(places, weights=np.asarray(rewards))

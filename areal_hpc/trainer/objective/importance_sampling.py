@@ -18,7 +18,7 @@ from areal_hpc.trainer.config import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class TokenRows:
     """Which row each scored token of a micro-batch belongs to. N: tokens on this rank."""
 
     row_N: torch.Tensor
@@ -39,7 +39,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Correction:
+class CorrectedWeights:
     """What the behaviour weights of some tokens became. No gradient flows through any of it."""
 
     weight_N: torch.Tensor
@@ -52,9 +52,9 @@ class Correction:
     """An estimate of KL(behaviour || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
 
 
-def correct(
-    proximal_N: torch.Tensor, behaviour_N: torch.Tensor, rows: Rows, config: ObjectiveConfig
-) -> Correction:
+def correct_off_policy(
+    proximal_N: torch.Tensor, behaviour_N: torch.Tensor, rows: TokenRows, config: ObjectiveConfig
+) -> CorrectedWeights:
     """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
 
     What is not a number is never out of bounds: it reaches the loss, where it is noticed.
@@ -72,7 +72,7 @@ def correct(
     if by_row and not by_kl and config.correction != "none":
         raw_N = rows.mean(log_ratio_N).exp()
     if config.correction == "none":
-        return Correction(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
+        return CorrectedWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
     judged_N = raw_N
     if by_kl:
         judged_N = rows.mean(kl_N) if by_row else kl_N
@@ -81,4 +81,4 @@ def correct(
         weight_N = torch.where(outside_N, 0.0, raw_N)
     else:
         weight_N = raw_N.clamp(config.correction_low, config.correction_high)
-    return Correction(weight_N, raw_N, outside_N, kl_N)
+    return CorrectedWeights(weight_N, raw_N, outside_N, kl_N)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import Rows, correct
+from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
-SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
+LOSS_SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
 """What a loss adds up over tokens, besides their number."""
 
 
@@ -39,15 +39,15 @@ class PolicyLoss:
         tensors = (self.total, self.clipped, self.outside, self.weight, self.applied,
                    self.applied_squared, self.kl, self.weight_max)  # fmt: skip
         *sums, top = torch.stack([tensor.detach().double() for tensor in tensors]).tolist()
-        return dict(zip(SUMS, sums, strict=True)), top
+        return dict(zip(LOSS_SUMS, sums, strict=True)), top
 
 
-def policy_loss(
+def compute_policy_loss(
     logprobs_N: torch.Tensor,
     proximal_N: torch.Tensor,
     behaviour_N: torch.Tensor,
     advantages_N: torch.Tensor,
-    rows: Rows,
+    rows: TokenRows,
     config: ObjectiveConfig,
 ) -> PolicyLoss:
     """`-sum_n w_n min(r_n A_n, clip(r_n) A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behaviour.
@@ -61,7 +61,7 @@ def policy_loss(
         config: Clip range and bounds of w.
     """
     proximal_N = proximal_N.detach()
-    correction = correct(proximal_N, behaviour_N, rows, config)
+    correction = correct_off_policy(proximal_N, behaviour_N, rows, config)
     ratio_N = (logprobs_N - proximal_N).exp()
     free_N = ratio_N * advantages_N
     bound_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
@@ -79,7 +79,7 @@ def policy_loss(
     )
 
 
-def interpolate(
+def interpolate_logprobs(
     held_N: torch.Tensor, behaviour_N: torch.Tensor, age_N: torch.Tensor, taken: float
 ) -> torch.Tensor:
     """Proximal log-probabilities on the straight line from the behaviour's to those held now.

@@ -24,18 +24,22 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.trainer import megatron_private
 from areal_hpc.trainer.batch import training_rows
 from areal_hpc.trainer.checkpoints import megatron_format
 from areal_hpc.trainer.checkpoints import store as checkpoint
-from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CommitStore, TrainerState
-from areal_hpc.trainer.checkpoints.writer_client import WriterPeer
-from areal_hpc.trainer.collectives import any_rank
+from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CheckpointStore, TrainerState
+from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop.loop import run_loop
-from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.optimizer import apply_settings
-from areal_hpc.trainer.step import Tally
+from areal_hpc.trainer.step import LossStats
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import BatchManifest
 from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
@@ -47,8 +51,8 @@ def begin(scenario: Scenario, layout: RunLayout) -> Learner:
     """A learner with one step taken and committed, and a second step taken."""
     learner = make_learner(scenario, layout)
     step(learner, layout, 1)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     step(learner, layout, 2)
     return learner
 
@@ -65,15 +69,15 @@ def names(layout: RunLayout) -> list[str]:
     return sorted(p.name for p in layout.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
 
 
-def writer_of(learner: Learner) -> WriterPeer:
-    assert learner._commits._writer is not None
-    return learner._commits._writer
+def writer_of(learner: Learner) -> WriterClient:
+    assert learner._checkpoints._writer is not None
+    return learner._checkpoints._writer
 
 
 def failure(learner: Learner) -> Found:
     """What the commit in the writing fails with."""
     try:
-        learner.finish_commit()
+        learner.finish_checkpoint()
     except ArealError as error:
         return {"kind": type(error).__name__, "error": str(error)}
     return {"kind": None}
@@ -84,12 +88,12 @@ def training_goes_on(scenario: Scenario, layout: RunLayout) -> Found:
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
-    polled = [learner.poll_commit() for _ in range(3)]
+    learner.begin_checkpoint({})
+    polled = [learner.poll_checkpoint() for _ in range(3)]
     step(learner, layout, 3)
     visible_before = names(layout)
     os.kill(writer, signal.SIGCONT)
-    became_durable = learner.finish_commit()
+    became_durable = learner.finish_checkpoint()
     resumed = make_learner(scenario, layout)
     return {
         "polled": polled,
@@ -104,14 +108,14 @@ def second_commit_waits(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     step(learner, layout, 3)
     began = time.monotonic()
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     waited_s = time.monotonic() - began
     visible = "step_00000002" in names(layout)
-    learner.finish_commit()
+    learner.finish_checkpoint()
     return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
 
 
@@ -120,34 +124,35 @@ def stop_waits(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     stop = StopRequest()
-    replay = Replay(learner, layout, config_of(scenario), 1, 2, stop)
+    coordinator = make_replay_coordinator(learner, layout, config_of(scenario), 1, 2, stop)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    finished = run_loop(learner, replay, stop)
+    finished = run_loop(learner, coordinator, stop)
     return {"finished": finished, "visible": names(layout)}
 
 
-class Helpless:
-    """A conductor that cannot go on."""
+class UnreachableSource(BatchSource):
+    """A source that no batch comes from."""
 
-    def next(self) -> Any:
+    def next_batch(self, step: int) -> BatchManifest | None:
         raise ClusterError("the ledger stays away")
-
-    def committed(self, seconds: float) -> None:
-        """The commit under way is durable."""
 
 
 def failure_waits(scenario: Scenario, layout: RunLayout) -> Found:
-    """The conductor fails while a commit is in the writing."""
+    """Rank 0 cannot go on while a commit is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    conductor = Helpless() if dist.get_rank() == 0 else None
+    coordinator, stop = None, StopRequest()
+    if dist.get_rank() == 0:
+        record = StepRecord(MetricsWriter(layout.metrics, None, 2), learner.version, None)
+        schedule = Schedule(3, 1, None, 0, 0)
+        coordinator = Coordinator(schedule, record, UnreachableSource(), stop)
     try:
-        run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+        run_loop(learner, coordinator, stop)
     except ClusterError as error:
         return {"error": str(error), "visible": names(layout)}
     return {"visible": names(layout)}
@@ -159,7 +164,7 @@ def disk_is_full(scenario: Scenario, layout: RunLayout) -> Found:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     try:
-        learner.begin_commit({})
+        learner.begin_checkpoint({})
     except ArealError as error:
         return {"error": str(error), "kind": type(error).__name__, "visible": names(layout)}
     return {}
@@ -168,7 +173,7 @@ def disk_is_full(scenario: Scenario, layout: RunLayout) -> Found:
 def commit_is_damaged(scenario: Scenario, layout: RunLayout) -> Found:
     """A data file of the latest commit was cut short."""
     begin(scenario, layout).close()
-    latest = CommitStore(layout.checkpoints_dir, keep=2).latest()
+    latest = CheckpointStore(layout.checkpoints_dir, keep=2).latest()
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
         os.truncate(path, path.stat().st_size // 2)
@@ -184,9 +189,9 @@ def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     os.kill(writer, signal.SIGKILL)
-    learner.finish_commit()
+    learner.finish_checkpoint()
     return {
         "visible": names(layout),
         "is_replaced": writer_of(learner)._process.pid != writer,
@@ -196,33 +201,33 @@ def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
 
 def writers_keep_dying(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    send = WriterPeer._send
+    send = WriterClient._send
 
-    def send_to_the_dead(self: WriterPeer, request: Any) -> None:
+    def send_to_the_dead(self: WriterClient, request: Any) -> None:
         self._process.kill()
         send(self, request)
 
-    WriterPeer._send = send_to_the_dead  # type: ignore[method-assign]
-    learner.begin_commit({})
+    WriterClient._send = send_to_the_dead  # type: ignore[method-assign]
+    learner.begin_checkpoint({})
     return failure(learner) | {"visible": names(layout)}
 
 
 def storage_refuses(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    write = WriterPeer.write
+    write = WriterClient.write
 
-    def write_into_nothing(self: WriterPeer, path: Path, neighbours: list[str]) -> None:
+    def write_into_nothing(self: WriterClient, path: Path, neighbours: list[str]) -> None:
         shutil.rmtree(path.parent)
         write(self, path, neighbours)
 
-    WriterPeer.write = write_into_nothing  # type: ignore[method-assign]
-    learner.begin_commit({})
+    WriterClient.write = write_into_nothing  # type: ignore[method-assign]
+    learner.begin_checkpoint({})
     return failure(learner) | {"visible": names(layout)}
 
 
 def replaced_while_writing(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     take_next_epoch(layout.epochs_dir)
     return failure(learner) | {"visible": names(layout)}
 
@@ -240,11 +245,13 @@ def place_commit(layout: RunLayout, epoch: int) -> Path:
 
 def successor_committed_first(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    learner._commits._fence = lambda: None  # as on a node that does not see the new epoch yet
+    learner._checkpoints._check_generation = lambda: (
+        None
+    )  # as on a node that does not see the new epoch yet
     place_commit(layout, epoch=9)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     found = failure(learner)
-    latest = CommitStore(layout.checkpoints_dir, keep=2).latest()
+    latest = CheckpointStore(layout.checkpoints_dir, keep=2).latest()
     assert latest is not None
     return found | {"epoch": latest.state.epoch, "is_whole": (latest.path / "data").exists()}
 
@@ -252,8 +259,8 @@ def successor_committed_first(scenario: Scenario, layout: RunLayout) -> Found:
 def abandoned_commit_is_replaced(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
     path = place_commit(layout, epoch=0)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
@@ -262,7 +269,7 @@ def cleaned(scenario: Scenario, layout: RunLayout) -> Found:
     left = ("2.epoch_3", "2.epoch_4", "2.epoch_5", "1.old", "1.replaced")
     for name in left:
         (layout.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
-    CommitStore(layout.checkpoints_dir, keep=2).clean(epoch=4)
+    CheckpointStore(layout.checkpoints_dir, keep=2).clean(generation=4)
     return {"left": [path.name for path in layout.checkpoints_dir.iterdir()]}
 
 
@@ -279,7 +286,7 @@ def draws_no_random_numbers(scenario: Scenario, layout: RunLayout) -> Found:
 def odd_maxima(scenario: Scenario, layout: RunLayout) -> Found:
     rank = dist.get_rank()
     own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
-    maxima = Tally({}, own).over_all_ranks((), tuple(own)).maxima
+    maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
     return {name: str(value) for name, value in maxima.items()}
 
 
@@ -314,17 +321,17 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunLayout) -> Found:
     begin(scenario, layout).close()
     dist.barrier()
     if dist.get_rank() == 1:
-        CommitStore.latest = None  # type: ignore[assignment,method-assign]
+        CheckpointStore.latest = None  # type: ignore[assignment,method-assign]
     return {"step": make_learner(scenario, layout).state.step}
 
 
 def chosen_commit_is_not_there(scenario: Scenario, layout: RunLayout) -> Found:
     begin(scenario, layout).close()
-    store = CommitStore(layout.checkpoints_dir, keep=2)
+    store = CheckpointStore(layout.checkpoints_dir, keep=2)
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
     if dist.get_rank() == 1:
         store._directory = layout.root / "elsewhere"
-    store.agree_on_latest()
+    store.find_latest_on_all_ranks()
     return {}
 
 
@@ -332,7 +339,7 @@ def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
     def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         raise ShardError("the shard is damaged")
 
-    training_rows.SHARD_PATIENCE_S = 0.5
+    training_rows.SHARD_TIMEOUT_S = 0.5
     if dist.get_rank() == 1:
         training_rows._read = refuse
     step(make_learner(scenario, layout), layout, 1)
@@ -343,27 +350,27 @@ def one_rank_fails_alone(scenario: Scenario, layout: RunLayout) -> Found:
     """The others wait for it in a collective."""
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
-    any_rank(False)
+    any_true(False)
     return {}
 
 
 def adamw_fault(scenario: Scenario, layout: RunLayout) -> Found:
     """The step after a resume, with one of the mends taken out."""
     learner = begin(scenario, layout)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     step(learner, layout, 3)
 
     def load_unprimed(policy: Any, optimizer: Any, commit: Any) -> None:
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-        megatron_format.load(policy, optimizer, commit.path)
+        megatron_format.load_sharded(policy, optimizer, commit.path)
 
     mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),
-        "primed moments": mock.patch("areal_hpc.trainer.learner.load_commit", load_unprimed),
-        "step count": mock.patch.object(megatron_format, "_keeping_step", lambda part, load: load),
-        "step tensors": mock.patch.object(megatron_format, "_unshare_steps"),
+        "primed moments": mock.patch("areal_hpc.trainer.learner.load_checkpoint", load_unprimed),
+        "step count": mock.patch.object(megatron_private, "_keeping_step", lambda part, load: load),
+        "step tensors": mock.patch.object(megatron_private, "_unshare_steps"),
     }
     with mends[scenario["without"]]:
         try:

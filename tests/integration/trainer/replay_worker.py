@@ -35,15 +35,15 @@ from areal_hpc.errors import ArealError
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer import learner as product
-from areal_hpc.trainer.collectives import from_rank_zero, one_report
+from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
-from areal_hpc.trainer.loop.replay_source import Replay
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.process_groups import close_world, open_world
+from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
 from tests.integration.trainer.recorded_run import TRAINER
 
@@ -72,11 +72,12 @@ def config_of(scenario: Scenario) -> TrainerConfig:
 
 
 def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
-    taken = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
-    epoch = int(from_rank_zero(taken))
+    claimed = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
+    generation = int(broadcast_object(claimed))
     return product.make_learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
-        epoch=epoch, seed=1, fence=epoch_fence(layout.epochs_dir, epoch),
+        generation=generation, seed=1,
+        check_generation=epoch_fence(layout.epochs_dir, generation),
     )  # fmt: skip
 
 
@@ -85,11 +86,11 @@ def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
     stop = StopRequest()
-    decider = None
+    coordinator = None
     if dist.get_rank() == 0:
         learner.clean()
-        decider = Replay(learner, layout, config, 1, config.total_steps, stop)
-    run_loop(learner, decider, stop)
+        coordinator = make_replay_coordinator(learner, layout, config, 1, config.total_steps, stop)
+    run_loop(learner, coordinator, stop)
     learner.close()
     return {
         "began_at": began_at,
@@ -167,11 +168,11 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     report.unlink(missing_ok=True)
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        open_world(current_task(), parallel, "cpu", layout.rendezvous_dir)
-        with one_report():
+        init_process_groups(current_task(), parallel, "cpu", layout.rendezvous_dir)
+        with report_first_failure():
             found = act(scenario, layout)
         report.write_text(json.dumps(found))
-        close_world()
+        destroy_process_groups()
     except ArealError as error:
         traceback.print_exc()
         report.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
@@ -213,7 +214,7 @@ def launch(scenario: Scenario) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    megatron_cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     answer = partial(print, flush=True)
     answer("ready")
     for line in sys.stdin:

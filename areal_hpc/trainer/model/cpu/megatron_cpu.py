@@ -30,7 +30,7 @@ with warnings.catch_warnings(record=True):
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
-def install() -> bool:
+def patch_megatron_for_cpu() -> bool:
     """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")

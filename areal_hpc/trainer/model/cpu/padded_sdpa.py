@@ -14,14 +14,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from areal_hpc.trainer.batch.packing import Ints, gathered_places, zig_zag
+from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions, zigzag_positions
 
 LENGTH_RATIO = 0.75
 """Sequences share a rectangle while they are at least this share of its longest."""
 
 
 @dataclass(slots=True, eq=False)
-class Rectangle:
+class PaddedGroup:
     """Sequences attended to together. S: sequences, L: places of the longest."""
 
     sequences: int
@@ -32,7 +32,7 @@ class Rectangle:
 
 
 @dataclass(slots=True, eq=False)
-class Slots:
+class TokenSlots:
     """Where the tokens of a pack stand in the concatenated rectangles."""
 
     token_of_slot: torch.Tensor
@@ -41,12 +41,12 @@ class Slots:
 
 
 @dataclass(slots=True, eq=False)
-class Rectangles:
+class PaddedSdpa:
     """All rectangles of a pack. Slots are None where the tokens already stand in order."""
 
-    boxes: list[Rectangle]
-    queries: Slots | None
-    keys: Slots | None
+    boxes: list[PaddedGroup]
+    queries: TokenSlots | None
+    keys: TokenSlots | None
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -76,7 +76,7 @@ class Rectangles:
         return collect(outputs[0] if len(outputs) == 1 else torch.cat(outputs), self.queries)
 
 
-def similar_lengths(lengths: Ints) -> list[Ints]:
+def group_by_length(lengths: IntArray) -> list[IntArray]:
     """Sequence indices, longest first, grouped so that little of each rectangle is padding."""
     order = np.argsort(-lengths, kind="stable")
     groups: list[list[int]] = []
@@ -89,7 +89,9 @@ def similar_lengths(lengths: Ints) -> list[Ints]:
     return [np.array(group) for group in groups]
 
 
-def plan_rectangles(lengths: Ints, *, cp: int, cp_rank: int, device: torch.device) -> Rectangles:
+def plan_padded_sdpa(
+    lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
+) -> PaddedSdpa:
     """The rectangles of one context-parallel rank.
 
     Args:
@@ -99,42 +101,44 @@ def plan_rectangles(lengths: Ints, *, cp: int, cp_rank: int, device: torch.devic
         cp_rank: This rank's place in the context-parallel group.
         device: Where attention runs.
     """
-    local = [zig_zag(int(n), cp, cp_rank) if cp > 1 else np.arange(int(n)) for n in lengths]
+    local = [
+        zigzag_positions(int(n), cp, cp_rank) if cp > 1 else np.arange(int(n)) for n in lengths
+    ]
     query_starts = np.concatenate([[0], np.cumsum([len(part) for part in local])])
-    boxes: list[Rectangle] = []
-    query_tables: list[Ints] = []
-    key_tables: list[Ints] = []
-    for group in similar_lengths(lengths):
+    boxes: list[PaddedGroup] = []
+    query_tables: list[IntArray] = []
+    key_tables: list[IntArray] = []
+    for group in group_by_length(lengths):
         queries = _rectangle([query_starts[i] + np.arange(len(local[i])) for i in group])
-        keys = _rectangle([gathered_places(i, lengths, cp) for i in group])
+        keys = _rectangle([get_gathered_positions(i, lengths, cp) for i in group])
         mask = None
         if cp > 1:
             positions = _rectangle([local[i] for i in group], filler=0)
             visible = positions[:, None, :, None] >= np.arange(keys.shape[1])
             mask = torch.from_numpy(visible).to(device)
-        boxes.append(Rectangle(len(group), queries.shape[1], keys.shape[1], mask))
+        boxes.append(PaddedGroup(len(group), queries.shape[1], keys.shape[1], mask))
         query_tables.append(queries)
         key_tables.append(keys)
     query_slots = _slots(query_tables, int(query_starts[-1]), device)
     key_slots = _slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
-    return Rectangles(boxes, query_slots, key_slots)
+    return PaddedSdpa(boxes, query_slots, key_slots)
 
 
-def _rectangle(rows: list[Ints], filler: int = -1) -> Ints:
+def _rectangle(rows: list[IntArray], filler: int = -1) -> IntArray:
     table = np.full((len(rows), max(len(row) for row in rows)), filler, dtype=np.int64)
     for place, row in enumerate(rows):
         table[place, : len(row)] = row
     return table
 
 
-def _slots(tables: list[Ints], tokens: int, device: torch.device) -> Slots | None:
+def _slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
     token_of_slot = np.concatenate([table.ravel() for table in tables])
     if np.array_equal(token_of_slot, np.arange(tokens)):
         return None
     filled = np.flatnonzero(token_of_slot >= 0)
     slot_of_token = np.empty(tokens, dtype=np.int64)
     slot_of_token[token_of_slot[filled]] = filled
-    return Slots(
+    return TokenSlots(
         torch.from_numpy(np.maximum(token_of_slot, 0)).to(device),
         torch.from_numpy(slot_of_token).to(device),
     )
@@ -144,7 +148,7 @@ class _Spread(torch.autograd.Function):
     """Tokens into slots. Gradients at padding are zero by causality, so backward only reads."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def forward(ctx: Any, tokens: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         ctx.slots = slots
         return tokens.index_select(0, slots.token_of_slot)
 
@@ -153,7 +157,7 @@ class _Spread(torch.autograd.Function):
         return gradient.index_select(0, ctx.slots.slot_of_token), None
 
 
-def spread(tokens: torch.Tensor, slots: Slots | None) -> torch.Tensor:
+def spread(tokens: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """Tokens [t, ...] into the places of the rectangles."""
     if slots is None:
         return tokens
@@ -164,7 +168,7 @@ class _Collect(torch.autograd.Function):
     """Slots back into tokens; padding receives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, filled: torch.Tensor, slots: Slots) -> torch.Tensor:
+    def forward(ctx: Any, filled: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         ctx.slots = slots
         return filled.index_select(0, slots.slot_of_token)
 
@@ -175,7 +179,7 @@ class _Collect(torch.autograd.Function):
         return spread.index_copy_(0, slots.slot_of_token, gradient), None
 
 
-def collect(filled: torch.Tensor, slots: Slots | None) -> torch.Tensor:
+def collect(filled: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """The inverse of `spread`: one row per token, padding left behind."""
     if slots is None:
         return filled

@@ -12,11 +12,11 @@ from typing import Any
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.trainer.config import ParallelConfig
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+MODEL_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 
 
 @dataclass(frozen=True, slots=True)
-class Llama3Rope:
+class Llama3RopeScaling:
     """Stretched rotary frequencies of Llama 3.1 (transformers' rope type `llama3`)."""
 
     factor: float
@@ -26,7 +26,7 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class MoeConfig:
     """The feed-forward layers of a mixture of experts."""
 
     count: int
@@ -52,10 +52,10 @@ class Architecture:
     vocab: int
     norm_eps: float
     rope_theta: float
-    rope_scaling: Llama3Rope | None
+    rope_scaling: Llama3RopeScaling | None
     tied: bool
     """Input embedding and output head are one matrix."""
-    experts: Experts | None = None
+    experts: MoeConfig | None = None
     """None for a dense network, whose feed-forward layers are `ffn` wide."""
 
     @property
@@ -112,9 +112,9 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
 
 def _parse(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
-    if family not in FAMILIES:
+    if family not in MODEL_FAMILIES:
         raise RecipeError(
-            f"model_type must be one of {', '.join(FAMILIES)}, got {family!r}", key=where
+            f"model_type must be one of {', '.join(MODEL_FAMILIES)}, got {family!r}", key=where
         )
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise RecipeError(f"attention_bias and mlp_bias are not supported for {family}", key=where)
@@ -140,14 +140,14 @@ def _parse(config: Mapping[str, Any], where: str) -> Architecture:
     )
 
 
-def _parse_experts(config: Mapping[str, Any], where: str) -> Experts:
+def _parse_experts(config: Mapping[str, Any], where: str) -> MoeConfig:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise RecipeError(
             "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
             "mixture of experts",
             key=where,
         )
-    return Experts(
+    return MoeConfig(
         # transformers 5 may write num_local_experts for num_experts.
         count=int(config.get("num_experts") or config["num_local_experts"]),
         per_token=int(config["num_experts_per_tok"]),
@@ -156,7 +156,7 @@ def _parse_experts(config: Mapping[str, Any], where: str) -> Experts:
     )
 
 
-def misfits(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
+def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
     """Sizes of the network that do not divide by the parallel sizes."""
     cuts = [
         ("num_hidden_layers", arch.layers, "pp", parallel.pp),
@@ -177,13 +177,13 @@ def misfits(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
             )
 
 
-def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3Rope | None:
+def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind != "llama3":
         raise RecipeError(f"rope type must be default or llama3, got {kind!r}", key=where)
-    return Llama3Rope(
+    return Llama3RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
@@ -191,7 +191,7 @@ def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3Rope | None:
     )
 
 
-def _stretch(frequency: float, scaling: Llama3Rope) -> float:
+def _stretch(frequency: float, scaling: Llama3RopeScaling) -> float:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

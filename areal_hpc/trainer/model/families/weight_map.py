@@ -12,12 +12,12 @@ from enum import Enum
 
 import torch
 
-from areal_hpc.trainer.model.families.architecture import Architecture, Experts
+from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 
 
-class Cut(Enum):
+class TpSplit(Enum):
     """How one Megatron parameter is divided over tensor-parallel ranks."""
 
     WHOLE = "every rank holds all of it"
@@ -32,7 +32,7 @@ class HfTensor:
     """One tensor of a Hugging Face checkpoint."""
 
     name: str
-    shape: Shape
+    shape: TensorShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Parameter:
     megatron: str
     """Name below the expert or the layer, or the whole name when both are None."""
     hf: tuple[HfTensor, ...]
-    cut: Cut
+    cut: TpSplit
     layer: int | None = None
     """Global index of the decoder layer."""
     expert: int | None = None
@@ -54,20 +54,22 @@ FINAL_NORM = "decoder.final_layernorm.weight"
 OUTPUT = "output_layer.weight"
 
 
-def name_table(arch: Architecture) -> list[Parameter]:
+def build_weight_map(arch: Architecture) -> list[Parameter]:
     """Every parameter of the network, first layer first. A tied head is not listed."""
     embed = HfTensor("model.embed_tokens.weight", (arch.vocab, arch.hidden))
-    table = [Parameter(EMBEDDING, (embed,), Cut.VOCAB)]
+    table = [Parameter(EMBEDDING, (embed,), TpSplit.VOCAB)]
     for layer in range(arch.layers):
         table += _attention(arch, layer)
         if arch.experts is None:
             table += _dense_mlp(arch, layer)
         else:
             table += _expert_mlp(arch, arch.experts, layer)
-    table.append(Parameter(FINAL_NORM, (HfTensor("model.norm.weight", (arch.hidden,)),), Cut.WHOLE))
+    table.append(
+        Parameter(FINAL_NORM, (HfTensor("model.norm.weight", (arch.hidden,)),), TpSplit.WHOLE)
+    )
     if not arch.tied:
         head = HfTensor("lm_head.weight", (arch.vocab, arch.hidden))
-        table.append(Parameter(OUTPUT, (head,), Cut.VOCAB))
+        table.append(Parameter(OUTPUT, (head,), TpSplit.VOCAB))
     return table
 
 
@@ -80,14 +82,14 @@ def _attention(arch: Architecture, layer: int) -> list[Parameter]:
     }
 
     def whole(megatron: str, name: str, width: int) -> Parameter:
-        return Parameter(megatron, (HfTensor(prefix + name, (width,)),), Cut.WHOLE, layer)
+        return Parameter(megatron, (HfTensor(prefix + name, (width,)),), TpSplit.WHOLE, layer)
 
     def qkv(kind: str, *trailing: int) -> Parameter:
         tensors = tuple(
             HfTensor(f"{prefix}self_attn.{part}_proj.{kind}", (width, *trailing))
             for part, width in widths.items()
         )
-        return Parameter(f"self_attention.linear_qkv.{kind}", tensors, Cut.QKV, layer)
+        return Parameter(f"self_attention.linear_qkv.{kind}", tensors, TpSplit.QKV, layer)
 
     rows = [
         whole("input_layernorm.weight", "input_layernorm.weight", arch.hidden),
@@ -105,30 +107,30 @@ def _attention(arch: Architecture, layer: int) -> list[Parameter]:
             for part in "qk"
         ]
     out = HfTensor(prefix + "self_attn.o_proj.weight", (arch.hidden, widths["q"]))
-    return [*rows, Parameter("self_attention.linear_proj.weight", (out,), Cut.COLUMNS, layer)]
+    return [*rows, Parameter("self_attention.linear_proj.weight", (out,), TpSplit.COLUMNS, layer)]
 
 
 def _dense_mlp(arch: Architecture, layer: int) -> list[Parameter]:
     gate_up, down = _projections(f"model.layers.{layer}.mlp.", arch.ffn, arch.hidden)
     return [
         _mlp_norm(arch, layer),
-        Parameter("mlp.linear_fc1.weight", gate_up, Cut.GATE_UP, layer),
-        Parameter("mlp.linear_fc2.weight", down, Cut.COLUMNS, layer),
+        Parameter("mlp.linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer),
+        Parameter("mlp.linear_fc2.weight", down, TpSplit.COLUMNS, layer),
     ]
 
 
-def _expert_mlp(arch: Architecture, experts: Experts, layer: int) -> list[Parameter]:
+def _expert_mlp(arch: Architecture, experts: MoeConfig, layer: int) -> list[Parameter]:
     prefix = f"model.layers.{layer}.mlp."
     router = HfTensor(prefix + "gate.weight", (experts.count, arch.hidden))
     rows = [
         _mlp_norm(arch, layer),
-        Parameter("mlp.router.weight", (router,), Cut.WHOLE, layer),
+        Parameter("mlp.router.weight", (router,), TpSplit.WHOLE, layer),
     ]
     for expert in range(experts.count):
         gate_up, down = _projections(f"{prefix}experts.{expert}.", experts.ffn, arch.hidden)
         rows += [
-            Parameter("linear_fc1.weight", gate_up, Cut.GATE_UP, layer, expert),
-            Parameter("linear_fc2.weight", down, Cut.COLUMNS, layer, expert),
+            Parameter("linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer, expert),
+            Parameter("linear_fc2.weight", down, TpSplit.COLUMNS, layer, expert),
         ]
     return rows
 
@@ -136,7 +138,7 @@ def _expert_mlp(arch: Architecture, experts: Experts, layer: int) -> list[Parame
 def _mlp_norm(arch: Architecture, layer: int) -> Parameter:
     name = f"model.layers.{layer}.post_attention_layernorm.weight"
     norm = HfTensor(name, (arch.hidden,))
-    return Parameter("pre_mlp_layernorm.weight", (norm,), Cut.WHOLE, layer)
+    return Parameter("pre_mlp_layernorm.weight", (norm,), TpSplit.WHOLE, layer)
 
 
 def _projections(
@@ -146,46 +148,46 @@ def _projections(
     return (gate, up), (HfTensor(prefix + "down_proj.weight", (hidden, ffn)),)
 
 
-def padded_vocab(arch: Architecture, tp: int) -> int:
+def pad_vocab_size(arch: Architecture, tp: int) -> int:
     """Rows of the embedding once every tensor-parallel rank holds equally many."""
     return -(-arch.vocab // tp) * tp
 
 
-def ranks_of(parameter: Parameter, tp: int) -> int:
+def count_tp_ranks(parameter: Parameter, tp: int) -> int:
     """Tensor-parallel ranks that this parameter is cut over: all of them, or one."""
-    return 1 if parameter.cut is Cut.WHOLE or parameter.expert is not None else tp
+    return 1 if parameter.cut is TpSplit.WHOLE or parameter.expert is not None else tp
 
 
-def shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> Shape:
+def get_shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> TensorShape:
     """Shape of one rank's part of the Megatron parameter."""
     first, *trailing = parameter.hf[0].shape
-    ranks = ranks_of(parameter, tp)
+    ranks = count_tp_ranks(parameter, tp)
     match parameter.cut:
-        case Cut.WHOLE:
+        case TpSplit.WHOLE:
             return parameter.hf[0].shape
-        case Cut.VOCAB:
-            return (padded_vocab(arch, ranks) // ranks, *trailing)
-        case Cut.COLUMNS:
+        case TpSplit.VOCAB:
+            return (pad_vocab_size(arch, ranks) // ranks, *trailing)
+        case TpSplit.COLUMNS:
             return (first, trailing[0] // ranks)
-        case Cut.QKV | Cut.GATE_UP:
+        case TpSplit.QKV | TpSplit.GATE_UP:
             return (sum(tensor.shape[0] for tensor in parameter.hf) // ranks, *trailing)
 
 
-def hf_slices(
+def get_hf_slices(
     parameter: Parameter, arch: Architecture, tp: int, rank: int
 ) -> list[tuple[slice, ...]]:
     """What rank `rank` needs of each Hugging Face tensor of the parameter."""
-    ranks = ranks_of(parameter, tp)
+    ranks = count_tp_ranks(parameter, tp)
     match parameter.cut:
-        case Cut.WHOLE:
+        case TpSplit.WHOLE:
             return [()]
-        case Cut.VOCAB:
-            rows = padded_vocab(arch, ranks) // ranks
+        case TpSplit.VOCAB:
+            rows = pad_vocab_size(arch, ranks) // ranks
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
             return [(slice(first, last),)]
-        case Cut.COLUMNS:
+        case TpSplit.COLUMNS:
             return [(slice(None), _share(parameter.hf[0].shape[1], ranks, rank))]
-        case Cut.GATE_UP | Cut.QKV:
+        case TpSplit.GATE_UP | TpSplit.QKV:
             # A rank holds whole key-value heads and the query heads that belong to them.
             return [(_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
 
@@ -198,18 +200,18 @@ def _share(size: int, ranks: int, rank: int) -> slice:
 def to_megatron(
     parameter: Parameter, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
 ) -> torch.Tensor:
-    """One rank's part of the Megatron parameter, from its slices (`hf_slices`)."""
+    """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
     first, trailing = parts[0], parts[0].shape[1:]
     match parameter.cut:
-        case Cut.WHOLE | Cut.COLUMNS:
+        case TpSplit.WHOLE | TpSplit.COLUMNS:
             return first
-        case Cut.VOCAB:
-            rows = shard_shape(parameter, arch, tp)[0]
+        case TpSplit.VOCAB:
+            rows = get_shard_shape(parameter, arch, tp)[0]
             return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
-        case Cut.GATE_UP:
+        case TpSplit.GATE_UP:
             return torch.cat(list(parts))
-        case Cut.QKV:
-            kv_heads = arch.kv_heads // ranks_of(parameter, tp)
+        case TpSplit.QKV:
+            kv_heads = arch.kv_heads // count_tp_ranks(parameter, tp)
             by_head = [part.reshape(kv_heads, -1, *trailing) for part in parts]
             return torch.cat(by_head, 1).reshape(-1, *trailing)
 
@@ -219,16 +221,16 @@ def to_hf(
 ) -> list[torch.Tensor]:
     """Whole Hugging Face tensors from the parts of all ranks that the parameter is cut over."""
     match parameter.cut:
-        case Cut.WHOLE:
+        case TpSplit.WHOLE:
             return [shards[0]]
-        case Cut.VOCAB:
+        case TpSplit.VOCAB:
             return [torch.cat(list(shards))[: arch.vocab]]
-        case Cut.COLUMNS:
+        case TpSplit.COLUMNS:
             return [torch.cat(list(shards), 1)]
-        case Cut.GATE_UP:
+        case TpSplit.GATE_UP:
             halves = [shard.chunk(2) for shard in shards]
             return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
-        case Cut.QKV:
+        case TpSplit.QKV:
             per_group = arch.heads // arch.kv_heads
             whole = torch.cat(list(shards))
             grouped = whole.reshape(arch.kv_heads, per_group + 2, -1, *whole.shape[1:])

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.kernels.rms_norm import row_chunks
+from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
 
 
-def token_logprobs(
+def compute_token_logprobs(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     temperature_N: torch.Tensor | None,
@@ -58,7 +58,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             chosen_N = chosen_N / temperature_N
         lse_N = torch.empty_like(chosen_N)
-        for rows in row_chunks(real_NV):
+        for rows in iterate_row_chunks(real_NV):
             values = real_NV[rows].float()
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
@@ -80,7 +80,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             gradient_N = gradient_N / temperature_N
         chosen_N = torch.where(is_own_N, gradient_N, 0.0)
-        for rows in row_chunks(real_NV):
+        for rows in iterate_row_chunks(real_NV):
             held = real_NV[rows]
             values = held.float()  # the logits themselves when they are float32
             if temperature_N is not None:

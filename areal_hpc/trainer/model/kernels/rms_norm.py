@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-CHUNK_VALUES = {"cpu": 1 << 18, "cuda": 1 << 26}
+CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Values of one chunk: 1 MiB of float32 fits a core's cache, 256 MiB keeps a GPU busy."""
 
 
-def row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
+def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices that cover the rows of `matrix`."""
-    rows = max(1, CHUNK_VALUES[matrix.device.type] // max(1, matrix.shape[1]))
+    rows = max(1, CHUNK_ELEMENTS[matrix.device.type] // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
 
@@ -35,18 +35,18 @@ class RMSNorm(torch.nn.RMSNorm):
         if states.is_cuda or states.dtype != torch.float32:
             return F.rms_norm(states, self.normalized_shape, self.weight, self.eps)
         flat_TH = states.reshape(-1, states.shape[-1])
-        normed: torch.Tensor = _Normed.apply(flat_TH, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        normed: torch.Tensor = _RMSNormFunction.apply(flat_TH, self.weight, self.eps)  # type: ignore[no-untyped-call]
         return normed.view(states.shape)
 
 
-class _Normed(torch.autograd.Function):
+class _RMSNormFunction(torch.autograd.Function):
     """Keeps its input and one number a row, where PyTorch's composition keeps three activations."""
 
     @staticmethod
     def forward(ctx: Any, states_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> Any:
         normed_TH = torch.empty_like(states_TH, memory_format=torch.contiguous_format)
         scale_T1 = states_TH.new_empty(len(states_TH), 1)
-        for rows in row_chunks(states_TH):
+        for rows in iterate_row_chunks(states_TH):
             mean_square = states_TH[rows].square().mean(-1, keepdim=True)
             torch.rsqrt(mean_square.add_(eps), out=scale_T1[rows])
             torch.mul(states_TH[rows], scale_T1[rows], out=normed_TH[rows]).mul_(weight_H)
@@ -59,7 +59,7 @@ class _Normed(torch.autograd.Function):
         states_TH, weight_H, scale_T1 = ctx.saved_tensors
         of_states_TH = torch.empty_like(gradient_TH, memory_format=torch.contiguous_format)
         of_weight_H = torch.zeros_like(weight_H)
-        for rows in row_chunks(states_TH):
+        for rows in iterate_row_chunks(states_TH):
             unit = states_TH[rows] * scale_T1[rows]
             product = gradient_TH[rows] * unit
             of_weight_H += product.sum(0)

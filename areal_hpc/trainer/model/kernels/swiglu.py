@@ -12,26 +12,26 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-from areal_hpc.trainer.model.kernels.rms_norm import row_chunks
+from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
 
 
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     """silu(gate) * up of [..., 2 F], gate and up side by side: [..., F].
 
     Megatron's MLP takes it from its spec as it is.
     """
     *rows, width = gate_up.shape
-    product = _Gated.apply(gate_up.reshape(-1, width))  # type: ignore[no-untyped-call]
+    product = _SwiGLU.apply(gate_up.reshape(-1, width))  # type: ignore[no-untyped-call]
     return product.view(*rows, width // 2)  # type: ignore[no-any-return]
 
 
-class _Gated(torch.autograd.Function):
+class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate_up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(gate_up)
         gate, up = gate_up.chunk(2, -1)
         product = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        for rows in row_chunks(gate_up):
+        for rows in iterate_row_chunks(gate_up):
             torch.mul(F.silu(gate[rows]), up[rows], out=product[rows])
         return product
 
@@ -42,7 +42,7 @@ class _Gated(torch.autograd.Function):
         gate, up = gate_up.chunk(2, -1)
         joined = torch.empty_like(gate_up)
         of_gate, of_up = joined.chunk(2, -1)
-        for rows in row_chunks(gate_up):
+        for rows in iterate_row_chunks(gate_up):
             torch.mul(gradient[rows], F.silu(gate[rows]), out=of_up[rows])
             torch.ops.aten.silu_backward.grad_input(
                 gradient[rows] * up[rows], gate[rows], grad_input=of_gate[rows]

@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from areal_hpc.trainer.batch.packing import Ints, gathered_places
+from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions
+from areal_hpc.trainer.torch_private import run_flash_attention
 
 
 @dataclass(slots=True, eq=False)
-class Segments:
+class VarlenAttention:
     """S: segments, in the order of their queries. Starts have S + 1 entries, int32."""
 
     query_lengths: list[int]
@@ -40,7 +41,7 @@ class Segments:
                 key.index_select(0, self.key_places),
                 value.index_select(0, self.key_places),
             )
-        run = self.fused if fits_flash_kernel(query) else self.one_by_one
+        run = self.fused if can_use_flash(query) else self.one_by_one
         return run(query, key, value, scale)
 
     def fused(
@@ -50,11 +51,10 @@ class Segments:
 
         Its causal mask is aligned at the end, as segments need it.
         """
-        attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        return run_flash_attention(
             query, key, value, self.query_starts, self.key_starts,
-            max(self.query_lengths), max(self.key_lengths), 0.0, True, False, scale=scale,
-        )[0]  # fmt: skip
-        return attended
+            max(self.query_lengths), max(self.key_lengths), scale,
+        )  # fmt: skip
 
     def one_by_one(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
@@ -80,13 +80,15 @@ class Segments:
         return torch.cat(attended)
 
 
-def fits_flash_kernel(query: torch.Tensor) -> bool:
+def can_use_flash(query: torch.Tensor) -> bool:
     """True for 16-bit queries on a GPU with heads of a size that the kernel was built for."""
     head_dim = query.shape[-1]
     return query.is_cuda and query.dtype != torch.float32 and head_dim % 8 == 0 and head_dim <= 256
 
 
-def plan_segments(lengths: Ints, *, cp: int, cp_rank: int, device: torch.device) -> Segments:
+def plan_varlen_attention(
+    lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
+) -> VarlenAttention:
     """The segments of one context-parallel rank.
 
     Args:
@@ -103,10 +105,10 @@ def plan_segments(lengths: Ints, *, cp: int, cp_rank: int, device: torch.device)
         queries = np.repeat(chunks, 2)
         ends = np.array([cp_rank + 1, 2 * cp - cp_rank])
         keys = (chunks[:, None] * ends).ravel()
-        places = [gathered_places(index, lengths, cp) for index in range(len(lengths))]
+        places = [get_gathered_positions(index, lengths, cp) for index in range(len(lengths))]
         seen = [places[segment // 2][: keys[segment]] for segment in range(len(keys))]
         key_places = torch.from_numpy(np.concatenate(seen)).to(device)
-    return Segments(
+    return VarlenAttention(
         query_lengths=queries.tolist(),
         key_lengths=keys.tolist(),
         query_starts=_starts(queries, device),
@@ -115,5 +117,5 @@ def plan_segments(lengths: Ints, *, cp: int, cp_rank: int, device: torch.device)
     )
 
 
-def _starts(lengths: Ints, device: torch.device) -> torch.Tensor:
+def _starts(lengths: IntArray, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], lengths.cumsum()]).astype(np.int32)).to(device)

@@ -18,12 +18,13 @@ from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.json_lines import read_lines
 from areal_hpc.telemetry import EventLog
-from areal_hpc.trainer.loop.async_evaluation import SideEvaluation
-from areal_hpc.trainer.loop.commands import Idle, Publish, Train
-from areal_hpc.trainer.loop.coordinator import Conductor
-from areal_hpc.trainer.loop.ledger_client import LedgerPeer
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.ledger_client import LedgerClient
+from areal_hpc.trainer.loop.ledger_source import LedgerSource
+from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.trainer.metrics import MetricsLog
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
@@ -83,13 +84,13 @@ def start_relay(
     return process
 
 
-def make_conductor(
+def make_coordinator(
     stack: ExitStack,
     directory: Path,
     cells: int,
     schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
-    beside: SideEvaluation | None = None,
-) -> Conductor:
+    evaluation: AsyncEvaluation | None = None,
+) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
     publisher = Publisher(
         weights,
@@ -99,39 +100,39 @@ def make_conductor(
         "gloo",
         torch.device("cpu"),
         directory / "weights",
-        evaluation_cell=beside is not None,
+        evaluation_cell=evaluation is not None,
     )
-    conductor = Conductor(
+    metrics = MetricsWriter(directory / "metrics.jsonl", None, 0)
+    record, stop = StepRecord(metrics, WeightVersion(1, 0), {}), StopRequest()
+    source = LedgerSource(
         schedule,
-        WeightVersion(1, 0),
-        {},
-        ledger=LedgerPeer(directory, "key", 1, lambda: False),
+        record,
+        ledger=LedgerClient(directory, "key", 1, lambda: False),
         publisher=publisher,
         specs=SPECS,
-        metrics=MetricsLog(directory / "metrics.jsonl", None, 0),
         events=EventLog(directory / "events.jsonl", "trainer"),
-        stop=StopRequest(),
-        fence=lambda: None,
-        beside=beside,
+        stop=stop,
+        async_evaluation=evaluation,
     )
-    stack.callback(conductor.close)
-    return conductor
+    coordinator = Coordinator(schedule, record, source, stop)
+    stack.callback(coordinator.close)
+    return coordinator
 
 
-def train(conductor: Conductor, steps: int) -> float:
-    """Follow the conductor until so many steps are trained; the seconds it took."""
+def train(coordinator: Coordinator, steps: int) -> float:
+    """Follow the coordinator until so many steps are trained; the seconds it took."""
     began = time.monotonic()
     step = 0
     while step < steps:
         assert time.monotonic() - began < 100
-        command = conductor.next()
-        if isinstance(command, Publish):
-            conductor.publish(iter([(SPECS[0].name, torch.ones(16))]))
-        elif isinstance(command, Train):
+        command = coordinator.next_command()
+        if isinstance(command, PublishWeights):
+            coordinator.publish(iter([(SPECS[0].name, torch.ones(16))]))
+        elif isinstance(command, TrainStep):
             step = command.manifest.step
-            conductor.trained(WeightVersion(1, step), {})
+            coordinator.on_trained(WeightVersion(1, step), {})
         else:
-            assert isinstance(command, Idle)
+            assert isinstance(command, Wait)
     return time.monotonic() - began
 
 
@@ -145,8 +146,8 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     rendezvous.publish(tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}")
     for cell in ("cell-0", "cell-1"):
         rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
-    conductor = make_conductor(stack, tmp_path, cells=3)
-    took_s = train(conductor, steps=40)
+    coordinator = make_coordinator(stack, tmp_path, cells=3)
+    took_s = train(coordinator, steps=40)
     updates = [event for event in read_lines(tmp_path / "events.jsonl") if event["replicas"]]
     tries = [event for event in read_lines(tmp_path / "events.jsonl") if event["failed"]]
     assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}

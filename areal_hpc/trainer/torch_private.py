@@ -1,0 +1,44 @@
+"""Private APIs of torch that the trainer uses.
+
+tests/contract/test_private_apis.py checks that each is there with the signature relied on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def get_default_store() -> dist.Store:  # type: ignore[name-defined]
+    """The store that the default process group was opened with."""
+    return _get_default_store()
+
+
+def run_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    max_query_length: int,
+    max_key_length: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention by PyTorch's own build of FlashAttention-2: [t, heads, d].
+
+    Args:
+        query: All segments' queries, 16 bits on a GPU [t, heads, d].
+        key: Their keys [k, kv_heads, d].
+        value: Their values [k, kv_heads, d].
+        query_starts: Where each segment's queries begin, and the end of the last [S + 1], int32.
+        key_starts: The same of its keys.
+        max_query_length: Queries of the longest segment.
+        max_key_length: Keys of the longest segment.
+        scale: What scores are multiplied by.
+    """
+    attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_starts, key_starts,
+        max_query_length, max_key_length, 0.0, True, False, scale=scale,
+    )[0]  # fmt: skip
+    return attended
