@@ -1,8 +1,9 @@
 """The weights of a checkpoint, read tensor by tensor: no ranks, no groups, no network.
 
 A checkpoint holds each Megatron parameter of all layers (and experts) as one tensor with a
-dimension for the layer (and the expert), in pieces that depend on the layout it was written under. PyTorch's
-checkpoint reader finds the pieces that a part of it needs, so any layout's checkpoint can be read.
+dimension for the layer (and the expert), in pieces that depend on the layout it was written under.
+PyTorch's checkpoint reader finds the pieces that a part of it needs, so any layout's checkpoint can
+be read.
 """
 
 from __future__ import annotations
