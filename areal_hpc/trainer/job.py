@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,7 +28,7 @@ from areal_hpc.telemetry import EventLog
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
-from areal_hpc.trainer.learner import Learner, make_learner
+from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
@@ -96,12 +97,8 @@ def run(config: dict[str, Any]) -> None:
     job = TrainerJobConfig.model_validate(config)
     layout = RunLayout(job.run_dir)
     stop = StopRequest.install()
-    threading.Thread(
-        target=_exit_on_stop_timeout,
-        args=(stop, job.stop_grace_s),
-        name="stop-deadline",
-        daemon=True,
-    ).start()
+    deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
+    threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
     run_rank(
         job.trainer.parallel,
         job.trainer.device,
@@ -119,7 +116,7 @@ def _train(
     claimed = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
     generation = int(broadcast_object(claimed))
     check_generation = epoch_fence(layout.epochs_dir, generation)
-    learner = make_learner(
+    learner = Learner(
         job.trainer, layout, job.model_path, device,
         generation=generation, seed=job.seed, check_generation=check_generation,
     )  # fmt: skip
@@ -133,9 +130,9 @@ def _train(
         layout.finished.touch()
         sync_path(layout.finished)
         sync_path(layout.finished.parent)
-        coordinator.finish()
+        coordinator.source.finish()
     if coordinator:
-        coordinator.close()
+        coordinator.source.close()
     learner.close()
     return finished
 

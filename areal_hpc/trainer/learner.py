@@ -29,7 +29,7 @@ from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.metrics import Line, replace_non_finite
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
-from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
+from areal_hpc.trainer.model.policy import DTYPES, build_policy
 from areal_hpc.trainer.objective.policy_loss import (
     LOSS_SUMS,
     compute_policy_loss,
@@ -55,13 +55,13 @@ STEP_MAXIMA = ("weight", "mismatch")
 
 
 class Learner:
-    """The policy in training, at a checkpoint of the run or some steps after it.
+    """The policy in training, at the latest checkpoint of the run or some steps after it.
 
     Args:
-        policy: With its starting weights loaded.
         config: Objective, optimizer and sizes.
         layout: Where shards are read and checkpoints are written.
-        model_path: Tokenizer and configuration of exports come from here.
+        model_path: The weights before the first checkpoint, and what exports take beside weights.
+        device: Where this rank computes.
         generation: This start of the trainer.
         seed: Recorded in checkpoints.
         check_generation: Called on rank 0 before a checkpoint becomes visible.
@@ -69,16 +69,18 @@ class Learner:
 
     def __init__(
         self,
-        policy: Policy,
         config: TrainerConfig,
         layout: RunLayout,
         model_path: Path,
+        device: torch.device,
         *,
         generation: int,
         seed: int,
         check_generation: Callable[[], None] = lambda: None,
     ) -> None:
-        self.policy = policy
+        arch = read_architecture(model_path)
+        self.policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
+        load_hf(self.policy, HfModelReader(model_path).read)
         self._config = config
         self._layout = layout
         self._model_path = model_path
@@ -86,12 +88,12 @@ class Learner:
         self._checkpoints = CheckpointStore(
             layout.checkpoints_dir, config.keep_commits, check_generation
         )
-        self._optimizer = build_optimizer(policy, config.optimizer)
+        self._optimizer = build_optimizer(self.policy, config.optimizer)
         self.state = TrainerState(step=0, epoch=generation, seed=seed, forks=[Fork(generation, 0)])
         self.reopened_row: Line = {}
         """What the checkpoint knows of the metrics of its step."""
         if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
-            load_checkpoint(policy, self._optimizer, checkpoint)
+            load_checkpoint(self.policy, self._optimizer, checkpoint)
             apply_settings(self._optimizer, config.optimizer)
             held = checkpoint.state
             self.reopened_row = held.line
@@ -272,26 +274,6 @@ class Learner:
         """Write the weights as a Hugging Face model. A collective."""
         target = self._layout.export(step_name(self.state.step))
         save_hf_model(self.policy, self._model_path, target)
-
-
-def make_learner(
-    config: TrainerConfig,
-    layout: RunLayout,
-    model_path: Path,
-    device: torch.device,
-    *,
-    generation: int,
-    seed: int,
-    check_generation: Callable[[], None] = lambda: None,
-) -> Learner:
-    """A learner of the model at `model_path`, or of the latest checkpoint of its run."""
-    arch = read_architecture(model_path)
-    policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
-    load_hf(policy, HfModelReader(model_path).read)
-    return Learner(
-        policy, config, layout, model_path,
-        generation=generation, seed=seed, check_generation=check_generation,
-    )  # fmt: skip
 
 
 def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:

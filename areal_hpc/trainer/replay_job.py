@@ -14,7 +14,7 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
 from areal_hpc.layout import RunLayout
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.learner import make_learner
+from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.rank_main import run_rank
@@ -63,7 +63,7 @@ def _train(
     job: ReplayJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
 ) -> bool:
     forks = [Fork(epoch, step) for epoch, step in job.forks]
-    learner = make_learner(
+    learner = Learner(
         job.trainer, layout, job.model_path, device, generation=forks[-1].epoch, seed=job.seed
     )
     # Tokens are as old as they were: this is no new start of the recorded run.

@@ -27,15 +27,8 @@ def run_flash_attention(
 ) -> torch.Tensor:
     """Causal attention by PyTorch's own build of FlashAttention-2: [t, heads, d].
 
-    Args:
-        query: All segments' queries, 16 bits on a GPU [t, heads, d].
-        key: Their keys [k, kv_heads, d].
-        value: Their values [k, kv_heads, d].
-        query_starts: Where each segment's queries begin, and the end of the last [S + 1], int32.
-        key_starts: The same of its keys.
-        max_query_length: Queries of the longest segment.
-        max_key_length: Keys of the longest segment.
-        scale: What scores are multiplied by.
+    Starts are where each segment begins and where the last one ends [S + 1], int32; the lengths are
+    those of the longest segment. Queries, keys and values have 16 bits and are on a GPU.
     """
     attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, query_starts, key_starts,

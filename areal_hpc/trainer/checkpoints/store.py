@@ -52,12 +52,8 @@ VISIBLE_TIMEOUT_S = 60.0
 POLL_S = 0.2
 
 
-class WriteStatus(IntEnum):
-    """How far a rank's part of a checkpoint is; the largest of all ranks decides."""
-
-    DONE = 0
-    PENDING = 1
-    FAILED = 2
+WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
+"""How far a rank's part of a checkpoint is; the largest of all ranks decides."""
 
 
 class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
@@ -226,11 +222,10 @@ class CheckpointStore:
         if self._begun is None:
             return False
         assert self._writer is not None
-        progress = WriteStatus.PENDING
         trouble: ArealError | None = None
         try:
-            if self._writer.poll(timeout_s):
-                progress = WriteStatus.DONE
+            done = self._writer.poll(timeout_s)
+            progress = WriteStatus.DONE if done else WriteStatus.PENDING
         except ClusterError as error:
             progress, trouble = WriteStatus.FAILED, error
         slowest = all_reduce_max(progress)
@@ -253,12 +248,6 @@ class CheckpointStore:
         while not self.poll(POLL_S):
             pass
         return True
-
-    def save(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
-        """Write a checkpoint. A collective; returns when it is visible and durable."""
-        target = self.begin(policy, optimizer, state)
-        self.finish()
-        return target
 
     def close(self) -> None:
         """End the writer, once it has deleted what it was told to."""

@@ -38,7 +38,7 @@ class WriterClient:
     """
 
     def __init__(self) -> None:
-        self._memory = os.memfd_create("commit")
+        self._memory = os.memfd_create("checkpoint")
         self._request: WriteRequest | None = None
         self.took_s = 0.0
         """What the last file took to write."""

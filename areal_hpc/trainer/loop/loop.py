@@ -227,7 +227,7 @@ class Coordinator:
     ) -> None:
         self._schedule = schedule
         self._record = record
-        self._source = source
+        self.source = source
         self._stop = stop
         self._check_generation = check_generation
         self._saved_step = record.version.step
@@ -253,7 +253,7 @@ class Coordinator:
 
     def _decide(self) -> RankCommand:
         step = self._record.version.step
-        match self._source.find_delivery():
+        match self.source.find_delivery():
             case "publish":
                 return PublishWeights()
             case "wait":
@@ -261,16 +261,16 @@ class Coordinator:
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_generation()
             return SaveCheckpoint(self._record.row)
-        if not self._source.is_evaluated():
+        if not self.source.is_evaluated():
             return Wait()
         if self._schedule.exports(step) and self._exported_step < step:
             self._check_generation()
             return ExportModel()
-        self._record.write(self._source.describe_updates())
+        self._record.write(self.source.describe_updates())
         if step < self._schedule.total_steps:
-            manifest = self._source.next_batch(step + 1)
+            manifest = self.source.next_batch(step + 1)
             return Wait() if manifest is None else TrainStep(manifest)
-        return Stop(finished=True) if self._source.is_settled() else Wait()
+        return Stop(finished=True) if self.source.is_settled() else Wait()
 
     def _finish_early(self) -> RankCommand:
         """Save what was trained, then stop."""
@@ -278,18 +278,18 @@ class Coordinator:
         if self._saved_step < step:
             self._check_generation()
             return SaveCheckpoint(self._record.row)
-        self._record.write(self._source.describe_updates())
+        self._record.write(self.source.describe_updates())
         return Stop(finished=self._schedule.ends_with_checkpoint(step))
 
     def on_trained(self, version: WeightVersion, row: Line) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self._record.begin(version, row)
-        self._source.begin_version()
+        self.source.begin_version()
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
         self._check_generation()
-        self._source.publish(parameters)
+        self.source.publish(parameters)
 
     def on_checkpoint_started(self, seconds: float) -> None:
         """The state is copied, and will be durable soon. The step's row waits for that."""
@@ -305,12 +305,3 @@ class Coordinator:
     def on_exported(self) -> None:
         """The weights have been written as a Hugging Face model."""
         self._exported_step = self._record.version.step
-
-    def finish(self) -> None:
-        """Tell whoever serves batches that the run is complete."""
-        self._source.finish()
-
-    def close(self) -> None:
-        """Leave the replicas and the files."""
-        self._source.close()
-        self._record.metrics.close()

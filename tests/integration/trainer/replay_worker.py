@@ -34,7 +34,6 @@ from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
 from areal_hpc.layout import RunLayout
 from areal_hpc.telemetry import set_up_logging
-from areal_hpc.trainer import learner as product
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.fence import epoch_fence
@@ -74,7 +73,7 @@ def config_of(scenario: Scenario) -> TrainerConfig:
 def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
     claimed = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
     generation = int(broadcast_object(claimed))
-    return product.make_learner(
+    return Learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
         check_generation=epoch_fence(layout.epochs_dir, generation),
