@@ -88,6 +88,12 @@ class ShardError(ArealError):
     exit_code = 65
 
 
+class SupersededTrainerError(ArealError):
+    """A newer start of the trainer owns the run: this one must go without a trace."""
+
+    exit_code = 143
+
+
 class AgentError(ArealError):
     """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
 

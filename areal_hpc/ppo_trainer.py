@@ -16,12 +16,12 @@ from areal_hpc.areal_config.run_rules import as_here
 from areal_hpc.areal_config.translation import Translation, rule_of, to_recipe
 from areal_hpc.cli.run import train
 from areal_hpc.cli.submit import submit_run
-from areal_hpc.durable import write_durably
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, from_values, read_site
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.paths import RunPaths
 
 ANEW = "another trial_name starts one anew"
 ALIAS = "areal_hpc.compat"
@@ -126,7 +126,7 @@ class PPOTrainer:
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
         workflow = workflow or rollout.get("workflow")
-        layout = RunLayout(_run_dir(self._config))
+        layout = RunPaths(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
             rollout |= _travel(workflow, kwargs, layout, MODULE)
@@ -178,7 +178,7 @@ def _run_dir(config: BaseExperimentConfig) -> Path:
 
 
 def _travel(
-    workflow: Any, kwargs: Mapping[str, Any], layout: RunLayout, module: str
+    workflow: Any, kwargs: Mapping[str, Any], layout: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = ALIAS in sys.modules
@@ -247,7 +247,7 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
                 hint="give another trial_name",
             )
         return
-    write_durably(path, text)
+    write_atomic(path, text)
 
 
 def _notes(translation: Translation) -> list[str]:

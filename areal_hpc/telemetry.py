@@ -1,4 +1,4 @@
-"""What a run tells about itself: log lines, events, metrics."""
+"""What a run tells about itself: log lines, metrics, phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import read_lines
 
 EVALUATION = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
@@ -37,19 +37,6 @@ def read_step_lines(path: Path) -> list[dict[str, Any]]:
     for line in read_lines(path):
         found.setdefault(line["step"], {}).update(line)
     return [found[step] for step in sorted(found)]
-
-
-class EventLog:
-    """Append-only `events.jsonl`: what happened, when, to which role."""
-
-    def __init__(self, path: Path, role: str) -> None:
-        self._path = path
-        self._role = role
-
-    def record(self, event: str, **facts: Any) -> None:
-        """Note that `event` happened now."""
-        line = {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
-        append_line(self._path, line)
 
 
 class PhaseTimer:

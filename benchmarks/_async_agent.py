@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from openai import AsyncOpenAI
 
-from areal_hpc.json_lines import append_line
+from areal_hpc.rundir.jsonl import append_line
 
 BLOCK = 128
 """Tasks whose tool times are the same set of quantiles, shuffled: any such block of the stream is

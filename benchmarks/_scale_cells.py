@@ -15,17 +15,16 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.cluster.rendezvous import ensure_admin_key
-from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import Driver, Peers
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import shard_name
 from areal_hpc.shards.writer import seal
-from areal_hpc.telemetry import EventLog
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -40,6 +39,7 @@ from areal_hpc.wire.ledger import (
     TicketGrant,
     TicketRef,
 )
+from areal_hpc.wire.trajectory import Trajectory
 
 ROW_TOKENS = 64
 LONGEST_OVER_MEDIAN = 8.0
@@ -78,7 +78,7 @@ class Storehouse:
     """What a proxy does with finished tickets: seal by age or when asked, then settle."""
 
     def __init__(
-        self, cell: str, layout: RunLayout, ledger: Peer, tempo: Tempo, tally: Tally, pool: Executor
+        self, cell: str, layout: RunPaths, ledger: Peer, tempo: Tempo, tally: Tally, pool: Executor
     ) -> None:
         self._cell = cell
         self._layout = layout
@@ -156,7 +156,7 @@ class SleepingCell(Driver):
     """The driver of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, number: int, layout: RunLayout, ledger: Peer, stores: Storehouse, tempo: Tempo,
+        self, number: int, layout: RunPaths, ledger: Peer, stores: Storehouse, tempo: Tempo,
         tally: Tally,
     ) -> None:  # fmt: skip
         n_samples = tempo.n_samples
@@ -192,7 +192,7 @@ class SleepingCell(Driver):
 
 
 async def run_cells(
-    count: int, layout: RunLayout, tempo: Tempo, tally: Tally, pool: Executor
+    count: int, layout: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
 ) -> None:
     """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
     peers: list[Peer] = []
@@ -211,12 +211,12 @@ async def run_cells(
             await peer.close()
 
 
-def to_ledger(layout: RunLayout) -> Peer:
+def to_ledger(layout: RunPaths) -> Peer:
     """A connection of its own."""
     return Peer(layout.rendezvous_dir, "ledger", ensure_admin_key(layout.admin_key))
 
 
-async def run_trainer(layout: RunLayout, batch_size: int, tempo: Tempo, tally: Tally) -> None:
+async def run_trainer(layout: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:
     """Ask for batch after batch, and say at once that it was trained, until cancelled."""
     ledger = to_ledger(layout)
     try:
@@ -226,7 +226,7 @@ async def run_trainer(layout: RunLayout, batch_size: int, tempo: Tempo, tally: T
 
 
 async def _train(
-    layout: RunLayout, ledger: Peer, batch_size: int, tempo: Tempo, tally: Tally
+    layout: RunPaths, ledger: Peer, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
     await ledger.call("/open_epoch", OpenEpochRequest(1, 0), Acknowledged)
     while True:

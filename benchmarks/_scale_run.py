@@ -25,10 +25,10 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.descriptors import allow_all_descriptors
-from areal_hpc.cluster.epochs import take_next_epoch
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.paths import RunPaths
 from benchmarks._scale_cells import Tally, Tempo, run_cells, run_trainer
 
 ENOUGH_STEPS = 10**6
@@ -50,7 +50,7 @@ class Settings:
 
 
 @contextlib.contextmanager
-def running_ledger(layout: RunLayout, settings: Settings) -> Iterator[int]:
+def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
     """The real ledger of a run directory, as its job starts it; its process id."""
     config = {
         "run_dir": str(layout.root),
@@ -90,7 +90,7 @@ def cpu_s(pid: int) -> float:
     return float(times.user + times.system)
 
 
-async def measure(layout: RunLayout, settings: Settings) -> dict[str, Any]:
+async def measure(layout: RunPaths, settings: Settings) -> dict[str, Any]:
     """Let everything run; what happened after the run-in."""
     tally, ourselves = Tally(), os.getpid()
     with running_ledger(layout, settings) as ledger, ThreadPoolExecutor(SEALERS) as pool:
@@ -138,10 +138,10 @@ def main() -> None:
     """Measure what the arguments say."""
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
-    layout = RunLayout(Path(sys.argv[2]))
+    layout = RunPaths(Path(sys.argv[2]))
     allow_all_descriptors()
     layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
-    take_next_epoch(layout.epochs_dir)
+    claim_next_number(layout.generations_dir)
     print(json.dumps(uvloop.run(measure(layout, settings))))
 
 

@@ -8,7 +8,7 @@ import string
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 
 LONGEST_TOKENS = 32_000
 N_SAMPLES = 8

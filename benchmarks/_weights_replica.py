@@ -19,15 +19,15 @@ from typing import Any
 import httpx
 import torch
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job import resolve_device
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0
 STREAMS = 4
@@ -116,7 +116,7 @@ class Streams:
 class Replica:
     """One replica of one cell, and every way to update it."""
 
-    def __init__(self, layout: RunLayout, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
+    def __init__(self, layout: RunPaths, weights: Mapping[str, torch.Tensor], bucket_bytes: int):
         self._layout = layout
         self._weights = weights
         self._specs = [
@@ -199,7 +199,7 @@ def running_replica(
     run_dir: Path, weights: Mapping[str, torch.Tensor], bucket_bytes: int
 ) -> Iterator[Replica]:
     """A cell that serves the model in `run_dir`, with random weights at first."""
-    layout = RunLayout(run_dir)
+    layout = RunPaths(run_dir)
     rendezvous.ensure_admin_key(layout.admin_key)
     config = {
         "run_dir": str(run_dir),

@@ -28,8 +28,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from benchmarks._pairs import RESULTS, add_out, report
 
 matplotlib.use("Agg")
@@ -128,7 +128,7 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
     answer = subprocess.run(command, capture_output=True, text=True, cwd=RECIPE.parents[1])
     if answer.returncode:
         raise ClusterError(f"{name} failed: {answer.stdout[-2000:]}\n{answer.stderr[-2000:]}")
-    layout = RunLayout(folder / "async" / name)
+    layout = RunPaths(folder / "async" / name)
     published = [row for row in read_lines(layout.events) if row["event"] == "published"]
     return Side(
         name,

@@ -34,10 +34,11 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
 
 # isort: split
-from areal_hpc.durable import sync_path, sync_tree
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree
+from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints import megatron_format
-from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CheckpointStore, TrainerState
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 
@@ -81,9 +82,9 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
     state = TrainerState(step=number, epoch=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / MARKER).touch()
-    sync_tree(partial)
+    fsync_tree(partial)
     partial.rename(folder / partial.name.removeprefix("."))
-    sync_path(folder)
+    fsync_path(folder)
 
 
 def measure(
@@ -101,7 +102,7 @@ def measure(
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish)
         in_process_s = seconds_of(partial(commit_in_process, trainee, alone, number))
-        commit = store.latest()
+        commit = find_latest(folder / "beside")
         assert commit is not None
         state_bytes = sum(path.stat().st_size for path in commit.path.iterdir())
         shutil.rmtree(alone / f"step_{number}")

@@ -42,9 +42,9 @@ from areal_hpc.trainer.batch.packing import (
 )
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, TrajectoryBatch, build_rows, read_batch
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trajectory import Trajectory
-from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from benchmarks._pairs import (
     Side,
     add_out,
@@ -90,10 +90,10 @@ class Ours:
         return read_batch(self.manifest, self.folder)
 
     def rows(self) -> list[TrainingRow]:
-        return build_rows(self.batch, CURRENT, [Fork(1, 0)], OBJECTIVE)
+        return build_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
 
     def pack(self) -> list[Pack]:
-        rows = build_rows(self.read(), CURRENT, [Fork(1, 0)], OBJECTIVE)
+        rows = build_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
         (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackLayout())
         channels = list(rows[0].channels)

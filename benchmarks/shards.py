@@ -30,11 +30,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.durable import sync_path
+from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 from benchmarks._pairs import (
     Samples,
     Side,
@@ -105,7 +105,7 @@ class Bench:
         os.fsync(descriptor)
         os.close(descriptor)
         partial.rename(self.group_path)
-        sync_path(self.folder)
+        fsync_path(self.folder)
 
     def read_groups(self) -> list[list[Any]]:
         with h5py.File(self.group_path, "r") as file:

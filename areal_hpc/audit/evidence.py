@@ -7,40 +7,24 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import yaml
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.drops import read_drops
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
+from areal_hpc.rundir.drops import read_drops
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
-
-class UntrainedRecord(msgspec.Struct, frozen=True):
-    """What a consumed batch did not teach (`trainer.untrained.Untrained`)."""
-
-    step: int
-    reason: str
-    tickets: list[int] = []
-    """Those left out; without any, optimizer steps of the batch were not taken."""
-
-
-class CommitRecord(msgspec.Struct, frozen=True):
-    """What `trainer.json` of a commit says about batches (`trainer.commits.store.TrainerState`)."""
-
-    step: int = 0
-    epoch: int = 0
-    consumed: list[int] = []
-    untrained: list[UntrainedRecord] = []
+NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
     """What a run directory says about tickets."""
 
-    commit: CommitRecord = field(default_factory=CommitRecord)
+    commit: TrainerState = NO_CHECKPOINT
     """The newest; of step 0 when there is none."""
     manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
     """By step, those that can be read."""
@@ -61,10 +45,10 @@ class Evidence:
     problems: Sequence[Problem] = ()
 
 
-def read_evidence(layout: RunLayout) -> Evidence:
+def read_evidence(layout: RunPaths) -> Evidence:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
-    is_finished = layout.finished.exists()
+    is_finished = layout.finished_marker.exists()
     commit = _newest_commit(layout.checkpoints_dir, problems)
     manifests = dict(_whole_manifests(layout, problems))
     drops: dict[int, str] = {}
@@ -100,19 +84,10 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
             yield path.name, path.stat().st_size
 
 
-def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
+def _newest_commit(directory: Path, problems: list[Problem]) -> TrainerState:
     """The highest step of the highest epoch among the complete commits."""
-    found = [CommitRecord()]
-    for marker in directory.glob("step_*/COMMITTED"):
-        state = marker.with_name("trainer.json")
-        try:
-            found.append(msgspec.json.decode(state.read_bytes(), type=CommitRecord))
-        except FileNotFoundError:
-            if marker.exists():  # else it was deleted just now: newer ones are there
-                problems.append(Problem("the commit does not say what it holds", str(state)))
-        except msgspec.DecodeError as error:
-            problems.append(Problem(f"the commit cannot be read: {error}", str(state)))
-    newest = max(found, key=lambda commit: (commit.epoch, commit.step))
+    found = list_checkpoints(directory, problems)
+    newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
         problems.append(
             Problem(
@@ -125,9 +100,9 @@ def _newest_commit(directory: Path, problems: list[Problem]) -> CommitRecord:
 
 
 def _whole_manifests(
-    layout: RunLayout, problems: list[Problem]
+    layout: RunPaths, problems: list[Problem]
 ) -> Iterator[tuple[int, BatchManifest]]:
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         try:
             manifest = read_manifest(layout, step)
         except ShardError as error:
@@ -141,13 +116,13 @@ def _whole_manifests(
         yield step, manifest
 
 
-def _limits(layout: RunLayout) -> tuple[int, int, int]:
+def _limits(layout: RunPaths) -> tuple[int, int, int]:
     """Batch size, and the largest off-policyness and the steps that any launch asked for.
 
     Recipes are read as plain YAML: an old run must be auditable by newer code.
     """
     batch_size = offpolicyness = total_steps = 0
-    for path in layout.root.glob("recipe*.yaml"):
+    for path in layout.recipes():
         recipe = yaml.safe_load(path.read_text()) or {}
         trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
         batch_size = max(batch_size, trainer.get("batch_size", 0))

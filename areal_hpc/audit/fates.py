@@ -39,9 +39,10 @@ from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_hpc.audit.evidence import Evidence, UntrainedRecord, read_evidence
+from areal_hpc.audit.evidence import Evidence, read_evidence
 from areal_hpc.errors import Problem
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import SettledTicket
 
 
@@ -98,7 +99,7 @@ class Audit:
         )
 
 
-def audit_run(layout: RunLayout) -> Audit:
+def audit_run(layout: RunPaths) -> Audit:
     """Judge every ticket of a run, live or not."""
     return judge(read_evidence(layout))
 

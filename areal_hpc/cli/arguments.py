@@ -11,22 +11,22 @@ from types import FrameType
 from typing import TypeAlias
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RECIPE, RunPaths
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """Where a family adds its commands. argparse has no public name for it."""
 
 
-def existing_run(path: Path) -> RunLayout:
+def existing_run(path: Path) -> RunPaths:
     """The run at `path`.
 
     Raises:
         RecipeError: There is none.
     """
-    layout = RunLayout(path.resolve())
+    layout = RunPaths(path.resolve())
     if not layout.recipe.exists():
         raise RecipeError(
-            f"there is no run at {path}", hint="give a directory that holds a recipe.yaml"
+            f"there is no run at {path}", hint=f"give a directory that holds a {RECIPE}"
         )
     return layout
 

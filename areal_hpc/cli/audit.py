@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal_hpc.cli.arguments import Commands, existing_run
 
 if TYPE_CHECKING:
-    from areal_hpc.audit.evidence import UntrainedRecord
+    from areal_hpc.rundir.checkpoints import UntrainedRecord
 
 MOST_NAMED = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""

@@ -82,14 +82,14 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    from areal_hpc.cluster.site import EVALUATION_CELL
     from areal_hpc.cluster.submit import script_of
     from areal_hpc.launch.dispatch import requests_of
+    from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
 
     scripts = {}
     for request in requests_of(recipe, Path.cwd()):
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
-        if request.job in ("warmup", "trainer", "cell-0", EVALUATION_CELL):
+        if request.job in ("warmup", "trainer", format_cell_name(0), EVALUATION_CELL):
             lines = script_of(request).splitlines(keepends=True)
             scripts[request.job] = "".join(line for line in lines if "--dependency=" not in line)
     return scripts

@@ -41,11 +41,11 @@ def _export(arguments: argparse.Namespace) -> int:
         )
     if find_spec("torch") is None:
         return _in_train_environment(recipe.cluster.train.python, arguments)
-    from areal_hpc.layout import step_name
+    from areal_hpc.rundir.paths import format_step_dir
     from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
     commit = choose_checkpoint(layout.checkpoints_dir, arguments.step)
-    target = (out or layout.export(step_name(commit.state.step))).resolve()
+    target = (out or layout.export(format_step_dir(commit.state.step))).resolve()
     print(f"exporting step {commit.state.step} of {layout.root}", flush=True)
     export_checkpoint(
         commit, policy_model(recipe, layout), target, lambda line: print(line, flush=True)

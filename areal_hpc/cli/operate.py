@@ -100,7 +100,7 @@ def _status(arguments: argparse.Namespace) -> int:
     lines += describe_advance(advance)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
-    if advance.step > 0 and (run.is_local or layout.finished.exists()):
+    if advance.step > 0 and (run.is_local or layout.finished_marker.exists()):
         lines += ["", summary(layout)]
     print("\n".join(lines))
     return 0
@@ -164,7 +164,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
     grace_s = 0.0
     if not arguments.now:
         grace_s = read_advance(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
-    layout.cancelled.touch()  # before any signal: a job that is told to stop looks for it
+    layout.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
     ended = cancel_jobs(
         lambda: ids_of(layout),
         label=label_of(layout),
@@ -176,10 +176,10 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.submissions import read_submissions
     from areal_hpc.launch import dispatch
     from areal_hpc.launch.ready import is_finished
     from areal_hpc.recipe import load
+    from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
 
     layout = existing_run(arguments.run)
@@ -204,7 +204,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _list(arguments: argparse.Namespace) -> int:
     from areal_hpc.cluster.queue import Queue
-    from areal_hpc.view.comparison import compare, find_runs
+    from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.view.comparison import compare
 
     layouts = find_runs(arguments.place)
     if not layouts:

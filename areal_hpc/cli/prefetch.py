@@ -24,11 +24,11 @@ def add_commands(commands: Commands) -> None:
 
 def _prefetch(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prefetch import prefetch
-    from areal_hpc.layout import RunLayout
     from areal_hpc.recipe import load
+    from areal_hpc.rundir.paths import RunPaths
 
     recipe = load(arguments.recipe, arguments.overrides)
-    layout = RunLayout(recipe.run_dir)
+    layout = RunPaths(recipe.run_dir)
     prefetch(recipe, layout, lambda line: print(line, flush=True))
     print(f"all in place; recorded in {layout.prefetched}")
     return 0

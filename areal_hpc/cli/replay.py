@@ -8,7 +8,7 @@ from pathlib import Path
 
 from areal_hpc.cli.arguments import Commands, existing_run, stop_on_signals
 from areal_hpc.cli.run import INTERRUPTED_EXIT_CODE
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 
 def add_commands(commands: Commands) -> None:
@@ -40,7 +40,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     run = existing_run(arguments.run)
     first, last = parse_steps(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
-    layout = RunLayout(out.resolve())
+    layout = RunPaths(out.resolve())
     replay = Replay(run, first, last, arguments.overrides, layout)
     stop = threading.Event()
     stop_on_signals(stop)

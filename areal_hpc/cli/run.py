@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import Commands, program, stop_on_signals
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.launch.plan import Stage
@@ -76,7 +76,7 @@ def train(
     """
     from areal_hpc.launch import here
 
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     if not fresh and is_answered(recipe, layout, anew):
         return 0
     stop = threading.Event()
@@ -102,13 +102,13 @@ def train(
     return 0
 
 
-def is_answered(recipe: Recipe, layout: RunLayout, anew: str = FRESH) -> bool:
+def is_answered(recipe: Recipe, layout: RunPaths, anew: str = FRESH) -> bool:
     """True, and the run's summary is told, if it has nothing left to do."""
     from areal_hpc.launch.ready import is_finished
 
     if not is_finished(recipe, layout):
         return False
-    if not layout.curve.exists():  # a run under Slurm that nobody waited for
+    if not layout.learning_curve.exists():  # a run under Slurm that nobody waited for
         draw_learning_curve(layout)
     print(summary(layout))
     print(f"\nthis run is finished; {anew}")
@@ -116,7 +116,7 @@ def is_answered(recipe: Recipe, layout: RunLayout, anew: str = FRESH) -> bool:
 
 
 @contextmanager
-def progress(recipe: Recipe, layout: RunLayout) -> Iterator[PlainReporter | LiveReporter]:
+def progress(recipe: Recipe, layout: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
     """Show how a run goes until the context ends."""
     from areal_hpc.view.progress import LiveReporter, PlainReporter
 
@@ -129,7 +129,7 @@ def progress(recipe: Recipe, layout: RunLayout) -> Iterator[PlainReporter | Live
         reporter.close()
 
 
-def summary(layout: RunLayout) -> str:
+def summary(layout: RunPaths) -> str:
     """What a run amounts to so far. Writes nothing."""
     from areal_hpc.view.snapshot import read_snapshot
     from areal_hpc.view.summary import summarise
@@ -137,7 +137,7 @@ def summary(layout: RunLayout) -> str:
     return summarise(layout, read_snapshot(layout), program())
 
 
-def draw_learning_curve(layout: RunLayout) -> None:
+def draw_learning_curve(layout: RunPaths) -> None:
     """Draw the run's learning curve into its directory, if matplotlib is installed.
 
     Only commands that train call this: those that look at a run may have no right to write there.
@@ -149,7 +149,9 @@ def draw_learning_curve(layout: RunLayout) -> None:
 
     snapshot = read_snapshot(layout)
     if snapshot.steps:
-        draw_curve(snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.curve)
+        draw_curve(
+            snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.learning_curve
+        )
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -158,7 +160,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe import load
 
     recipe = load(arguments.recipe, arguments.overrides)
-    layout = RunLayout(recipe.run_dir)
+    layout = RunPaths(recipe.run_dir)
     tasks_of_sources = (0,) * len(recipe.train_dataset.sources)
     for stage in plan(recipe, layout, Facts(0, 0, "python", (), tasks_of_sources)).stages:
         print(f"stage {stage.name}: complete when {stage.done_marker} exists")

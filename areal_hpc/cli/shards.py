@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from areal_hpc.cli.arguments import Commands, existing_run
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 
 def add_commands(commands: Commands) -> None:
@@ -44,7 +44,7 @@ def _shards_show(arguments: argparse.Namespace) -> int:
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
     rows = [arguments.row] if arguments.ticket is None else rows_of_ticket(path, arguments.ticket)
-    tokenizer = _tokenizer_of(RunLayout(run_dir))
+    tokenizer = _tokenizer_of(RunPaths(run_dir))
     print("\n\n".join(show_trajectory(path, row, tokenizer, _version_text) for row in rows))
     return 0
 
@@ -69,16 +69,16 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
 
 
 def _version_text(packed: int) -> str:
-    from areal_hpc.weights.version import WeightVersion
+    from areal_hpc.wire.weight_version import WeightVersion
 
     return str(WeightVersion.unpack(packed))
 
 
-def _tokenizer_of(layout: RunLayout) -> Path | None:
+def _tokenizer_of(layout: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
     from areal_hpc.recipe import load
 
-    folders = [layout.export("warmup"), layout.tiny_model_dir]
+    folders = [layout.sft_export, layout.tiny_model_dir]
     if layout.recipe.exists():
         named = load(layout.recipe).model.path
         folders += [named] if named else []

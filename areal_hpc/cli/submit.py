@@ -21,7 +21,7 @@ from areal_hpc.cli.run import (
     summary,
 )
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.recipe import Recipe
@@ -78,7 +78,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.array:
         return _submit_sweep(arguments)
     recipe = load(arguments.recipe, arguments.overrides, arguments.site)
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
         requests = dispatch.requests_of(recipe, Path.cwd(), arguments.after)
         print(describe_requests(layout, requests), end="")
@@ -121,7 +121,7 @@ def submit_run(
     """
     from areal_hpc.launch import dispatch
 
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     if not fresh and is_answered(recipe, layout, anew):
         return 0
     for note in (*notes, f"run      {layout.root}"):
@@ -168,7 +168,7 @@ def _say(message: str) -> None:
     print(message, flush=True)
 
 
-def _wait(recipe: Recipe, layout: RunLayout) -> int:
+def _wait(recipe: Recipe, layout: RunPaths) -> int:
     from areal_hpc.launch import dispatch, here
 
     stop = threading.Event()

@@ -1,1 +1,1 @@
-"""LAUNCH: Slurm jobs, their processes, addresses, epochs and signals. Knows nothing about RL."""
+"""LAUNCH: Slurm jobs, their processes, addresses and signals. Knows nothing about RL."""

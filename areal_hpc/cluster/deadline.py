@@ -9,6 +9,8 @@ from pathlib import Path
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.paths import JobPaths
 
 _SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
 
@@ -38,26 +40,20 @@ def stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
     return stop_grace_s + margin_s + save_s
 
 
-def save_time_variable(job_dir: Path) -> dict[str, str]:
+def save_time_variable(job: JobPaths) -> dict[str, str]:
     """What a job's processes need for `note_save`."""
-    return {_SAVE_VARIABLE: str(_save_time_path(job_dir))}
+    return {_SAVE_VARIABLE: str(job.save_time)}
 
 
 def note_save(seconds: float) -> None:
     """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
     if path := os.environ.get(_SAVE_VARIABLE):
-        partial = Path(f"{path}.tmp")
-        partial.write_text(f"{seconds:.3f}")
-        partial.rename(path)
+        write_atomic(Path(path), f"{seconds:.3f}".encode())
 
 
-def last_save_s(job_dir: Path) -> float:
+def last_save_s(job: JobPaths) -> float:
     """Seconds that the job's last save took; 0 before the first."""
     try:
-        return float(_save_time_path(job_dir).read_text())
+        return float(job.save_time.read_text())
     except FileNotFoundError:
         return 0.0
-
-
-def _save_time_path(job_dir: Path) -> Path:
-    return job_dir / "save_time_s"

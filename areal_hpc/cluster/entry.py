@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.rundir.paths import get_process_error
 from areal_hpc.telemetry import set_up_logging
 
 _PR_SET_PDEATHSIG = 1
@@ -79,7 +80,7 @@ def main() -> None:
         if not isinstance(error, (ArealError, ValidationError)):
             raise
         log.error("%s", error, exc_info=True)
-        Path(config_path).with_suffix(".error").write_text(str(error))
+        get_process_error(Path(config_path)).write_text(str(error))
         # A configuration that does not validate will not validate at the next start either.
         sys.exit(getattr(error, "exit_code", RecipeError.exit_code))
 

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome
-from areal_hpc.cluster.outcomes import write_outcome
 from areal_hpc.cluster.topology import TaskPosition
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, TaskExit, write_task_exit
+from areal_hpc.rundir.lock import is_lock_held
 
 
 class LocalTask:
     """The launcher's side of a supervisor: what `SlurmTask` is under Slurm."""
 
-    def __init__(self, launch: Launch, position: TaskPosition) -> None:
+    def __init__(self, launch: LaunchFile, position: TaskPosition) -> None:
         self._launch = launch
         self._position = position
 
-    def enter(self) -> Outcome | None:
+    def enter(self) -> TaskExit | None:
         """Nothing stands in the way."""
         return None
 
@@ -27,33 +24,18 @@ class LocalTask:
         """Nothing to know."""
         return {}
 
-    def look(self, *, is_leading: bool) -> Outcome | None:
+    def look(self, *, is_leading: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
-        if lock is None or is_held(lock):
+        if lock is None or is_lock_held(lock):
             return None
-        return Outcome(STOPPED_EXIT_CODE, reason="the launcher is gone")
+        return TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
 
-    def begin_stop(self, outcome: Outcome) -> float:
+    def begin_stop(self, outcome: TaskExit) -> float:
         """Seconds that processes get to stop by themselves."""
         return self._launch.stop_grace_s
 
-    def leave(self, outcome: Outcome) -> Outcome:
+    def leave(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher."""
-        write_outcome(Path(self._launch.job_dir), self._position.rank, outcome)
+        write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome
-
-
-def is_held(lock: str | os.PathLike[str]) -> bool:
-    """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
-    try:
-        descriptor = os.open(lock, os.O_RDONLY)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False

@@ -18,15 +18,18 @@ from msgspec import Struct
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.jobspec import (
-    IDLE_EXIT_CODE,
-    Launch,
-    Outcome,
-    SlurmLaunch,
-)
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.jobs import (
+    IDLE_EXIT_CODE,
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+    list_held_jobs,
+)
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +50,7 @@ Departure = Literal[
 ]
 
 
-def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
+def judge(outcomes: Sequence[TaskExit], fruitless: int) -> Verdict:
     """What the ends of a job's tasks mean.
 
     Args:
@@ -72,7 +75,7 @@ def judge(outcomes: Sequence[Outcome], fruitless: int) -> Verdict:
     return "again" if fruitless <= allowed else "fail"
 
 
-def count_fruitless(before: int, outcomes: Sequence[Outcome], *, was_of_use: bool) -> int:
+def count_fruitless(before: int, outcomes: Sequence[TaskExit], *, was_of_use: bool) -> int:
     """Starts in a row that were of no use, when this one has ended. A stop counts for nothing."""
     if was_of_use:
         return 0
@@ -88,12 +91,12 @@ class Usefulness:
     """Whether this start of a job was of use, and how many before it were not.
 
     Args:
-        folder: The job's.
+        job: Its folder.
         progress: The file that grows while the run gets further; empty if there is none.
     """
 
-    def __init__(self, folder: Path, progress: str) -> None:
-        self._path = folder / "fruitless.json"
+    def __init__(self, job: JobPaths, progress: str) -> None:
+        self._path = job.failure_count
         self._progress = Path(progress) if progress else None
         self._began_at = time.monotonic()
         self._began_bytes = self._bytes()
@@ -104,7 +107,7 @@ class Usefulness:
         except FileNotFoundError:
             return 0
 
-    def close(self, outcomes: Sequence[Outcome]) -> int:
+    def close(self, outcomes: Sequence[TaskExit]) -> int:
         """Count this start; the fruitless ones in a row."""
         lived_s = time.monotonic() - self._began_at
         was_of_use = self._bytes() > self._began_bytes or lived_s >= HEALTHY_S
@@ -112,13 +115,11 @@ class Usefulness:
         if self._path.exists():
             before = msgspec.json.decode(self._path.read_bytes(), type=_Record).fruitless
         fruitless = count_fruitless(before, outcomes, was_of_use=was_of_use)
-        partial = self._path.with_suffix(".tmp")
-        partial.write_bytes(msgspec.json.encode(_Record(fruitless)))
-        partial.rename(self._path)
+        write_atomic(self._path, msgspec.json.encode(_Record(fruitless)))
         return fruitless
 
 
-def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str) -> list[str]:
+def exclude_faulty(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
     known = {row["node"] for row in read_lines(path)}
@@ -131,7 +132,7 @@ def exclude_faulty(slurm: SlurmLaunch, outcomes: Sequence[Outcome], job_id: str)
     return list(new)
 
 
-def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Departure:
+def start_again(launch: LaunchFile, give_up_at: float, *, hold: bool = False) -> Departure:
     """Have this job started once more, by Slurm or by another submission of its script.
 
     Args:
@@ -159,7 +160,7 @@ def start_again(launch: Launch, give_up_at: float, *, hold: bool = False) -> Dep
     return "cancelled"
 
 
-def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -> Departure:
+def _ask_slurm(launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool) -> Departure:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING:
         log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
@@ -168,7 +169,7 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -
     excluded = scontrol.joined_nodes(facts.excluded_nodes, *nodes)
     try:
         if hold:
-            _hold(Path(launch.job_dir), job_id)
+            _hold(launch.paths, job_id)
             return "held"
         scontrol.requeue(job_id)
     except SlurmRefusedError as refusal:
@@ -183,9 +184,9 @@ def _ask_slurm(launch: Launch, slurm: SlurmLaunch, job_id: str, *, hold: bool) -
     return "requeued"
 
 
-def _hold(job_dir: Path, job_id: str) -> None:
+def _hold(job: JobPaths, job_id: str) -> None:
     """Noted first: a job that is held and not on the list would be held for good."""
-    note = _held_dir(job_dir.parent) / job_dir.name
+    note = job.hold_note
     note.parent.mkdir(exist_ok=True)
     note.write_text(job_id)
     try:
@@ -195,18 +196,13 @@ def _hold(job_dir: Path, job_id: str) -> None:
         raise
 
 
-def held_jobs(jobs_dir: Path) -> frozenset[str]:
-    """Names of the jobs that gave their nodes back."""
-    return frozenset(note.name for note in _held_dir(jobs_dir).glob("*"))
-
-
 def release_held(jobs_dir: Path) -> list[str]:
     """Let jobs go on that gave their nodes back; their names. Cheap if there are none.
 
     One that Slurm does not release yet stays on the list, for the next call.
     """
     released = []
-    for note in sorted(_held_dir(jobs_dir).glob("*")):
+    for note in (job.hold_note for job in list_held_jobs(jobs_dir)):
         try:
             if _release(note.read_text()):
                 released.append(note.name)
@@ -231,13 +227,9 @@ def _release(job_id: str) -> bool:
     return True
 
 
-def forget_hold(job_dir: Path) -> None:
+def forget_hold(job: JobPaths) -> None:
     """The job runs: nobody need release it."""
-    (_held_dir(job_dir.parent) / job_dir.name).unlink(missing_ok=True)
-
-
-def _held_dir(jobs_dir: Path) -> Path:
-    return jobs_dir / "held"
+    job.hold_note.unlink(missing_ok=True)
 
 
 def _repeat(command: Callable[[], None], times: int = 3) -> None:

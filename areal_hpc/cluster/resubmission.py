@@ -10,10 +10,10 @@ from pathlib import Path
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmRefusedError
-from areal_hpc.cluster.jobspec import SlurmLaunch
-from areal_hpc.cluster.submissions import (
+from areal_hpc.rundir.jobs import (
+    SlurmLaunchInfo,
     Submission,
-    newest_of_each,
+    latest_by_name,
     read_submissions,
     record_submission,
 )
@@ -30,7 +30,7 @@ class NewNumber:
     job_id: str
 
 
-def submit_again(slurm: SlurmLaunch, job: str, job_id: str, excluded: str) -> NewNumber:
+def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> NewNumber:
     """Submit the script of a job that runs, to start when this one has ended.
 
     A member of an array becomes an array of itself alone, under its index: who waits for what
@@ -46,7 +46,7 @@ def submit_again(slurm: SlurmLaunch, job: str, job_id: str, excluded: str) -> Ne
         SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
     """
     submissions = Path(slurm.submissions)
-    before = newest_of_each(read_submissions(submissions)).get(job)
+    before = latest_by_name(read_submissions(submissions)).get(job)
     member = member_of(before.job_id) if before else ""
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]

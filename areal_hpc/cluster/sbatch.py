@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.container import contain
-from areal_hpc.cluster.jobspec import JobSpec
 from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.rundir.rendezvous import CELL_PREFIX
 
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD = "payload.pkl"
@@ -107,7 +109,7 @@ def shape_of(job: JobSpec, options: JobOptions) -> Shape:
     Raises:
         RecipeError: They do not fit.
     """
-    kind = "cell" if job.name.startswith("cell-") else job.name
+    kind = "cell" if job.name.startswith(CELL_PREFIX) else job.name
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:
@@ -157,7 +159,7 @@ def _request(
         working_folder=place.working_folder,
         with_gpus=bool(shape.gpus_per_node),
     )
-    folder = place.jobs_dir / job.name / "submitit"
+    folder = JobPaths(place.jobs_dir / job.name).submitit_dir
     comment = " ".join([str(place.run_dir), *([options.comment] if options.comment else [])])
     excluded = [*([options.exclude] if options.exclude else []), *place.excluded_nodes]
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]

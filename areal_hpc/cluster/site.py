@@ -7,13 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from areal_hpc.config import StageConfig
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
 
 Positive = Annotated[int, Field(ge=1)]
 FLAG = r"^--[a-z][a-z0-9-]*(=.*)?$"
-CELL_PREFIX = "cell-"
-"""Names of the cells that play training tasks, and of their jobs, are this and a number."""
-EVALUATION_CELL = "evaluation"
-"""The name of the cell, and of its job, that plays nothing but held-out tasks."""
 Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
 
 
@@ -141,7 +138,7 @@ class SlurmConfig(JobOptions):
     def options_of(self, job: str) -> JobOptions:
         """What holds for a job of this name: `trainer`, `warmup`, `cell-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
-        is_cell = job.startswith(CELL_PREFIX) or job == EVALUATION_CELL
+        is_cell = is_cell_name(job)
         layers += [self.jobs.cell] if is_cell else [self.jobs.trainer]
         layers += [self.jobs.warmup] if job == "warmup" else []
         layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []

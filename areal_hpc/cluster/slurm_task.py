@@ -16,8 +16,6 @@ import msgspec
 
 from areal_hpc.cluster import deadline, scontrol, starts
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Launch, Outcome, SlurmLaunch
-from areal_hpc.cluster.outcomes import read_outcome, write_outcome
 from areal_hpc.cluster.probe import Finding, Greeter, probe_node
 from areal_hpc.cluster.requeue import (
     MOST_EXCLUDED_NODES,
@@ -29,8 +27,16 @@ from areal_hpc.cluster.requeue import (
 )
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import (
+    STOPPED_EXIT_CODE,
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+    read_task_exit,
+    write_task_exit,
+)
+from areal_hpc.rundir.jsonl import read_lines
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +55,7 @@ class SlurmTask:
     """The Slurm side of a supervisor."""
 
     def __init__(
-        self, launch: Launch, slurm: SlurmLaunch, position: TaskPosition, events: EventLog
+        self, launch: LaunchFile, slurm: SlurmLaunchInfo, position: TaskPosition, events: EventLog
     ) -> None:
         environ = os.environ
         self._launch = launch
@@ -59,11 +65,11 @@ class SlurmTask:
         self._job_id = scontrol.own_id(environ)
         self._node = environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{restart_count(environ)}"
-        self._job_dir = Path(launch.job_dir)
-        self._starts_dir = self._job_dir / "starts"
+        self._paths = launch.paths
+        self._starts_dir = self._paths.starts_dir
         self._start: starts.Start | None = None
-        self._absent: list[Outcome] = []
-        self._usefulness = Usefulness(self._job_dir, slurm.progress)
+        self._absent: list[TaskExit] = []
+        self._usefulness = Usefulness(self._paths, slurm.progress)
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
@@ -72,7 +78,7 @@ class SlurmTask:
 
     # Beginning -----------------------------------------------------------------------------
 
-    def enter(self) -> Outcome | None:
+    def enter(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
         Raises:
@@ -92,12 +98,12 @@ class SlurmTask:
         except (ClusterError, OSError) as error:
             return self._blame(self._node, [Finding(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
-            return Outcome(0, reason="there is nothing left to do")
+            return TaskExit(0, reason="there is nothing left to do")
         if position.local_rank:
             return None  # another task of this node looks at it
         first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
-        findings = probe_node(environ, self._job_dir, least_free_bytes, first_address)
+        findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
         refusal = self._blame(self._node, findings)
         if refusal is None and position.is_first and nodes > 1:
             refusal = self._blame_absent(self._start, nodes_in(environ["SLURM_JOB_NODELIST"]))
@@ -111,14 +117,16 @@ class SlurmTask:
             address = greeter.address
         start = starts.take_start(self._starts_dir, self._incarnation, self._node, address)
         self._ends_at = deadline.end_time(environ)
-        forget_hold(self._job_dir)
+        forget_hold(self._paths)
         return start
 
-    def _blame_absent(self, start: starts.Start, nodes: list[str]) -> Outcome | None:
+    def _blame_absent(self, start: starts.Start, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
-        reason = f"no task of it has joined within {timeout_s:.0f} s: does it see {self._job_dir}?"
+        reason = (
+            f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
+        )
         # With most of them away it is rather the first that is alone.
         finding = Finding(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
         for node in (nodes[place] for place in absent):
@@ -127,7 +135,7 @@ class SlurmTask:
             self._absent.append(outcome)
         return self._absent[0] if self._absent else None
 
-    def _blame(self, node: str, findings: list[Finding]) -> Outcome | None:
+    def _blame(self, node: str, findings: list[Finding]) -> TaskExit | None:
         if not findings:
             return None
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
@@ -137,7 +145,7 @@ class SlurmTask:
         reason = "; ".join(finding.reason for finding in findings)
         self._events.record("node_failed_probe", node=node, reason=reason)
         log.error("the node %s fails the probe: %s", node, reason)
-        return Outcome(
+        return TaskExit(
             ClusterError.exit_code,
             "probe",
             f"{node}: {reason}",
@@ -151,7 +159,7 @@ class SlurmTask:
         return {
             "AREAL_HPC_START": str(self._start.number),
             starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            **deadline.save_time_variable(self._job_dir),
+            **deadline.save_time_variable(self._paths),
         }
 
     @property
@@ -161,7 +169,7 @@ class SlurmTask:
 
     # Noticing ------------------------------------------------------------------------------
 
-    def look(self, *, is_leading: bool) -> Outcome | None:
+    def look(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
         Args:
@@ -178,17 +186,17 @@ class SlurmTask:
             log.warning("the shared storage does not answer: %s", error)
             return None
 
-    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> Outcome | None:
+    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
-            return Outcome(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
+            return TaskExit(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
         if self._is_work_done(now):
-            return Outcome(0, reason="there is nothing left to do")
+            return TaskExit(0, reason="there is nothing left to do")
         note = starts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
-            return Outcome(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
+            return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None and time.time() >= self._ends_at - self._stop_lead_s():
-            return Outcome(STOPPED_EXIT_CODE, reason="the time limit is near")
+            return TaskExit(STOPPED_EXIT_CODE, reason="the time limit is near")
         return None
 
     def _is_work_done(self, now: float) -> bool:
@@ -198,12 +206,12 @@ class SlurmTask:
         return now - self._done_since >= DONE_GRACE_S
 
     def _stop_lead_s(self) -> float:
-        save_s = deadline.last_save_s(self._job_dir)
+        save_s = deadline.last_save_s(self._paths)
         return deadline.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
 
     # Leaving -------------------------------------------------------------------------------
 
-    def begin_stop(self, outcome: Outcome) -> float:
+    def begin_stop(self, outcome: TaskExit) -> float:
         """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
         grace_s = self._launch.stop_grace_s
         if self._start is None or self._is_superseded:
@@ -222,7 +230,7 @@ class SlurmTask:
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
-    def _grace_s(self, outcome: Outcome) -> float:
+    def _grace_s(self, outcome: TaskExit) -> float:
         """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
 
         A preemption's grace shows as the job's end.
@@ -230,7 +238,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + deadline.last_save_s(self._job_dir)
+        wanted_s = grace_s + deadline.last_save_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
         except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
@@ -240,7 +248,7 @@ class SlurmTask:
             return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
 
-    def leave(self, outcome: Outcome) -> Outcome:
+    def leave(self, outcome: TaskExit) -> TaskExit:
         """Say how this task ended and, once all have, see to what comes next.
 
         The others stay until the first has asked Slurm: where the end of one task ends the job,
@@ -250,19 +258,19 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         rank = self._position.rank
-        write_outcome(self._job_dir, rank, outcome)
+        write_task_exit(self._paths, rank, outcome)
         if self._start is None:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._speak_for_job(outcome)
-            write_outcome(self._job_dir, rank, outcome)
+            write_task_exit(self._paths, rank, outcome)
             left.touch()
         elif outcome.exit_code:
             _await(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
         return outcome
 
-    def _speak_for_job(self, own: Outcome) -> Outcome:
+    def _speak_for_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather(own), *self._absent]
         faulty = exclude_faulty(self._slurm, outcomes, self._job_id)
         fruitless = self._usefulness.close(outcomes)
@@ -293,15 +301,15 @@ class SlurmTask:
             _await(Path(self._slurm.cancelled).exists, time.monotonic() + OUTLAST_S)
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({departure})")
 
-    def _gather(self, own: Outcome) -> list[Outcome]:
+    def _gather(self, own: TaskExit) -> list[TaskExit]:
         """What the tasks ended with, as far as they say so in time."""
-        found: dict[int, Outcome] = {self._position.rank: own}
+        found: dict[int, TaskExit] = {self._position.rank: own}
         own_patience_s = LEAVE_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
         give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
 
         def all_are_there() -> bool:
             for rank in set(range(self._launch.job.tasks)) - found.keys():
-                outcome = read_outcome(self._job_dir, rank, self._incarnation)
+                outcome = read_task_exit(self._paths, rank, self._incarnation)
                 if outcome is not None:
                     found[rank] = outcome
             return len(found) == self._launch.job.tasks

@@ -14,8 +14,9 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.generations import claim_next_number, number_path, read_newest_number
 
 _POLL_S = 0.25
 STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
@@ -47,9 +48,9 @@ class StopNote(Struct, frozen=True):
 
 def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start:
     """Take the next number. For the first task."""
-    number = take_next_epoch(folder)
+    number = claim_next_number(folder)
     start = Start(number, incarnation, node, address)
-    _write(folder / f"{number:04d}", msgspec.json.encode(start))
+    write_atomic(number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
@@ -61,8 +62,8 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
     """
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
-        number = newest_epoch(folder)
-        content = (folder / f"{number:04d}").read_bytes() if number else b""
+        number = read_newest_number(folder)
+        content = number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
             start = msgspec.json.decode(content, type=Start)
             if start.incarnation == incarnation:
@@ -99,22 +100,22 @@ def await_nodes(folder: Path, start: Start, nodes: int, timeout_s: float) -> lis
 
 
 def _report_path(folder: Path, start: Start, node_rank: int) -> Path:
-    return folder / f"{start.number:04d}.node{node_rank}"
+    return number_path(folder, start.number, f".node{node_rank}")
 
 
 def is_superseded(folder: Path, start: Start) -> bool:
     """True once a later start of the job has begun. One look at one name."""
-    return (folder / f"{start.number + 1:04d}").exists()
+    return number_path(folder, start.number + 1).exists()
 
 
 def stop_note_path(folder: Path, start: Start) -> Path:
     """Where the tasks of a start tell one another to stop."""
-    return folder / f"{start.number:04d}.stop"
+    return number_path(folder, start.number, ".stop")
 
 
 def write_stop_note(path: Path, note: StopNote) -> None:
     """Tell the other tasks, and the processes of all, to stop."""
-    _write(path, msgspec.json.encode(note))
+    write_atomic(path, msgspec.json.encode(note))
 
 
 def read_stop_note(path: Path) -> StopNote | None:
@@ -129,10 +130,3 @@ def own_stop_note() -> StopNote | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
     path = os.environ.get(STOP_NOTE_VARIABLE)
     return read_stop_note(Path(path)) if path else None
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file that is seen whole or not at all, by readers on any node."""
-    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    partial.write_bytes(content)
-    partial.rename(path)

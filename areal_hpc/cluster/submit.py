@@ -13,10 +13,11 @@ import msgspec
 import psutil
 import submitit
 
-from areal_hpc.cluster.jobspec import Launch, Outcome
 from areal_hpc.cluster.sbatch import PAYLOAD, JobRequest
 from areal_hpc.cluster.supervisor import run_job
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
+from areal_hpc.rundir.paths import JobPaths
 
 FOREVER_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -25,7 +26,7 @@ FOREVER_MIN = 60 * 24 * 365
 class JobHandle:
     """A submitted job."""
 
-    def __init__(self, launch: Launch, job: submitit.Job[None]) -> None:
+    def __init__(self, launch: LaunchFile, job: submitit.Job[None]) -> None:
         self.name = launch.job.name
         self._launch = launch
         self._job = job
@@ -39,9 +40,9 @@ class JobHandle:
         """True once no task of the job runs any more."""
         return bool(self._job.done())
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[TaskExit]:
         """How the tasks that have ended did so, lowest rank first."""
-        return outcomes_in(Path(self._launch.job_dir))
+        return list(read_task_exits(self._launch.paths).values())
 
     def request_stop(self) -> None:
         """Ask every task to stop (SIGTERM). Returns at once."""
@@ -67,32 +68,25 @@ def _kill(process: psutil.Process) -> None:
         return
 
 
-def submit_local(launch: Launch) -> JobHandle:
+def submit_local(launch: LaunchFile) -> JobHandle:
     """Start a job on this machine through submitit's local executor."""
     launch_path = _write_launch(launch)
     executor = submitit.LocalExecutor(
-        folder=launch_path.parent / "submitit" / "%j", python=launch.pythons[launch.job.role]
+        folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
     executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=launch.job.tasks)
     with _interrupts_ignored():
         return JobHandle(launch, executor.submit(run_job, str(launch_path)))
 
 
-def outcomes_in(job_dir: Path) -> list[Outcome]:
-    """How the tasks of a job that have ended did so, lowest rank first."""
-    files = sorted(job_dir.glob("outcome.*.json"))
-    return [msgspec.json.decode(file.read_bytes(), type=Outcome) for file in files]
-
-
-def _write_launch(launch: Launch) -> Path:
+def _write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
-    job_dir = Path(launch.job_dir)
-    job_dir.mkdir(parents=True, exist_ok=True)
-    for stale in (*job_dir.glob("outcome.*.json"), job_dir / "fruitless.json"):
+    paths = launch.paths
+    paths.root.mkdir(parents=True, exist_ok=True)
+    for stale in (*paths.task_exits().values(), paths.failure_count):
         stale.unlink(missing_ok=True)
-    launch_path = job_dir / "launch.json"
-    launch_path.write_bytes(msgspec.json.encode(launch))
-    return launch_path
+    paths.launch.write_bytes(msgspec.json.encode(launch))
+    return paths.launch
 
 
 class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
@@ -119,32 +113,32 @@ def script_of(request: JobRequest, members: int | None = None) -> str:
     return text
 
 
-def write_job(request: JobRequest, launch: Launch) -> Path:
-    """Put everything in place that a job under Slurm needs; the path of its `launch.json`.
+def write_job(request: JobRequest, launch: LaunchFile) -> JobPaths:
+    """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
     launch_path = _write_launch(launch)
     request.folder.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(run_job, str(launch_path)).dump(request.folder / PAYLOAD)
-    (launch_path.parent / "job.sbatch").write_text(script_of(request))
-    return launch_path
+    launch.paths.script.write_text(script_of(request))
+    return launch.paths
 
 
-def submit_slurm(request: JobRequest, launch: Launch) -> str:
+def submit_slurm(request: JobRequest, launch: LaunchFile) -> str:
     """Hand a job to Slurm; its number. The script stays in the job's folder.
 
     Raises:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    launch_path = write_job(request, launch)
+    job = write_job(request, launch)
     with _refusals_explained(request.job):
-        return str(_executor(request).submit(run_job, str(launch_path)).job_id)
+        return str(_executor(request).submit(run_job, str(job.launch)).job_id)
 
 
 def submit_array(
-    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[Launch]
+    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[LaunchFile]
 ) -> list[str]:
     """Hand the same job of several runs to Slurm as one array; the number of each.
 
@@ -157,9 +151,9 @@ def submit_array(
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    paths = [str(write_job(*one)) for one in zip(alone, launches, strict=True)]
+    paths = [str(write_job(*one).launch) for one in zip(alone, launches, strict=True)]
     array.folder.mkdir(parents=True, exist_ok=True)
-    (array.folder.parent / "job.sbatch").write_text(script_of(array, len(paths)))
+    JobPaths(array.folder.parent).script.write_text(script_of(array, len(paths)))
     with _refusals_explained(array.job):
         return [str(job.job_id) for job in _executor(array).map_array(run_job, paths)]
 

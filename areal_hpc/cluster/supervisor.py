@@ -21,13 +21,6 @@ import msgspec
 
 from areal_hpc.cluster import gpus
 from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.jobspec import (
-    IDLE_EXIT_CODE,
-    STOPPED_EXIT_CODE,
-    Launch,
-    Outcome,
-    ProcessSpec,
-)
 from areal_hpc.cluster.local_task import LocalTask
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.slurm_task import SlurmTask
@@ -39,7 +32,16 @@ from areal_hpc.cluster.topology import (
     restart_count,
 )
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.telemetry import EventLog, set_up_logging
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import (
+    IDLE_EXIT_CODE,
+    STOPPED_EXIT_CODE,
+    LaunchFile,
+    ProcessSpec,
+    TaskExit,
+)
+from areal_hpc.rundir.paths import format_restart_dir, get_process_error
+from areal_hpc.telemetry import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +57,7 @@ def run_job(launch_path: str) -> None:
     Exits with 0 when the job is complete, with the failed process's code otherwise. The
     outcome is also left in the job's folder, because not every launcher sees exit codes.
     """
-    launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=Launch)
+    launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
     position = launched_position(os.environ)
     if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
@@ -73,12 +75,12 @@ def run_job(launch_path: str) -> None:
         sys.exit(outcome.exit_code)
 
 
-def log_dir(launch: Launch, environ: Mapping[str, str]) -> Path:
+def log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
     """Where this start of the job logs: under Slurm each restart has a folder of its own."""
     folder = Path(launch.log_dir) / launch.job.name
     if launch.slurm is None:
         return folder
-    return folder / f"restart_{restart_count(environ):02d}"
+    return folder / format_restart_dir(restart_count(environ))
 
 
 def log_headline(environ: Mapping[str, str]) -> str:
@@ -87,7 +89,7 @@ def log_headline(environ: Mapping[str, str]) -> str:
     return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
 
 
-def surroundings(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
+def surroundings(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, str]:
     """What processes must know of the node under Slurm: their address, and gloo's interface.
 
     gloo listens where the host's name leads, which may be nowhere.
@@ -103,7 +105,7 @@ def surroundings(launch: Launch, environ: Mapping[str, str]) -> dict[str, str]:
     return {**gloo, "AREAL_HPC_HOST": host}
 
 
-def visible_gpus_of(spec: ProcessSpec, launch: Launch, rank: int) -> dict[str, str]:
+def visible_gpus_of(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
     """The variable that shows a process its task's GPUs and no others; nothing under Slurm.
 
     submitit's local executor hides every GPU of the machine from the jobs that it starts.
@@ -131,7 +133,7 @@ class _Child:
         self.starts += 1
         self.started_at = time.monotonic()
         self._log_file = self._log_file or self.log_path.open("ab")
-        self.config_path.with_suffix(".error").unlink(missing_ok=True)
+        get_process_error(self.config_path).unlink(missing_ok=True)
         self.process = subprocess.Popen(
             [python, "-m", "areal_hpc.cluster.entry", self.spec.entry, str(self.config_path)],
             stdin=subprocess.DEVNULL,
@@ -155,7 +157,7 @@ class _Child:
 
     def reason(self) -> str:
         """The error the process left, or the end of its log."""
-        left = self.config_path.with_suffix(".error")
+        left = get_process_error(self.config_path)
         if left.exists():
             return left.read_text()
         lines = self.log_path.read_text(errors="replace").splitlines()
@@ -165,7 +167,7 @@ class _Child:
 class _Supervisor:
     def __init__(
         self,
-        launch: Launch,
+        launch: LaunchFile,
         position: TaskPosition,
         stop: StopRequest,
         task: SlurmTask | LocalTask,
@@ -187,7 +189,7 @@ class _Supervisor:
 
     def _child(self, spec: ProcessSpec) -> _Child:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
-        config_path = Path(self._launch.job_dir) / f"{spec.name}{suffix}.json"
+        config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         config_path.write_bytes(msgspec.json.encode(spec.config))
         log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None:
@@ -195,18 +197,18 @@ class _Supervisor:
                 stream.write(f"{log_headline(os.environ)}\n")
         return _Child(spec, log_path, config_path)
 
-    def run(self) -> Outcome:
+    def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
-        outcome = Outcome(STOPPED_EXIT_CODE, reason="the supervisor failed")
+        outcome = TaskExit(STOPPED_EXIT_CODE, reason="the supervisor failed")
         try:
             outcome = self._run()
         except ArealError as error:
-            outcome = Outcome(error.exit_code, "supervisor", str(error))
+            outcome = TaskExit(error.exit_code, "supervisor", str(error))
         finally:
             self._stop_all(outcome)
         return outcome
 
-    def _run(self) -> Outcome:
+    def _run(self) -> TaskExit:
         if (refusal := self._task.enter()) is not None:
             return refusal
         self._surroundings = {
@@ -245,10 +247,10 @@ class _Supervisor:
         child.start(python, environ)
         log.info("started %s (start %d)", spec.name, child.starts)
 
-    def _judge(self) -> Outcome | None:
+    def _judge(self) -> TaskExit | None:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
-            return Outcome(STOPPED_EXIT_CODE, reason="stopped by a signal")
+            return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         is_leading = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.look(is_leading=is_leading)) is not None:
             return outcome
@@ -262,29 +264,29 @@ class _Supervisor:
                     return outcome
         return None
 
-    def _bury(self, child: _Child, code: int) -> Outcome | None:
+    def _bury(self, child: _Child, code: int) -> TaskExit | None:
         """Decide what the end of a process means for the job."""
         spec = child.spec
         child.signal_group(signal.SIGKILL)  # whatever it left behind
         if code == 0:
             if spec.ends_job:
-                return Outcome(0, spec.name)
+                return TaskExit(0, spec.name)
             self._children.remove(child)
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
-            return Outcome(code, spec.name, f"{spec.name} had nothing to do for too long")
+            return TaskExit(code, spec.name, f"{spec.name} had nothing to do for too long")
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()
         child.crashes = 1 if now - child.started_at >= HEALTHY_S else child.crashes + 1
         if code == RecipeError.exit_code or child.crashes > spec.restarts:
-            return Outcome(code, spec.name, child.reason(), str(child.log_path))
+            return TaskExit(code, spec.name, child.reason(), str(child.log_path))
         child.process = None
         child.not_before = now + min(0.25 * 2**child.crashes, LONGEST_BACKOFF_S)
         return None
 
-    def _stop_all(self, outcome: Outcome) -> None:
+    def _stop_all(self, outcome: TaskExit) -> None:
         """SIGTERM to every process, SIGKILL to whole sessions after the grace."""
         for child in self._children:
             if child.running:

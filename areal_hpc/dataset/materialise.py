@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import orjson
 from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.atomic import open_temporary
 
 
 def materialise(
@@ -32,10 +32,8 @@ def materialise(
     Raises:
         RecipeError: As `rows` and `check`, or a data set is empty.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f".{out.name}.tmp")
     counts = []
-    with partial.open("w") as stream:
+    with open_temporary(out) as stream:
         for config, key in parts:
             count = 0
             for row in rows(config, key):
@@ -43,12 +41,9 @@ def materialise(
                 _apply(check, row, count, key)
                 count += 1
             if count == 0:
-                partial.unlink()
                 raise RecipeError("the data set is empty", key=key)
             counts.append(count)
-        stream.flush()
-        os.fsync(stream.fileno())
-    partial.rename(out)
+    Path(stream.name).rename(out)
     return counts
 
 
@@ -69,10 +64,10 @@ def _apply(
         ) from error
 
 
-def _as_line(row: object, number: int, key: str) -> str:
+def _as_line(row: object, number: int, key: str) -> bytes:
     """One line of strict JSON: what the driver reads back must be what was written."""
     try:
-        return orjson.dumps(row).decode() + "\n"
+        return orjson.dumps(row) + b"\n"
     except TypeError as error:
         raise RecipeError(
             f"row {number} is not JSON-able ({error})",

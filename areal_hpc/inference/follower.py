@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
@@ -20,7 +19,8 @@ from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowReply, FollowRequest
 
@@ -36,7 +36,7 @@ LaunchPart = Callable[[int, Part, Ports], Command]
 def run(config: dict[str, Any]) -> None:
     """Follow the cell's first node until told to stop."""
     job = InferenceJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
 
     def launch(incarnation: int, part: Part, ports: Ports) -> Command:
@@ -79,7 +79,9 @@ class Chief:
         Raises:
             ClusterError: It cannot be reached.
         """
-        endpoint = rendezvous.find(self._rendezvous_dir, f"relay-{self._cell}")
+        endpoint = rendezvous.find_endpoint(
+            self._rendezvous_dir, rendezvous.format_control_proxy_name(self._cell)
+        )
         if endpoint is None:
             raise ClusterError(f"the relay of {self._cell} is not published")
         if self._client is None or self._url != endpoint.url:

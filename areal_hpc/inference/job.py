@@ -13,7 +13,6 @@ from typing import Any
 
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
@@ -25,8 +24,9 @@ from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
-from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.paths import RunPaths
 
 POLL_S = 0.1
 
@@ -58,7 +58,7 @@ def run(config: dict[str, Any]) -> None:
         ClusterError: A replica keeps dying.
     """
     job = InferenceJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     replicas = make_replicas(job, layout)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
@@ -66,14 +66,15 @@ def run(config: dict[str, Any]) -> None:
     app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir, local)
     relay = RelayServer(app, advertised_host())
     relay.start()
-    rendezvous.publish(layout.rendezvous_dir, f"relay-{job.cell}", relay.url)
+    service = rendezvous.format_control_proxy_name(job.cell)
+    rendezvous.publish_endpoint(layout.rendezvous_dir, service, relay.url)
     try:
         while not stop.requested:
             for replica in replicas:
                 replica.tick()
             stop.wait(POLL_S)
     finally:
-        rendezvous.withdraw(layout.rendezvous_dir, f"relay-{job.cell}")
+        rendezvous.remove_endpoint(layout.rendezvous_dir, service)
         for replica in replicas:
             replica.request_stop()
         gone_by = time.monotonic() + STOP_GRACE_S
@@ -90,7 +91,7 @@ def local_weights_dir(run_dir: Path, cell: str, run_secret: str) -> Path:
     return base / f"areal_hpc-{run.hexdigest()}-weights"
 
 
-def make_replicas(job: InferenceJobConfig, layout: RunLayout) -> list[Replica]:
+def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
     """The cell's replicas, none of them started."""
     inference = job.inference
     events = EventLog(layout.events, job.cell)
@@ -136,7 +137,7 @@ def replica_command_of(
     return replace(command, environment=command.environment | job.serve_variables)
 
 
-def log_dir_of(job: InferenceJobConfig, layout: RunLayout) -> Path:
+def log_dir_of(job: InferenceJobConfig, layout: RunPaths) -> Path:
     """Where this cell's replicas log."""
     return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 

@@ -24,7 +24,8 @@ from areal_hpc.inference.custody import Custody
 from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.inference.span import Span
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.replicas import (
     FenceRequest,
     FollowReply,
@@ -123,7 +124,8 @@ class Replica:
 
         Under Slurm each restart of a job has a folder of logs of its own, beside the others.
         """
-        logs = (*self._log_dir.glob("*.log"), *self._log_dir.parent.glob("restart_*/*.log"))
+        folders = [self._log_dir, *(path for _, path in list_restart_dirs(self._log_dir.parent))]
+        logs = (path for folder in folders for path in folder.glob("*.log"))
         found = (re.fullmatch(rf"replica-{self.index}\.(\d+)\.log", path.name) for path in logs)
         return max((int(match[1]) for match in found if match), default=0)
 

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from areal_hpc.cluster.gpus import VisibleGpus
-from areal_hpc.cluster.jobspec import JobSpec
-from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 
 Assignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
@@ -44,7 +44,7 @@ def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
     """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
     facts = Facts(0, 0, "python", (), (0,) * len(recipe.train_dataset.sources))
     problems: list[Problem] = []
-    for stage in plan(recipe, RunLayout(recipe.run_dir), facts).stages:
+    for stage in plan(recipe, RunPaths(recipe.run_dir), facts).stages:
         try:
             assign(stage, visible, recipe)
         except RecipeError as error:

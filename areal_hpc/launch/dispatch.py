@@ -13,28 +13,30 @@ from pathlib import Path
 
 from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.commands import SlurmSilentError
-from areal_hpc.cluster.jobspec import JobSpec, Launch, SlurmLaunch
 from areal_hpc.cluster.queue import live_jobs
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submissions import (
-    Submission,
-    newest_of_each,
-    read_submissions,
-    record_submission,
-)
 from areal_hpc.cluster.submit import (
-    outcomes_in,
     submit_slurm,
     write_job,
 )
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
 from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    SlurmLaunchInfo,
+    Submission,
+    latest_by_name,
+    read_submissions,
+    read_task_exits,
+    record_submission,
+)
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import ROLES, RunPaths
 
 LOOK_S = 0.5
 """Between two looks at the run's files."""
@@ -88,7 +90,7 @@ def write_down(
     with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
         place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
         return [
-            write_job(request, launch_of(spec, stage, recipe, ready)).with_name("job.sbatch")
+            write_job(request, launch_of(spec, stage, recipe, ready)).script
             for stage in ready.stages
             for spec, request in _pairs(stage, recipe, place)
         ]
@@ -125,40 +127,38 @@ def _leader(stage: Stage, submitted: Sequence[Submission]) -> Submission:
 def enter(ready: Ready, job: str, job_id: str) -> Submission:
     """Write down that a job was submitted."""
     layout = ready.layout
-    submission = Submission(
-        job, job_id, ready.attempt, time.time(), str(layout.jobs_dir / job / "job.sbatch")
-    )
+    submission = Submission(job, job_id, ready.attempt, time.time(), str(layout.job(job).script))
     record_submission(layout.submissions, submission)
     EventLog(layout.events, "launcher").record("job_submitted", job=job, job_id=job_id)
     return submission
 
 
-def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Launch:
+def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> LaunchFile:
     """What the supervisors of a job under Slurm are told."""
     cluster, layout = recipe.cluster, ready.layout
     network = cluster.slurm.network
-    return Launch(
+    return LaunchFile(
         job=spec,
-        job_dir=str(layout.jobs_dir / spec.name),
+        job_dir=str(layout.job(spec.name).root),
         log_dir=str(layout.log_dir(ready.attempt)),
         events=str(layout.events),
         pythons=ready.pythons,
         variables={role: network.variables() | getattr(cluster, role).variables for role in ROLES},
         stop_grace_s=cluster.stop_grace_s,
-        slurm=SlurmLaunch(
+        slurm=SlurmLaunchInfo(
             submissions=str(layout.submissions),
-            script=str(layout.jobs_dir / spec.name / "job.sbatch"),
+            script=str(layout.job(spec.name).script),
             excluded_nodes=str(layout.excluded_nodes),
-            cancelled=str(layout.cancelled),
+            cancelled=str(layout.cancelled_marker),
             interface=network.interface,
-            progress=str(layout.warmup_metrics if stage.name == "warmup" else layout.metrics),
+            progress=str(layout.sft_metrics if stage.name == "warmup" else layout.metrics),
             done_marker=str(stage.done_marker),
         ),
     )
 
 
 def place_of(
-    recipe: Recipe, layout: RunLayout, pythons: dict[str, str], working_folder: Path
+    recipe: Recipe, layout: RunPaths, pythons: dict[str, str], working_folder: Path
 ) -> RunPlace:
     """What all jobs of a run have in common."""
     nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
@@ -173,7 +173,7 @@ def place_of(
     )
 
 
-def sketch(recipe: Recipe, layout: RunLayout) -> Plan:
+def sketch(recipe: Recipe, layout: RunPaths) -> Plan:
     """The plan without what only the task sets tell; no job's shape depends on that."""
     counts = (0,) * len(recipe.train_dataset.sources)
     return plan(recipe, layout, Facts(0, 0, pythons_of(recipe)["serve"], (), counts))
@@ -198,7 +198,7 @@ def requests_of(
     Raises:
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     place = place or place_of(recipe, layout, pythons_of(recipe), working_folder)
     stages = [one for one in sketch(recipe, layout).stages if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
@@ -217,7 +217,7 @@ def after_success(job_ids: Sequence[str]) -> str:
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
+def watch(recipe: Recipe, layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
     Raises:
@@ -225,7 +225,7 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
         Interrupted: `stop` was set. The jobs go on.
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
-    while not layout.finished.exists():
+    while not layout.finished_marker.exists():
         left = (one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
@@ -235,7 +235,7 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
         if time.monotonic() - asked_at < poll_s:
             continue
         is_gone = _is_gone(layout, stage.leader.name)
-        if is_gone and was_gone and not layout.finished.exists():
+        if is_gone and was_gone and not layout.finished_marker.exists():
             raise _why_gone(layout, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
         poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, LONGEST_QUEUE_POLL_S)
@@ -244,22 +244,22 @@ def watch(recipe: Recipe, layout: RunLayout, reporter: Reporter, stop: threading
     _see_jobs_off(layout, reporter, stop)
 
 
-def _is_gone(layout: RunLayout, job: str) -> bool:
+def _is_gone(layout: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
-    newest = newest_of_each(read_submissions(layout.submissions))[job]
+    newest = latest_by_name(read_submissions(layout.submissions))[job]
     try:
         return not live_jobs([newest.job_id])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
 
-def _why_gone(layout: RunLayout, leader: str) -> JobFailedError:
-    for job in (leader, *newest_of_each(read_submissions(layout.submissions))):
-        if (crash := crash_of(job, outcomes_in(layout.jobs_dir / job))) is not None:
+def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
+    for job in (leader, *latest_by_name(read_submissions(layout.submissions))):
+        if (crash := crash_of(job, list(read_task_exits(layout.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
         f"the job {leader} is gone, and its work is not done",
-        key=str(layout.jobs_dir / leader / "submitit"),
+        key=str(layout.job(leader).submitit_dir),
         hint="read the files in that folder; the same command continues the run",
         code=ClusterError.exit_code,
     )
@@ -273,8 +273,8 @@ def _still_live(job_ids: Sequence[str]) -> list[str]:
         return list(job_ids)
 
 
-def _see_jobs_off(layout: RunLayout, reporter: Reporter, stop: threading.Event) -> None:
-    job_ids = [one.job_id for one in newest_of_each(read_submissions(layout.submissions)).values()]
+def _see_jobs_off(layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
+    job_ids = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live := _still_live(job_ids):
         if time.monotonic() > give_up_at or stop.wait(2.0):

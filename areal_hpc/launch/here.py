@@ -10,21 +10,23 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from areal_hpc.cluster.gpus import visible_gpus
-from areal_hpc.cluster.jobspec import (
-    JobSpec,
-    Launch,
-    Outcome,
-)
-from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.launch import prepare
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
-from areal_hpc.launch.ready import held, prepared, pythons_of
-from areal_hpc.layout import ROLES, RunLayout
+from areal_hpc.launch.ready import prepared, pythons_of
 from areal_hpc.recipe import Recipe
-from areal_hpc.telemetry import EventLog, read_step_lines
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    TaskExit,
+)
+from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL, is_cell_name
+from areal_hpc.telemetry import read_step_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
@@ -101,7 +103,7 @@ def run(
 
 
 def run_stage(
-    stage: Stage, recipe: Recipe, layout: RunLayout, *, reporter: Reporter, stop: threading.Event
+    stage: Stage, recipe: Recipe, layout: RunPaths, *, reporter: Reporter, stop: threading.Event
 ) -> None:
     """Run a stage that is no part of a run's plan, in a directory that is in place already.
 
@@ -111,7 +113,7 @@ def run_stage(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         attempt = prepare.open_attempt(layout)
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
@@ -127,7 +129,7 @@ def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: flo
     """
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up
-    is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+    is_cell = is_cell_name(job)
     return steps_taken > 0 or (is_cell and lived_s >= HEALTHY_S)
 
 
@@ -155,7 +157,7 @@ def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "wit
     return "without" if other_cells else "fail"
 
 
-def crash_of(job: str, outcomes: Sequence[Outcome]) -> JobFailedError | None:
+def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:
@@ -187,7 +189,7 @@ class _Foreground:
     def __init__(
         self,
         recipe: Recipe,
-        layout: RunLayout,
+        layout: RunPaths,
         attempt: int,
         pythons: dict[str, str],
         reporter: Reporter,
@@ -221,9 +223,9 @@ class _Foreground:
 
     def _submit(self, spec: JobSpec) -> JobHandle:
         cluster = self._recipe.cluster
-        launch = Launch(
+        launch = LaunchFile(
             job=spec,
-            job_dir=str(self._layout.jobs_dir / spec.name),
+            job_dir=str(self._layout.job(spec.name).root),
             log_dir=str(self._layout.log_dir(self._attempt)),
             events=str(self._layout.events),
             pythons=self._pythons,
@@ -290,7 +292,7 @@ class _Foreground:
         if not outcomes:
             return JobFailedError(
                 f"the job {handle.name} ended before it could say why",
-                key=str(self._layout.jobs_dir / handle.name / "submitit"),
+                key=str(self._layout.job(handle.name).submitit_dir),
                 hint="read the files in that folder",
                 code=ClusterError.exit_code,
             )

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
-from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
 from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20
@@ -55,31 +55,31 @@ class Plan:
     stages: tuple[Stage, ...]
 
 
-def plan(recipe: Recipe, layout: RunLayout, facts: Facts) -> Plan:
+def plan(recipe: Recipe, layout: RunPaths, facts: Facts) -> Plan:
     """Decide every job of a run."""
     reinforcement = Stage(
         name="train",
         leader=_trainer_job(recipe, layout, facts),
         others=_cell_jobs(recipe, layout, facts),
-        done_marker=layout.finished,
+        done_marker=layout.finished_marker,
     )
     if recipe.warmup is None:
         return Plan((reinforcement,))
-    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.export("warmup"))
+    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.sft_export)
     return Plan((warmup, reinforcement))
 
 
-def starting_model(recipe: Recipe, layout: RunLayout) -> Path:
+def starting_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model before any training."""
     return recipe.model.path.resolve() if recipe.model.path else layout.tiny_model_dir
 
 
-def policy_model(recipe: Recipe, layout: RunLayout) -> Path:
+def policy_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return layout.export("warmup") if recipe.warmup else starting_model(recipe, layout)
+    return layout.sft_export if recipe.warmup else starting_model(recipe, layout)
 
 
-def _warmup_job(recipe: Recipe, layout: RunLayout) -> JobSpec:
+def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
     assert recipe.warmup is not None
     config = {
         "run_dir": str(layout.root),
@@ -108,7 +108,7 @@ def gpus_of_a_rank(recipe: Recipe) -> int:
     return 0 if recipe.trainer.device == "cpu" else 1
 
 
-def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
+def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
     evaluated = min(recipe.evaluation.tasks, facts.valid_tasks)
     trainer = {
         "run_dir": str(layout.root),
@@ -147,7 +147,7 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
         "trainer",
         "train",
         [
-            _service("ledger", "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
+            _service(LEDGER, "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
             ProcessSpec(
                 "trainer",
                 "train",
@@ -162,12 +162,12 @@ def _trainer_job(recipe: Recipe, layout: RunLayout, facts: Facts) -> JobSpec:
     )
 
 
-def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec, ...]:
+def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_job
     splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
     jobs = [
-        _cell_job(recipe, layout, facts, f"{CELL_PREFIX}{index}", splits)
+        _cell_job(recipe, layout, facts, format_cell_name(index), splits)
         for index in range(recipe.inference.cells)
     ]
     if is_apart:
@@ -176,7 +176,7 @@ def _cell_jobs(recipe: Recipe, layout: RunLayout, facts: Facts) -> tuple[JobSpec
 
 
 def _cell_job(
-    recipe: Recipe, layout: RunLayout, facts: Facts, name: str, splits: tuple[Split, ...]
+    recipe: Recipe, layout: RunPaths, facts: Facts, name: str, splits: tuple[Split, ...]
 ) -> JobSpec:
     cell = {"run_dir": str(layout.root), "cell": name}
     model = str(policy_model(recipe, layout))

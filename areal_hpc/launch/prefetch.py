@@ -17,8 +17,9 @@ from typing import Any
 from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import RepoKind
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.paths import RunPaths
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
@@ -61,7 +62,7 @@ def wanted(recipe: Recipe) -> list[Wanted]:
     return found
 
 
-def prefetch(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
     Args:
@@ -92,10 +93,7 @@ def prefetch(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> N
         say(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.of(problems)
-    layout.root.mkdir(parents=True, exist_ok=True)
-    partial = layout.prefetched.with_name(f".{layout.prefetched.name}.tmp")
-    partial.write_text(json.dumps(record, indent=2))
-    partial.rename(layout.prefetched)
+    write_atomic(layout.prefetched, json.dumps(record, indent=2).encode())
 
 
 def _put_in_place(want: Wanted) -> Path:

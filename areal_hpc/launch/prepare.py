@@ -15,15 +15,15 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.dataset.materialise import count_rows, materialise
-from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
 from areal_hpc.launch.plan import Facts
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
+from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.tiny_model import make_tiny_model
 from areal_hpc.yaml_tree import leaves
 
@@ -43,7 +43,7 @@ BAKED_IN = (
 
 def put_in_place(
     recipe: Recipe,
-    layout: RunLayout,
+    layout: RunPaths,
     say: Callable[[str], None],
     serve_python: str,
     sys_path: tuple[str, ...],
@@ -90,7 +90,7 @@ def _check_of_tasks(recipe: Recipe) -> Callable[[dict[str, Any]], None]:
     return partial(refuse_unkeepable_limits, recipe.rollout, recipe.proxy.session_timeout_s)
 
 
-def _put_tasks_in_place(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+def _put_tasks_in_place(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """The training set, and how many of its rows come from which source."""
     config, path, task_counts = recipe.train_dataset, layout.dataset("train"), layout.task_counts
     if path.exists() and (task_counts.exists() or not config.sources):
@@ -98,9 +98,7 @@ def _put_tasks_in_place(recipe: Recipe, layout: RunLayout, say: Callable[[str], 
     say("data     writing the train set")
     counts = materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
     if config.sources:
-        partial = task_counts.with_name(f".{task_counts.name}.tmp")
-        partial.write_text(json.dumps(counts))
-        partial.rename(task_counts)
+        write_atomic(task_counts, json.dumps(counts).encode())
 
 
 def _texts(demonstrations: Path) -> Iterator[str]:
@@ -111,17 +109,17 @@ def _texts(demonstrations: Path) -> Iterator[str]:
                 yield message["content"]
 
 
-def open_attempt(layout: RunLayout) -> int:
+def open_attempt(layout: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
     attempt = max(layout.attempts(), default=0) + 1
     layout.log_dir(attempt).mkdir(parents=True)
-    latest = layout.logs_dir / "latest"
+    latest = layout.latest_log
     latest.unlink(missing_ok=True)
     latest.symlink_to(layout.log_dir(attempt).name)
     return attempt
 
 
-def announce_changes(recipe: Recipe, layout: RunLayout, say: Callable[[str], None]) -> None:
+def announce_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """Tell what differs from the recipe this run was started with.
 
     Raises:
@@ -148,14 +146,14 @@ def announce_changes(recipe: Recipe, layout: RunLayout, say: Callable[[str], Non
 
 
 def record_provenance(
-    recipe: Recipe, layout: RunLayout, attempt: int, command_line: Sequence[str]
+    recipe: Recipe, layout: RunPaths, attempt: int, command_line: Sequence[str]
 ) -> None:
     """Write the resolved recipe, and add this launch to the provenance file."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     if layout.recipe.exists() and layout.recipe.read_text() != text:
-        layout.recipe.rename(layout.root / f"recipe.before_attempt_{attempt:02d}.yaml")
+        layout.recipe.rename(layout.replaced_recipe(attempt))
     # Variables and agent arguments may hold keys of other services.
-    write_private(layout.recipe, text.encode())
+    write_atomic_private(layout.recipe, text.encode())
     launches = []
     if layout.provenance.exists():
         launches = json.loads(layout.provenance.read_text())["launches"]
@@ -170,7 +168,7 @@ def record_provenance(
             "host": platform.node(),
         }
     )
-    write_private(layout.provenance, json.dumps({"launches": launches}, indent=2).encode())
+    write_atomic_private(layout.provenance, json.dumps({"launches": launches}, indent=2).encode())
 
 
 def _git_commit() -> str | None:

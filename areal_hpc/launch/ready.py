@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +10,14 @@ from pathlib import Path
 
 from areal_hpc.cluster.container import image_python
 from areal_hpc.cluster.queue import live_jobs
-from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import latest_by_name, read_submissions
+from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.telemetry import read_step_lines
 
 
@@ -26,7 +25,7 @@ from areal_hpc.telemetry import read_step_lines
 class Ready:
     """A run directory in which jobs can start."""
 
-    layout: RunLayout
+    layout: RunPaths
     attempt: int
     pythons: dict[str, str]
     """Interpreter of each role."""
@@ -58,7 +57,7 @@ def prepared(
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
-    pythons, layout = pythons_of(recipe), RunLayout(recipe.run_dir.resolve())
+    pythons, layout = pythons_of(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
     problems = [*known_problems, *inputs.inspect_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
@@ -69,11 +68,11 @@ def prepared(
     refuse_live_jobs(layout)
     if fresh and (kept := archive(layout)) is not None:
         say(f"kept     the earlier run as {kept}")
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         prepare.announce_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
-            layout.finished.unlink(missing_ok=True)  # it was, with fewer steps
-        layout.cancelled.unlink(missing_ok=True)
+            layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
+        layout.cancelled_marker.unlink(missing_ok=True)
         facts = prepare.put_in_place(recipe, layout, say, pythons["serve"], folders)
         attempt = prepare.open_attempt(layout)
         prepare.record_provenance(recipe, layout, attempt, command_line)
@@ -82,13 +81,13 @@ def prepared(
         yield Ready(layout, attempt, pythons, left)
 
 
-def refuse_live_jobs(layout: RunLayout) -> None:
+def refuse_live_jobs(layout: RunPaths) -> None:
     """Make sure that none of the run's Slurm jobs waits or runs.
 
     Raises:
         ClusterError: Some do, or slurmctld does not answer.
     """
-    newest = newest_of_each(read_submissions(layout.submissions))
+    newest = latest_by_name(read_submissions(layout.submissions))
     names = {submission.job_id: job for job, submission in newest.items()}
     if live := live_jobs(list(names)):
         raise ClusterError(
@@ -99,15 +98,15 @@ def refuse_live_jobs(layout: RunLayout) -> None:
         )
 
 
-def is_finished(recipe: Recipe, layout: RunLayout) -> bool:
+def is_finished(recipe: Recipe, layout: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
-    if not layout.finished.exists():
+    if not layout.finished_marker.exists():
         return False
     rows = read_step_lines(layout.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive(layout: RunLayout) -> Path | None:
+def archive(layout: RunPaths) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:
@@ -117,7 +116,7 @@ def archive(layout: RunLayout) -> Path | None:
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = layout.root.with_name(f"{layout.root.name}.{stamp}")
-    with held(layout.lock):
+    with hold_lock(layout.lock):
         layout.root.rename(kept)
     return kept
 
@@ -131,25 +130,3 @@ def pythons_of(recipe: Recipe) -> dict[str, str]:
     return {
         role: image_python(role) if python == "auto" else python for role, python in named.items()
     }
-
-
-@contextmanager
-def held(lock: Path) -> Iterator[None]:
-    """Hold the launcher's lock. The kernel drops it however the launcher ends.
-
-    Raises:
-        ClusterError: Another launcher holds it.
-    """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ClusterError(
-            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
-        ) from error
-    try:
-        yield
-    finally:
-        os.close(descriptor)

@@ -16,18 +16,19 @@ from typing import Any
 import msgspec
 import yaml
 
-from areal_hpc.cluster.jobspec import JobSpec, ProcessSpec
-from areal_hpc.durable import write_private
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
-from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest, read_state
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
+from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.weights.version import Fork
+from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTED = (
     "cluster.train",
@@ -55,16 +56,8 @@ class Start:
     step: int
     commit: Path | None
     """None: the model that the run started from."""
-    forks: tuple[Fork, ...]
+    forks: tuple[GenerationFork, ...]
     """Every epoch of the run with the step it began from."""
-
-
-class _CommitState(msgspec.Struct):
-    """What is read of a commit's `trainer.json` (`trainer.commits.store.TrainerState`)."""
-
-    step: int
-    epoch: int
-    forks: list[Fork] = []
 
 
 class Replay:
@@ -84,11 +77,11 @@ class Replay:
 
     def __init__(
         self,
-        run: RunLayout,
+        run: RunPaths,
         first_step: int,
         last_step: int,
         overrides: Sequence[str],
-        out: RunLayout,
+        out: RunPaths,
     ) -> None:
         computed, learnt = split_overrides(overrides)
         self._as_recorded = load(run.recipe, computed)
@@ -117,7 +110,7 @@ class Replay:
             reporter.say(f"lead-in  steps {start.step + 1} to {first - 1}, as recorded")
             self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train("replay", self.recipe, self._last_step, reporter, stop)
-        for link in self._out.checkpoints_dir.glob(".step_*"):
+        for link, _ in list_hidden(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by commits of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
@@ -129,10 +122,10 @@ class Replay:
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
         text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        write_private(out.recipe, text.encode())  # it may hold keys of other services
+        write_atomic_private(out.recipe, text.encode())  # it may hold keys of other services
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
-        links[out.export("warmup")] = run.export("warmup")
+        links[out.sft_export] = run.sft_export
         if self.start.commit is not None:
             links[out.checkpoints_dir / self.start.commit.name] = self.start.commit
         for link, target in links.items():
@@ -148,7 +141,7 @@ class Replay:
         reporter: here.Reporter,
         stop: threading.Event,
     ) -> None:
-        if any(state.step >= last_step for state, _ in _commits(self._out)):
+        if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
         config: dict[str, Any] = {
             "run_dir": str(self._out.root),
@@ -168,7 +161,7 @@ class Replay:
             tasks=recipe.trainer.parallel.world_size,
             gpus_per_task=gpus_of_a_rank(recipe),
         )
-        done_marker = self._out.checkpoints_dir / step_name(last_step) / "COMMITTED"
+        done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
         stage = Stage(name, job, (), done_marker)
         here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
@@ -222,34 +215,25 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in known)
 
 
-def find_start(run: RunLayout, first_step: int) -> Start:
+def find_start(run: RunPaths, first_step: int) -> Start:
     """The newest commit from which `first_step` can still be reached."""
-    commits = _commits(run)
-    known = read_state(run).forks or (commits[-1][0].forks if commits else ())
-    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (Fork(1, 0),)
-    for state, path in reversed(commits):
-        if state.step < first_step:
-            return Start(state.step, path, forks)
+    commits = list_checkpoints(run.checkpoints_dir)
+    known = read_state(run).forks or (commits[-1].state.forks if commits else ())
+    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
+    for one in reversed(commits):
+        if one.state.step < first_step:
+            return Start(one.state.step, one.path, forks)
     return Start(0, None, forks)
 
 
-def _commits(layout: RunLayout) -> list[tuple[_CommitState, Path]]:
-    """Every complete commit; those of a later epoch, whose chain was followed, come last."""
-    found = []
-    for marker in layout.checkpoints_dir.glob("step_*/COMMITTED"):
-        text = marker.with_name("trainer.json").read_bytes()
-        found.append((msgspec.json.decode(text, type=_CommitState), marker.parent))
-    return sorted(found, key=lambda commit: (commit[0].epoch, commit[0].step))
-
-
-def check_recorded(run: RunLayout, first_step: int, last_step: int) -> None:
+def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
     """All manifests and shards of these steps are there and whole.
 
     Raises:
         RecipeError: Steps were not recorded.
         ShardError: Shards are missing or damaged.
     """
-    held = manifest_steps(run)
+    held = list_manifest_steps(run)
     missing = sorted({*range(first_step, last_step + 1)} - {*held})
     if missing:
         have = f"steps {held[0]} to {held[-1]}" if held else "no step"
@@ -275,7 +259,7 @@ def check_recorded(run: RunLayout, first_step: int, last_step: int) -> None:
         raise ShardError.of(problems)
 
 
-def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
+def compare(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
     if not steps:
         yield "compare  nothing: settings differ from the recorded ones in every step"
@@ -310,7 +294,7 @@ def compare(run: RunLayout, out: RunLayout, steps: range) -> Iterator[str]:
         yield f"         {count} of {len(known)} steps differ{largest}"
 
 
-def _check_place(out: RunLayout, run: RunLayout, request: dict[str, Any]) -> None:
+def _check_place(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
     if out.root.is_relative_to(run.root):
         raise RecipeError(
             f"{out.root} lies in the recorded run, which is only read",

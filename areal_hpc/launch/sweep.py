@@ -10,13 +10,13 @@ from pathlib import Path
 
 from areal_hpc.cluster.cancelling import take_back
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submissions import Submission
 from areal_hpc.cluster.submit import submit_array
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.dispatch import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe
+from areal_hpc.rundir.jobs import Submission
+from areal_hpc.rundir.paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Sweep:
     runs: tuple[Recipe, ...]
 
     @property
-    def layout(self) -> RunLayout:
+    def layout(self) -> RunPaths:
         """The directory of the arrays' files; each run has a directory of its own beside it."""
-        return RunLayout(self.base.run_dir.resolve())
+        return RunPaths(self.base.run_dir.resolve())
 
 
 def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:

@@ -19,6 +19,7 @@ import msgspec
 from areal_hpc.ledger.refusal import Refused
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.waiting import CallerGone, Patience, Receive
+from areal_hpc.rundir.paths import ADMIN_KEY
 from areal_hpc.wire.ledger import (
     BatchRequest,
     DropRequest,
@@ -122,9 +123,7 @@ class LedgerApp:
     def _check_key(self, scope: dict[str, Any]) -> None:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         if not hmac.compare_digest(given, self._authorization):
-            raise Refused(
-                401, "the admin key is missing or wrong", hint="read rendezvous/admin.key"
-            )
+            raise Refused(401, "the admin key is missing or wrong", hint=f"read {ADMIN_KEY}")
 
 
 async def _read_body(scope: dict[str, Any], receive: Receive) -> bytes:

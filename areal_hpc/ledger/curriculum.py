@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import AgentError
-from areal_hpc.json_lines import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines
 
 log = logging.getLogger(__name__)
 

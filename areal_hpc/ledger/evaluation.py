@@ -6,6 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from areal_hpc.ledger.leases import Lease, LeaseTable
+from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
 ATTEMPTS_PER_EPOCH = 1_000_000
@@ -88,3 +89,11 @@ class Evaluation:
     def _give_back(self, leases: Sequence[tuple[int, Lease]]) -> None:
         for index, lease in leases:
             self._pending[index] = lease.newest_attempt + 1
+
+
+def build_result(done: Evaluation, mean_reward: float) -> EvaluationResult:
+    """What the run directory keeps of an evaluation that is done."""
+    rewards = [done.rewards[index] for index in range(done.n_tasks)]
+    return EvaluationResult(
+        done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch
+    )

@@ -1,4 +1,4 @@
-"""Which settled tickets the next batch takes, and which of them are too old for it. Pure functions.
+"""Settled tickets: all there are, those of the next batch, and those that are too old for it.
 
 Admission keeps tickets within the bound as long as they settle in the order of their leases. An
 episode that is overtaken by others, a ticket that was issued again, or a trainer that went back
@@ -7,15 +7,27 @@ can still bring tokens that are older.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from areal_hpc.ledger.drops import Drop, DropKind
 from areal_hpc.ledger.tickets import Tickets
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
-from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import read_index
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 
-def next_batch(tickets: Tickets, epoch: int, forks: Sequence[Fork] = ()) -> BatchManifest | None:
+def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
+    """Every ticket of every sealed shard, those of old batches and of lost races included."""
+    for shard in read_index(layout.index_dir):
+        for ticket in shard.tickets:
+            ref = TicketRef(ticket.ticket_id, ticket.attempt)
+            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
+
+
+def next_batch(
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork] = ()
+) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
 
     The tickets that settled first, in that order: the same arrivals give the same batches.
@@ -42,7 +54,9 @@ class AgeCheck:
         self._passed = 0
         """Tickets that settled first and are young enough for a step from `_version`."""
 
-    def too_old(self, tickets: Tickets, epoch: int, forks: Sequence[Fork]) -> list[Drop]:
+    def too_old(
+        self, tickets: Tickets, epoch: int, forks: Sequence[GenerationFork]
+    ) -> list[DroppedTicket]:
         """As the function; the caller sets aside what is found, and nothing else."""
         version = WeightVersion(epoch, tickets.formed_steps)
         found = too_old(tickets, epoch, forks, self._passed if version == self._version else 0)
@@ -51,8 +65,8 @@ class AgeCheck:
 
 
 def too_old(
-    tickets: Tickets, epoch: int, forks: Sequence[Fork], known_young: int = 0
-) -> list[Drop]:
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
+) -> list[DroppedTicket]:
     """What must be set aside before the next batch is formed, as the run's policy wants it.
 
     Args:
@@ -67,14 +81,16 @@ def too_old(
     kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
     current = WeightVersion(epoch, tickets.formed_steps)
     return [
-        Drop(ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind)
+        DroppedTicket(
+            ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind
+        )
         for ticket in tickets.settled_first(tickets.settled)[known_young:]
         if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness
     ]
 
 
-def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[Fork]) -> int:
+def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 if unknown."""
     if ticket.oldest_version == NO_VERSION:
         return 0
-    return staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)
+    return compute_staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)

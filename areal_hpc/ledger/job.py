@@ -16,27 +16,26 @@ import uvicorn
 import uvloop
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.requeue import release_held
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger import manifests
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.curriculum import KEY, Curriculum
-from areal_hpc.ledger.drops import read_drops
+from areal_hpc.ledger.forming import read_settled
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.drops import read_drops
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
 
-NAME = "ledger"
 STOP_POLL_S = 0.1
 SWEEPS_PER_TIMEOUT = 30
 RELEASE_PERIOD_S = 20.0
@@ -104,7 +103,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
         ShardError: A file of the ledger is damaged.
         RecipeError: The curriculum cannot be imported.
     """
-    layout = RunLayout(config.run_dir)
+    layout = RunPaths(config.run_dir)
     try:
         service = LedgerService(
             layout,
@@ -141,7 +140,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     )
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
-    rendezvous.publish(layout.rendezvous_dir, NAME, f"http://{host}:{port}")
+    rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
     log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
     sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
     swept_at_s = time.monotonic()
@@ -157,7 +156,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     await serving
 
 
-async def _release_cells(layout: RunLayout) -> None:
+async def _release_cells(layout: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
         released = await asyncio.to_thread(release_held, layout.jobs_dir)
@@ -166,7 +165,7 @@ async def _release_cells(layout: RunLayout) -> None:
         await asyncio.sleep(RELEASE_PERIOD_S)
 
 
-def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:
+def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over.
 
     Raises:
@@ -180,7 +179,7 @@ def curriculum_of(config: LedgerJobConfig, layout: RunLayout) -> Curriculum:
         batch_size=config.batch_size,
         seed=config.seed,
     )
-    for ticket in manifests.read_settled(layout):
+    for ticket in read_settled(layout):
         curriculum.note(ticket.ref.ticket_id, ticket.rewards)
     for drop in read_drops(layout):
         curriculum.note(drop.ref.ticket_id, drop.rewards)

@@ -11,13 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_hpc.cluster.epochs import newest_epoch
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger import forming, manifests
+from areal_hpc.ledger import forming
 from areal_hpc.ledger.cells import Cells
-from areal_hpc.ledger.drops import Drop, append_drop, read_drops
-from areal_hpc.ledger.evaluation import Evaluation
-from areal_hpc.ledger.manifests import EvaluationResult, LedgerState
+from areal_hpc.ledger.evaluation import Evaluation, build_result
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.refusal import (
     Refused,
@@ -31,6 +27,11 @@ from areal_hpc.ledger.refusal import (
 from areal_hpc.ledger.stream import TaskStream
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.ledger.waiting import News, Patience
+from areal_hpc.rundir import manifests
+from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
+from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.manifests import LedgerState
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,
@@ -63,7 +64,7 @@ class LedgerService:
 
     def __init__(
         self,
-        layout: RunLayout,
+        layout: RunPaths,
         policy: TicketPolicy,
         stream: TaskStream,
         *,
@@ -98,14 +99,14 @@ class LedgerService:
             version_step=before.version_step,
             manifests=manifests.read_manifests(layout),
             dropped=read_drops(layout),
-            settled=manifests.read_settled(layout),
+            settled=forming.read_settled(layout),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_state(layout, self._state)
         self._evaluation: Evaluation | None = None
         self._batch_wanted_until_s = float("-inf")
-        self._stopped = layout.finished.exists()
+        self._stopped = layout.finished_marker.exists()
         self._work, self._progress = News(), News()
         self._cells, self._ages = Cells(), forming.AgeCheck()
 
@@ -147,7 +148,7 @@ class LedgerService:
             if self._evaluation is not None:
                 self._evaluation.fail(ref, request.reason)
         else:
-            drop = Drop.asked(request)
+            drop = DroppedTicket.asked(request)
             self._stream.note(ref.ticket_id, drop.rewards)
             if self._tickets.drop(drop):
                 log.info("ticket %d %s: %s", ref.ticket_id, drop.kind, drop.reason)
@@ -318,7 +319,7 @@ class LedgerService:
             self._evaluation = evaluation
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
-            manifests.write_evaluation(self._layout, EvaluationResult.of(evaluation, mean_reward))
+            manifests.write_evaluation(self._layout, build_result(evaluation, mean_reward))
             self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
@@ -343,5 +344,5 @@ class LedgerService:
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
     def _check_newest_on_disk(self, epoch: int) -> None:
-        newest = newest_epoch(self._layout.epochs_dir)
+        newest = read_newest_number(self._layout.generations_dir)
         refuse_superseded_epoch(epoch, max(self._state.epoch, newest))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from areal_hpc.ledger.drops import Drop, DropKind
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, TicketRef
 
 FAILED_BATCHES = 2
@@ -66,7 +66,7 @@ class Setbacks:
         """Without those whose rows were too old: their drivers never hear of it."""
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
-    def note(self, drop: Drop) -> None:
+    def note(self, drop: DroppedTicket) -> None:
         """A ticket, or an attempt of it, came to nothing."""
         if drop.kind != "requeued":
             self._kind_of[drop.ref.ticket_id] = drop.kind

@@ -27,10 +27,10 @@ from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketCounts, admissible
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.setbacks import Setbacks
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 ATTEMPTS_PER_INCARNATION = 1000
@@ -80,7 +80,7 @@ class Tickets:
         incarnation: int,
         version_step: int,
         manifests: Iterable[BatchManifest],
-        dropped: Iterable[Drop],
+        dropped: Iterable[DroppedTicket],
         settled: Iterable[SettledTicket],
         grants_from_s: float,
     ) -> Tickets:
@@ -244,7 +244,7 @@ class Tickets:
         self.setbacks.note_settled()
         return True
 
-    def drop(self, drop: Drop) -> bool:
+    def drop(self, drop: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         ref = drop.ref
         self._note_claim(ref)
@@ -254,7 +254,7 @@ class Tickets:
         self.setbacks.note(drop)
         return True
 
-    def set_aside(self, drop: Drop) -> None:
+    def set_aside(self, drop: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
         ticket_id = drop.ref.ticket_id
         del self._settled[ticket_id]

@@ -16,6 +16,7 @@ from areal_hpc.cluster.reasons import explain_reason
 from areal_hpc.cluster.site import JobOptions
 from areal_hpc.errors import ClusterError
 from areal_hpc.preflight.verdicts import Check, fail, ok, warn
+from areal_hpc.rundir.paths import JobPaths
 
 POLL_S = 2.0
 PATIENCE_S = 300.0
@@ -42,7 +43,7 @@ def check_from_a_job(
     try:
         folder.mkdir(parents=True)
         (folder / "question").write_text(f"{token}\n")
-        script = folder / "job.sbatch"
+        script = JobPaths(folder).script
         script.write_text(
             _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=VISIBLE_WITHIN_S)
         )

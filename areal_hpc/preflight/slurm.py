@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.cluster.commands import ask_slurm
-from areal_hpc.cluster.site import EVALUATION_CELL, JobOptions, SlurmConfig
+from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.preflight.verdicts import Check, fail, ok, warn
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
 
 NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
-JOB_KINDS = ("trainer", "cell-0")
+JOB_KINDS = ("trainer", format_cell_name(0))
 """A job of each kind that has options of its own."""
 
 
@@ -59,7 +60,11 @@ def _accounting(config: str) -> Check:
 def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
     found = {job: slurm.options_of(job) for job in JOB_KINDS}
     evaluation = slurm.options_of(EVALUATION_CELL)
-    return found if evaluation == found["cell-0"] else {**found, EVALUATION_CELL: evaluation}
+    return (
+        found
+        if evaluation == found[format_cell_name(0)]
+        else {**found, EVALUATION_CELL: evaluation}
+    )
 
 
 def _partitions(slurm: SlurmConfig) -> Iterator[Check]:

@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
@@ -19,6 +18,7 @@ from areal_hpc.proxy.recorder import Recorder, VolatileRecorder
 from areal_hpc.proxy.replicas import ListedReplicas
 from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.rundir import rendezvous
 from areal_hpc.shards.config import ShardConfig
 
 

@@ -31,7 +31,6 @@ from areal_hpc.session.rewards import (
     rewarded_interaction,
 )
 from areal_hpc.session.tree import Interaction
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
@@ -53,6 +52,7 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
+from areal_hpc.wire.weight_version import WeightVersion
 
 Body = TypeVar("Body")
 

@@ -18,7 +18,7 @@ from msgspec import Struct, field
 
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.tree import ABORTED, VersionSpan
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_SPACE = b" \t\r\n"
 Decoded = TypeVar("Decoded")

@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
@@ -27,6 +25,8 @@ from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.proxy.visits import Visits
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.config import ShardConfig
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
     model = read_model(
         job.model_name,
@@ -88,19 +88,19 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)
     visits = Visits() if job.online else None
     service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers, visits)
-    name = f"proxy-{job.cell}"
+    name = rendezvous.format_proxy_name(job.cell)
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
-        rendezvous.publish(layout.rendezvous_dir, name, f"http://{host}:{port}")
+        rendezvous.publish_endpoint(layout.rendezvous_dir, name, f"http://{host}:{port}")
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_S)
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
-    rendezvous.withdraw(layout.rendezvous_dir, name)
-    if layout.finished.exists() and not recorder.book.finished and not recorder.book.sealed:
+    rendezvous.remove_endpoint(layout.rendezvous_dir, name)
+    if layout.finished_marker.exists() and not recorder.book.finished and not recorder.book.sealed:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
@@ -110,7 +110,7 @@ def _listen(directory: Path, name: str) -> socket.socket:
     An agent keeps the address it was given; its client repeats calls that lost their connection.
     """
     host = advertised_host()
-    before = rendezvous.find(directory, name)
+    before = rendezvous.find_endpoint(directory, name)
     ports = [0]
     if before is not None and urlsplit(before.url).hostname == host:
         ports.insert(0, urlsplit(before.url).port or 0)

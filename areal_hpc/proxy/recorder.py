@@ -26,8 +26,8 @@ from areal_hpc.proxy.events import (
 from areal_hpc.proxy.sessions import Session, SessionBook
 from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
-from areal_hpc.trajectory import MAX_TOKEN_IDS
 from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.trajectory import MAX_TOKEN_IDS
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import aiohttp
 import msgspec
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
@@ -37,14 +37,14 @@ class CellReplicas:
 
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
-        self._relay_name = f"relay-{cell}"
+        self._relay_name = rendezvous.format_control_proxy_name(cell)
         self._admin_key = admin_key
         self._client: AsyncWireClient | None = None
         self._client_url = ""
 
     async def look(self) -> list[ReplicaView]:
         """What the relay answers; nothing before it has been published."""
-        endpoint = rendezvous.find(self._directory, self._relay_name)
+        endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
         if endpoint is None:
             return []
         if self._client is None or endpoint.url != self._client_url:

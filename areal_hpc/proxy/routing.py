@@ -12,8 +12,8 @@ from collections.abc import Container
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.replicas import ReplicaSource
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 

@@ -16,17 +16,16 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.events import TicketDropped, TicketsSealed, TicketsSettled
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import FinishedTicket
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory, find_defect
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -35,6 +34,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
+from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Sealer:
     def __init__(
         self,
         recorder: Recorder,
-        layout: RunLayout,
+        layout: RunPaths,
         cell: str,
         config: ShardConfig,
         admin_key: str,
@@ -173,7 +173,7 @@ class Sealer:
             await self._recorder.tidy()
 
     async def _client(self) -> AsyncWireClient:
-        endpoint = rendezvous.find(self._layout.rendezvous_dir, "ledger")
+        endpoint = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
         if endpoint is None:
             raise ClusterError("the ledger has not been published")
         if self._ledger is None or endpoint.url != self._ledger_url:

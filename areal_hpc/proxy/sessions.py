@@ -23,9 +23,9 @@ from areal_hpc.proxy.events import (
 from areal_hpc.proxy.known_messages import KnownMessages
 from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
+from areal_hpc.wire.trajectory import Trajectory
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from areal_hpc.config import StageConfig
-from areal_hpc.trajectory import MAX_TEMPERATURE
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
 class SamplingConfig(StageConfig):

@@ -20,7 +20,7 @@ from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rollout.visit import await_visit
 from areal_hpc.rollout.workflow import RolloutWorkflow
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,

@@ -11,12 +11,9 @@ from typing import Annotated, Any
 import uvloop
 from pydantic import Field
 
-from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.rendezvous import ensure_admin_key
 from areal_hpc.cluster.topology import job_start
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import AgentConfig, RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import Driver, Peers
@@ -24,7 +21,10 @@ from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.tasks import TaskSet
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import LEDGER, ensure_admin_key, format_proxy_name
 from areal_hpc.wire.ledger import Split
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ def run(config: dict[str, Any]) -> None:
         ClusterError: The ledger refuses this driver.
     """
     job = RolloutJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
     agents: dict[Split, Agent | None] = {
@@ -87,7 +87,7 @@ def _agent(how: AgentConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | N
 
 async def _drive(
     job: RolloutJobConfig,
-    layout: RunLayout,
+    layout: RunPaths,
     agents: dict[Split, Agent | None],
     tasks: dict[Split, TaskSet],
 ) -> None:
@@ -98,8 +98,8 @@ async def _drive(
             await agent.check()
     key = ensure_admin_key(layout.admin_key)
     peers = Peers(
-        ledger=Peer(layout.rendezvous_dir, "ledger", key),
-        proxy=Peer(layout.rendezvous_dir, f"proxy-{job.cell}", key),
+        ledger=Peer(layout.rendezvous_dir, LEDGER, key),
+        proxy=Peer(layout.rendezvous_dir, format_proxy_name(job.cell), key),
     )
     http_client = open_http_client(job.rollout.episode_timeout_s)
     driver = Driver(

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import RETRIED_STATUSES, AsyncWireClient, HttpRefused
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class Peer:
         self._directory = directory
         self._name = name
         self._key = key
-        self._endpoint: rendezvous.Endpoint | None = None
+        self._endpoint: rendezvous.ServiceEndpoint | None = None
         self._client: AsyncWireClient | None = None
         self._retired: list[AsyncWireClient] = []
         self._answered_at = time.monotonic()
@@ -97,7 +97,7 @@ class Peer:
 
     def _look_up(self) -> None:
         """Turn to the newest incarnation, if it is another one."""
-        found = rendezvous.find(self._directory, self._name)
+        found = rendezvous.find_endpoint(self._directory, self._name)
         if found is None or found == self._endpoint:
             return
         if self._client is not None:

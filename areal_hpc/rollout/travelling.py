@@ -15,9 +15,9 @@ from typing import Any
 
 import cloudpickle
 
-from areal_hpc.durable import write_private
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rundir.atomic import write_atomic_private
 
 MODULE = "handed_over"
 """Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
@@ -76,7 +76,7 @@ def packed(
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in ((f"{module}.pkl", data), (f"{module}.py", source.encode())):
-        write_private(folder / name, content)  # arguments may hold keys of other services
+        write_atomic_private(folder / name, content)  # arguments may hold keys of other services
     return f"{module}.agent"
 
 

@@ -24,7 +24,7 @@ from typing import Literal
 
 from areal_hpc.session.rewards import RewardRefused
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.trajectory import LARGEST_REWARD
+from areal_hpc.wire.trajectory import MAX_REWARD
 
 CreditRule = Literal["tree", "arrival"]
 
@@ -91,7 +91,7 @@ def add_rewards(*rewards: float | None) -> float | None:
     given = [reward for reward in rewards if reward is not None]
     if not given:
         return None
-    return max(-LARGEST_REWARD, min(math.fsum(given), LARGEST_REWARD))
+    return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
 def _by_arrival(interactions: Sequence[Interaction]) -> _Succession:

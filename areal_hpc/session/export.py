@@ -30,7 +30,7 @@ from areal_hpc.session.credit import (
 )
 from areal_hpc.session.rewards import final_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 
 ExportStyle = Literal["concat", "individual"]
 

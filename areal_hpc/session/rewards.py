@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.trajectory import LARGEST_REWARD
+from areal_hpc.wire.trajectory import MAX_REWARD
 
 
 class RewardRefused(ValueError):
@@ -74,7 +74,7 @@ def check_reward(reward: object) -> float:
         number = float(reward)
     except OverflowError:
         number = math.inf
-    if not abs(number) <= LARGEST_REWARD:
+    if not abs(number) <= MAX_REWARD:
         raise RewardRefused(f"a reward must be a finite 32-bit float, got {reward!r:.200}")
     return number
 

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
-from areal_hpc.trajectory import LARGEST_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
+from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
@@ -103,7 +103,7 @@ def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | 
 def _find_number_defect(call: Interaction) -> str | None:
     if not 0 <= call.temperature <= MAX_TEMPERATURE:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {call.temperature}"
-    if call.reward is not None and not abs(call.reward) <= LARGEST_REWARD:
+    if call.reward is not None and not abs(call.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {call.reward}"
     if not (math.isfinite(call.asked_at) and math.isfinite(call.answered_at)):
         return "expected finite times, got inf or nan"

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.json_lines import append_line, decode_lines, read_lines
+from areal_hpc.rundir.jsonl import append_line, decode_lines, read_lines
 from areal_hpc.shards.schema import parse_shard_name
 
 _TAIL_BYTES = 1 << 16

@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.durable import sync_path
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk import write_whole
 
 _MAGIC = b"AHJ1"
@@ -128,7 +128,7 @@ class JournalWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_exclusively(path)
             self._size_bytes = _cut_torn_tail(self._descriptor, path)
-            sync_path(path.parent)
+            fsync_path(path.parent)
         except OSError as error:
             raise _disk_trouble(path, error) from error
         self._thread = threading.Thread(target=self._sync_loop, name="journal-sync", daemon=True)
@@ -197,7 +197,7 @@ class JournalWriter:
                 # From here on the old file has no name: what is written there would be lost.
                 self._descriptor, fresh = fresh, self._descriptor
                 self._size_bytes = size_bytes
-            sync_path(self.path.parent)
+            fsync_path(self.path.parent)
         except OSError as error:
             raise _disk_trouble(self.path, error) from error
         finally:

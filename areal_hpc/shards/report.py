@@ -10,17 +10,17 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError, ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 
 VersionText = Callable[[int], str]
 """How a packed weight version is shown: shards store versions without knowing their meaning."""
 
 
-def list_shards(layout: RunLayout, version_text: VersionText = str) -> str:
+def list_shards(layout: RunPaths, version_text: VersionText = str) -> str:
     """One line per sealed shard and a total."""
     shards = read_index(layout.index_dir)
     if not shards:
@@ -35,7 +35,7 @@ def list_shards(layout: RunLayout, version_text: VersionText = str) -> str:
     return f"{_in_columns([head, *lines])}\n{total}"
 
 
-def shards_as_json(layout: RunLayout, version_text: VersionText = str) -> str:
+def shards_as_json(layout: RunPaths, version_text: VersionText = str) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     return "\n".join(
         msgspec.json.encode(
@@ -64,7 +64,7 @@ def rows_of_ticket(path: Path, ticket_id: int) -> list[int]:
         rows = np.flatnonzero(ShardReader(path).column("ticket_id") == ticket_id).tolist()
     else:
         before = 0
-        for shard in read_index(RunLayout(path).index_dir):
+        for shard in read_index(RunPaths(path).index_dir):
             held = (one for one in shard.tickets if one.ticket_id == ticket_id)
             rows += [before + row for one in held for row in one.rows]
             before += shard.rows
@@ -160,7 +160,7 @@ def _find_row(path: Path, row: int) -> tuple[Path, int]:
         if 0 <= row < total:
             return path, row
     else:
-        layout = RunLayout(path)
+        layout = RunPaths(path)
         total = 0
         for shard in read_index(layout.index_dir):
             if 0 <= row - total < shard.rows:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
@@ -55,7 +55,7 @@ class RepairReport:
     """Shards without index line that cannot be read; left as they are."""
 
 
-def verify_run(layout: RunLayout, watch: Watch = lambda done, total: None) -> VerifyReport:
+def verify_run(layout: RunPaths, watch: Watch = lambda done, total: None) -> VerifyReport:
     """Check every index line against its file, and every file against the index.
 
     Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
@@ -162,7 +162,7 @@ def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
     )
 
 
-def repair(layout: RunLayout, writer: str | None = None) -> RepairReport:
+def repair(layout: RunPaths, writer: str | None = None) -> RepairReport:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next

@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
-from areal_hpc.durable import sync_path
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import (
     SealedShard,
@@ -41,7 +41,7 @@ from areal_hpc.shards.schema import (
     Axis,
     shard_name,
 )
-from areal_hpc.trajectory import Trajectory, find_defect
+from areal_hpc.wire.trajectory import Trajectory, find_defect
 
 Array = npt.NDArray[Any]
 Pieces = Mapping[str, Sequence[Array]]
@@ -76,7 +76,7 @@ def seal(
             raise
         path = partial.with_suffix("")
         partial.rename(path)
-        sync_path(shards_dir)
+        fsync_path(shards_dir)
         shard = SealedShard(
             file=path.name,
             bytes=size_bytes,

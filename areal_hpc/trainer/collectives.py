@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)

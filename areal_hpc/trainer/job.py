@@ -16,18 +16,17 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.cluster.epochs import take_next_epoch
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.config import StageConfig
-from areal_hpc.durable import sync_path
-from areal_hpc.layout import RunLayout
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
@@ -95,7 +94,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = TrainerJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
@@ -109,13 +108,13 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _train(
-    job: TrainerJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
+    job: TrainerJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest
 ) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    claimed = str(take_next_epoch(layout.epochs_dir)).encode() if is_first else None
+    claimed = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
     generation = int(broadcast_object(claimed))
-    check_generation = epoch_fence(layout.epochs_dir, generation)
+    check_generation = make_generation_check(layout.generations_dir, generation)
     learner = Learner(
         job.trainer, layout, job.model_path, device,
         generation=generation, seed=job.seed, check_generation=check_generation,
@@ -127,9 +126,9 @@ def _train(
     finished = run_loop(learner, coordinator, stop)
     if finished and coordinator:
         check_generation()
-        layout.finished.touch()
-        sync_path(layout.finished)
-        sync_path(layout.finished.parent)
+        layout.finished_marker.touch()
+        fsync_path(layout.finished_marker)
+        fsync_path(layout.finished_marker.parent)
         coordinator.source.finish()
     if coordinator:
         coordinator.source.close()
@@ -139,7 +138,7 @@ def _train(
 
 def _make_coordinator(
     job: TrainerJobConfig,
-    layout: RunLayout,
+    layout: RunPaths,
     learner: Learner,
     device: torch.device,
     stop: StopRequest,

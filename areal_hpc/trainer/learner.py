@@ -11,8 +11,11 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.telemetry import EventLog, PhaseTimer
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
@@ -24,9 +27,9 @@ from areal_hpc.trainer.batch.training_rows import (
     read_batch,
     summarize_batch,
 )
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, TrainerState, load_checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.metrics import Line, replace_non_finite
+from areal_hpc.trainer.metrics import replace_non_finite
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, build_policy
@@ -43,9 +46,9 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from areal_hpc.trainer.untrained import Untrained, describe_norms, judge_norms
-from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.trainer.untrained import describe_norms, judge_norms
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class Learner:
     def __init__(
         self,
         config: TrainerConfig,
-        layout: RunLayout,
+        layout: RunPaths,
         model_path: Path,
         device: torch.device,
         *,
@@ -89,8 +92,10 @@ class Learner:
             layout.checkpoints_dir, config.keep_commits, check_generation
         )
         self._optimizer = build_optimizer(self.policy, config.optimizer)
-        self.state = TrainerState(step=0, epoch=generation, seed=seed, forks=[Fork(generation, 0)])
-        self.reopened_row: Line = {}
+        self.state = TrainerState(
+            step=0, epoch=generation, seed=seed, forks=[GenerationFork(generation, 0)]
+        )
+        self.reopened_row: FlatRow = {}
         """What the checkpoint knows of the metrics of its step."""
         if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
             load_checkpoint(self.policy, self._optimizer, checkpoint)
@@ -102,7 +107,7 @@ class Learner:
                 epoch=generation,
                 seed=seed,
                 parent=checkpoint.path.name,
-                forks=[*held.forks, Fork(generation, held.step)],
+                forks=[*held.forks, GenerationFork(generation, held.step)],
                 line={},
             )
             logger.info("epoch %d resumes after step %d", generation, held.step)
@@ -116,7 +121,7 @@ class Learner:
         """Delete what interrupted checkpoints left behind. For rank 0."""
         self._checkpoints.clean(self.state.epoch)
 
-    def train(self, manifest: BatchManifest) -> Line:
+    def train(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
 
         Raises:
@@ -144,7 +149,7 @@ class Learner:
         self._advance(manifest, untrained)
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
-        line: Line = {
+        line: FlatRow = {
             "version": str(self.version),
             **metrics,
             "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
@@ -164,7 +169,7 @@ class Learner:
         }
         return replace_non_finite(line)
 
-    def _judge(self, norms: Sequence[float], step: int) -> list[Untrained]:
+    def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
         return judge_norms(
             norms,
@@ -236,7 +241,7 @@ class Learner:
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
-    def _advance(self, manifest: BatchManifest, untrained: Sequence[Untrained]) -> None:
+    def _advance(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,
@@ -249,7 +254,7 @@ class Learner:
                 logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 
-    def begin_checkpoint(self, row: Line) -> None:
+    def begin_checkpoint(self, row: FlatRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
 
         Returns once the state is copied: training may go on.
@@ -272,7 +277,7 @@ class Learner:
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
-        target = self._layout.export(step_name(self.state.step))
+        target = self._layout.export(format_step_dir(self.state.step))
         save_hf_model(self.policy, self._model_path, target)
 
 

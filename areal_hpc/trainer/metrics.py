@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.json_lines import append_line
+from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.telemetry import EVALUATION, read_step_lines
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
-
-Line = dict[str, int | float | str | None]
-"""The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
+from areal_hpc.wire.weight_version import WeightVersion
 
 
-def replace_non_finite(line: Line) -> Line:
+def replace_non_finite(line: FlatRow) -> FlatRow:
     """The line with None in the place of infinities and of what is not a number."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -26,7 +22,7 @@ def replace_non_finite(line: Line) -> Line:
     }
 
 
-def summarize_update_pauses(stalls: Sequence[Stall]) -> Line:
+def summarize_update_pauses(stalls: Sequence[Stall]) -> FlatRow:
     """What the newest update known of cost those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -66,20 +62,17 @@ class MetricsWriter:
         kept = {line["step"]: line for line in read_step_lines(path) if line["step"] <= resume_step}
         self.judged_step = max((step for step in kept if EVALUATION in kept[step]), default=-1)
         """The newest step with an evaluation's reward; -1 when there is none."""
-        self.reopened: Line = kept.pop(resume_step, {})
+        self.reopened: FlatRow = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
         if path.exists():
-            partial = path.with_name(f".{path.name}.tmp")
-            lines = (json.dumps(line, separators=(",", ":")) + "\n" for line in kept.values())
-            partial.write_text("".join(lines))
-            partial.replace(path)
+            write_lines(path, kept.values())
         self._board = (
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
-        self._held: list[tuple[int, Line]] | None = None
+        self._held: list[tuple[int, FlatRow]] | None = None
 
-    def write(self, step: int, values: Line) -> None:
+    def write(self, step: int, values: FlatRow) -> None:
         """Append a line of one step, or keep it for later after a `hold`.
 
         A step whose evaluation ends after its line was written gets another line.

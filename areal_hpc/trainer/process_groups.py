@@ -16,13 +16,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.gpus import visible_gpus
 from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer.config import ParallelConfig
 
-STORE_NAME = "trainer-store"
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 
@@ -110,7 +109,7 @@ def _join_store(
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
         )
-        rendezvous.publish(rendezvous_dir, STORE_NAME, f"tcp://{host}:{port}")
+        rendezvous.publish_endpoint(rendezvous_dir, rendezvous.RANK_STORE, f"tcp://{host}:{port}")
         return store
     return _find_store(task, rendezvous_dir, is_cancelled)
 
@@ -129,7 +128,7 @@ def _find_store(
     give_up_at = time.monotonic() + JOIN_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
-        endpoint = rendezvous.find(rendezvous_dir, STORE_NAME)
+        endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE)
         if endpoint is None or endpoint.url in spent:
             time.sleep(0.1)
             continue
@@ -147,6 +146,6 @@ def _find_store(
             logger.debug("the store at %s is gone (%s)", endpoint.url, error)
             time.sleep(0.1)
     raise ClusterError(
-        f"rank {task.rank} found no living {STORE_NAME} within {JOIN_TIMEOUT_S:.0f} s",
+        f"rank {task.rank} found no living {rendezvous.RANK_STORE} within {JOIN_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
     )

@@ -8,9 +8,9 @@ from typing import Literal
 
 import torch
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.collectives import report_first_failure
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu

@@ -12,13 +12,13 @@ from pydantic import Field
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.rank_main import run_rank
-from areal_hpc.weights.version import Fork
+from areal_hpc.wire.weight_version import GenerationFork
 
 
 class ReplayJobConfig(StageConfig):
@@ -48,7 +48,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = ReplayJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     run_rank(
         job.trainer.parallel,
@@ -59,10 +59,8 @@ def run(config: dict[str, Any]) -> None:
     )
 
 
-def _train(
-    job: ReplayJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest
-) -> bool:
-    forks = [Fork(epoch, step) for epoch, step in job.forks]
+def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
+    forks = [GenerationFork(epoch, step) for epoch, step in job.forks]
     learner = Learner(
         job.trainer, layout, job.model_path, device, generation=forks[-1].epoch, seed=job.seed
     )

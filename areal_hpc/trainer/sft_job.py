@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.config import StageConfig
-from areal_hpc.layout import RunLayout
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, TrainerState, load_checkpoint
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
 from areal_hpc.trainer.metrics import MetricsWriter
@@ -30,7 +31,7 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import Untrained, describe_norms, is_taken, judge_norms
+from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def run(config: dict[str, Any]) -> None:
             rank failed.
     """
     job = SftJobConfig.model_validate(config)
-    layout = RunLayout(job.run_dir)
+    layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
     run_rank(
         job.parallel,
@@ -79,7 +80,7 @@ def run(config: dict[str, Any]) -> None:
     )
 
 
-def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: StopRequest) -> bool:
+def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     """Every rank's part; true when the model is fine-tuned and saved."""
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
@@ -87,7 +88,7 @@ def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: Sto
     gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = trainer.train(stop)
     if finished:
-        save_hf_model(policy, job.model_path, layout.export("warmup"))
+        save_hf_model(policy, job.model_path, layout.sft_export)
     trainer.close()
     return finished
 
@@ -95,17 +96,17 @@ def _train(job: SftJobConfig, layout: RunLayout, device: torch.device, stop: Sto
 class SftTrainer:
     """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
 
-    def __init__(self, job: SftJobConfig, layout: RunLayout, policy: Policy) -> None:
+    def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self._checkpoints = CheckpointStore(layout.warmup_dir, KEPT_CHECKPOINTS)
+        self._checkpoints = CheckpointStore(layout.sft_dir, KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
         self._step = self._saved_step = 0
         self._parent: str | None = None
-        self._untrained: list[Untrained] = []
+        self._untrained: list[UntrainedRecord] = []
         if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
             load_checkpoint(policy, self._optimizer, checkpoint)
             apply_settings(self._optimizer, job.warmup.optimizer)
@@ -116,7 +117,7 @@ class SftTrainer:
         self._metrics = None
         if dist.get_rank() == 0:
             self._checkpoints.clean(SFT_GENERATION)
-            self._metrics = MetricsWriter(layout.warmup_metrics, None, self._step)
+            self._metrics = MetricsWriter(layout.sft_metrics, None, self._step)
             if self._metrics.reopened:
                 self._metrics.write(self._step, self._metrics.reopened)
 

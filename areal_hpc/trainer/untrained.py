@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import msgspec
-
 from areal_hpc.errors import ArealError
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 
 MAX_NONFINITE_IN_A_ROW = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
@@ -18,27 +17,16 @@ class NonFiniteGradientError(ArealError):
     """Gradients are not finite, and the run does not go on without them. The last commit stands."""
 
 
-class Untrained(msgspec.Struct, frozen=True):
-    """A part of a consumed batch that the weights did not learn from."""
-
-    step: int
-    """The step of the batch."""
-    reason: str
-    tickets: list[int] = []
-    """Those left out for an unsound row. Without any, optimizer steps of the batch were not taken
-    because their gradient was not finite."""
-
-
 def judge_norms(
     norms: Sequence[float],
     step: int,
-    earlier: Sequence[Untrained],
+    earlier: Sequence[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"],
     *,
     section: str,
     name: Callable[[int], str],
     way_out: str,
-) -> list[Untrained]:
+) -> list[UntrainedRecord]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
     Pure; the streak is read from what earlier batches left, which checkpoints hold: a resumed run
@@ -78,7 +66,7 @@ def judge_norms(
             key=key,
             hint=way_out,
         )
-    return [Untrained(step, reason)]
+    return [UntrainedRecord(step, reason)]
 
 
 def is_taken(norm: float) -> bool:

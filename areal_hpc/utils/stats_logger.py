@@ -6,7 +6,7 @@ from pathlib import Path
 
 from areal_hpc.areal_config.options import StatsLoggerConfig
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 
 class StatsLogger:
@@ -27,6 +27,6 @@ class StatsLogger:
                 hint="write fileroot: ${cluster.fileroot}, and so on",
             )
         root, *below = (str(name) for name in names)
-        logs_dir = RunLayout(Path(root).expanduser().joinpath(*below)).logs_dir
+        logs_dir = RunPaths(Path(root).expanduser().joinpath(*below)).logs_dir
         logs_dir.mkdir(parents=True, exist_ok=True)
         return str(logs_dir)

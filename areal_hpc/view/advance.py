@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import re
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import span
 from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
-
-COMMITTED = "COMMITTED"
-"""The marker of a complete commit; see `trainer/checkpoints/store.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,31 +38,18 @@ class Advance:
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
 
 
-def read_advance(layout: RunLayout) -> Advance:
+def read_advance(layout: RunPaths) -> Advance:
     """Look at a run without touching it."""
-    commit = _newest_commit(layout.checkpoints_dir)
+    found = list_checkpoints(layout.checkpoints_dir, problems=[])  # audit tells of damaged ones
+    commit = found[-1] if found else None
     now = time.time()
     return Advance(
         recipe=yaml.safe_load(layout.recipe.read_text()),
         snapshot=read_snapshot(layout),
-        committed_step=commit[0] if commit else None,
-        committed_s_ago=now - commit[1] if commit else 0.0,
+        committed_step=commit.state.step if commit else None,
+        committed_s_ago=now - commit.written_at if commit else 0.0,
         metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else None,
     )
-
-
-def _newest_commit(directory: Path) -> tuple[int, float] | None:
-    """Step and time of the commit that a restart resumes from: the newest epoch's last one."""
-    found = []
-    for marker in directory.glob(f"step_*/{COMMITTED}"):
-        if not re.fullmatch(r"step_\d+", marker.parent.name):
-            continue
-        try:
-            state = json.loads((marker.parent / "trainer.json").read_bytes())
-            found.append((state["epoch"], state["step"], marker.stat().st_mtime))
-        except FileNotFoundError:
-            continue  # removed just now by a trainer at work
-    return max(found)[1:] if found else None
 
 
 def describe_advance(advance: Advance) -> list[str]:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.commands import has_slurm
 from areal_hpc.cluster.queue import Look, Queue
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.advance import Advance, read_advance
 from areal_hpc.view.columns import aligned
 from areal_hpc.view.jobs import ids_of, judge_jobs, state_of_run
@@ -19,16 +18,7 @@ NAMES = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""
 
 
-def find_runs(place: Path) -> list[RunLayout]:
-    """The runs of a file root, of an experiment's directory, or the one at `place`."""
-    for pattern in ("recipe.yaml", "*/recipe.yaml", "*/*/recipe.yaml"):
-        found = sorted(place.glob(pattern))
-        if found:
-            return [RunLayout(path.parent.resolve()) for path in found]
-    return []
-
-
-def compare(layouts: Sequence[RunLayout], queue: Queue) -> list[str]:
+def compare(layouts: Sequence[RunPaths], queue: Queue) -> list[str]:
     """A table of runs. Slurm is asked once, about all jobs of all runs that are not finished."""
     advances = [read_advance(layout) for layout in layouts]
     states = _states(layouts, queue)
@@ -48,8 +38,8 @@ def compare(layouts: Sequence[RunLayout], queue: Queue) -> list[str]:
     return aligned([head, *rows])
 
 
-def _states(layouts: Sequence[RunLayout], queue: Queue) -> list[str]:
-    unfinished = [layout for layout in layouts if not layout.finished.exists()]
+def _states(layouts: Sequence[RunPaths], queue: Queue) -> list[str]:
+    unfinished = [layout for layout in layouts if not layout.finished_marker.exists()]
     ids = [job_id for layout in unfinished for job_id in ids_of(layout)]
     look = queue.look(ids) if has_slurm() else Look(silence="there is no Slurm on this machine")
     return [state_of_run(judge_jobs(layout, look)) for layout in layouts]

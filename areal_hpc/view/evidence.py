@@ -10,19 +10,17 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Queue, QueuedJob
-from areal_hpc.cluster.submissions import Submission
-from areal_hpc.json_lines import decode_lines, read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.jobs import Submission, TaskExit
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, log_files, records_of, tail
 
 TRACEBACK = "Traceback (most recent call last):"
 LOG_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
-EVENTS_BYTES = 1024 * 1024
-"""Read from the end of the event log."""
 
 _MEMORY = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
 _SLURM_LINE = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
@@ -46,7 +44,7 @@ class LastWord:
     job: str
     rank: int
     at: float
-    outcome: Outcome
+    outcome: TaskExit
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ class Evidence:
     """Nodes on the run's exclude list."""
 
 
-def gather(layout: RunLayout, queue: Queue) -> Evidence:
+def gather(layout: RunPaths, queue: Queue) -> Evidence:
     """Read what a run left behind, and ask Slurm twice: what is, and what was.
 
     Raises:
@@ -78,7 +76,7 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
     run = read_jobs(layout, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = _launched_at(layout)
-    events = tuple(row for row in _events(layout) if row["time"] >= since)
+    events = tuple(row for row in read_recent_events(layout.events) if row["time"] >= since)
     last_words = tuple(word for word in _last_words(run) if word.at >= since)
     return Evidence(
         run=run,
@@ -92,7 +90,7 @@ def gather(layout: RunLayout, queue: Queue) -> Evidence:
     )
 
 
-def _launched_at(layout: RunLayout) -> float:
+def _launched_at(layout: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
     if not layout.provenance.exists():
         return 0.0
@@ -100,23 +98,15 @@ def _launched_at(layout: RunLayout) -> float:
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _events(layout: RunLayout) -> list[dict[str, Any]]:
-    """The end of the event log."""
-    if not layout.events.exists():
-        return []
-    content = tail(layout.events, EVENTS_BYTES).encode()
-    return decode_lines(content, dict[str, Any], f"the end of {layout.events},")
-
-
 def _last_words(run: RunJobs) -> Iterator[LastWord]:
     for job in run.jobs:
         for rank, outcome in job.outcomes.items():
-            path = run.layout.jobs_dir / job.name / f"outcome.{rank}.json"
+            path = run.layout.job(job.name).task_exit(rank)
             yield LastWord(job.name, rank, path.stat().st_mtime, outcome)
 
 
 def _stacks(
-    layout: RunLayout, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
+    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
 ) -> list[Stack]:
     """The last traceback of every log whose process died, the oldest first.
 

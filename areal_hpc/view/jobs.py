@@ -8,17 +8,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
-from areal_hpc.cluster.jobspec import Outcome
-from areal_hpc.cluster.local_task import is_held
 from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
-from areal_hpc.cluster.requeue import held_jobs
 from areal_hpc.cluster.states import Phase
-from areal_hpc.cluster.submissions import Submission, newest_of_each, read_submissions
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import (
+    Submission,
+    TaskExit,
+    latest_by_name,
+    list_held_jobs,
+    read_submissions,
+    read_task_exits,
+)
+from areal_hpc.rundir.lock import is_lock_held
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.columns import aligned, clock, span
 
 
@@ -31,7 +34,7 @@ class JobView:
     """None for a job of a foreground run."""
     queued: QueuedJob | None
     """None if Slurm does not know it, or does not answer."""
-    outcomes: dict[int, Outcome]
+    outcomes: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
     gave_nodes_back: bool = False
     """It holds itself until there is a trainer again."""
@@ -62,7 +65,7 @@ class JobView:
 class RunJobs:
     """All jobs of a run at one moment."""
 
-    layout: RunLayout
+    layout: RunPaths
     jobs: tuple[JobView, ...]
     """The trainer first, then by name."""
     look: Look
@@ -75,12 +78,12 @@ class RunJobs:
         return not self.ids
 
 
-def label_of(layout: RunLayout) -> str:
+def label_of(layout: RunPaths) -> str:
     """What the name or the comment of every Slurm job of a run holds."""
     return layout.root.parent.name
 
 
-def read_jobs(layout: RunLayout, queue: Queue) -> RunJobs:
+def read_jobs(layout: RunPaths, queue: Queue) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
@@ -89,18 +92,23 @@ def read_jobs(layout: RunLayout, queue: Queue) -> RunJobs:
     return judge_jobs(layout, queue.look(ids_of(layout)))
 
 
-def ids_of(layout: RunLayout) -> tuple[str, ...]:
+def ids_of(layout: RunPaths) -> tuple[str, ...]:
     """Every id that Slurm ever gave to a job of this run, oldest first."""
     return tuple(submission.job_id for submission in read_submissions(layout.submissions))
 
 
-def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
+def judge_jobs(layout: RunPaths, answer: Look) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
     look = answer.of(ids, label_of(layout))
-    newest, held = newest_of_each(submissions), held_jobs(layout.jobs_dir)
-    names = set(newest) or {path.parent.name for path in layout.jobs_dir.glob("*/launch.json")}
+    newest, held = (
+        latest_by_name(submissions),
+        {job.root.name for job in list_held_jobs(layout.jobs_dir)},
+    )
+    names = set(newest) or {
+        path.name for path in layout.jobs_dir.glob("*") if layout.job(path.name).launch.exists()
+    }
     return RunJobs(
         layout,
         tuple(
@@ -108,7 +116,7 @@ def judge_jobs(layout: RunLayout, answer: Look) -> RunJobs:
                 name,
                 newest.get(name),
                 look.jobs.get(newest[name].job_id) if name in newest else None,
-                _outcomes(layout, name),
+                read_task_exits(layout.job(name)),
                 gave_nodes_back=name in held,
             )
             for name in sorted(names, key=_order)
@@ -129,23 +137,16 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
     )
 
 
-def _outcomes(layout: RunLayout, job: str) -> dict[int, Outcome]:
-    found = {}
-    for path in (layout.jobs_dir / job).glob("outcome.*.json"):
-        found[int(path.name.split(".")[1])] = msgspec.json.decode(path.read_bytes(), type=Outcome)
-    return dict(sorted(found.items()))
-
-
 def state_of_run(run: RunJobs) -> str:
     """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
     layout = run.layout
     alive = [job for job in run.jobs if job.is_alive]
-    if layout.finished.exists():
+    if layout.finished_marker.exists():
         return "finished"
-    if layout.cancelled.exists():
+    if layout.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
     if run.is_local:
-        return "running here" if is_held(layout.lock) else _ended(run)
+        return "running here" if is_lock_held(layout.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         named = (("running", Phase.RUNNING), ("waiting", Phase.WAITING))

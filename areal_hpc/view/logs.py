@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 
 TAIL_BYTES = 256 * 1024
 """Read from the end of each file."""
@@ -52,7 +52,7 @@ class Record:
     lines: tuple[str, ...]
 
 
-def log_files(layout: RunLayout, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+def log_files(layout: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
     Args:
@@ -62,8 +62,7 @@ def log_files(layout: RunLayout, attempt: int, wanted: Sequence[str] = ()) -> li
     """
     found = []
     for job_dir in sorted(path for path in layout.log_dir(attempt).glob("*") if path.is_dir()):
-        for folder in [job_dir, *sorted(job_dir.glob("restart_*"))]:
-            restart = int(folder.name[8:]) if folder is not job_dir else 0
+        for restart, folder in [(0, job_dir), *list_restart_dirs(job_dir)]:
             for path in sorted(folder.glob("*.log")):
                 if _is_wanted(wanted, job_dir.name, path.stem):
                     found.append(LogFile(path, job_dir.name, path.stem, restart, _node_of(path)))
@@ -82,7 +81,7 @@ def _node_of(path: Path) -> str:
     return found[1] if found else ""
 
 
-def choose_attempt(layout: RunLayout, attempt: int | None) -> int:
+def choose_attempt(layout: RunPaths, attempt: int | None) -> int:
     """The attempt asked for, or the newest.
 
     Raises:
@@ -145,7 +144,7 @@ def last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]
 class Follower:
     """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
 
-    def __init__(self, layout: RunLayout, wanted: Sequence[str]) -> None:
+    def __init__(self, layout: RunPaths, wanted: Sequence[str]) -> None:
         self._layout = layout
         self._wanted = wanted
         self._stamps: dict[Path, int] = {}
@@ -199,7 +198,7 @@ class Follower:
             return
         root = self._layout.log_dir(attempts[-1])
         jobs = [path for path in root.glob("*") if path.is_dir()]
-        restarts = [path for job in jobs for path in job.glob("restart_*")]
+        restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
         self._stamps |= {folder: _stamp(folder) for folder in [root, *jobs, *restarts]}
         for file in log_files(self._layout, attempts[-1], self._wanted):
             known = self._files.get(file.path)

@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EVALUATION
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
 
@@ -29,7 +29,7 @@ class PlainReporter:
 
     def __init__(
         self,
-        layout: RunLayout,
+        layout: RunPaths,
         total_steps: int,
         warmup_steps: int,
         console: Console | None = None,
@@ -81,7 +81,7 @@ class PlainReporter:
 class LiveReporter:
     """A panel that refreshes in place; finished steps scroll by above it."""
 
-    def __init__(self, layout: RunLayout, total_steps: int, warmup_steps: int) -> None:
+    def __init__(self, layout: RunPaths, total_steps: int, warmup_steps: int) -> None:
         self._layout = layout
         self._total_steps = total_steps
         self._warmup_steps = warmup_steps

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from areal_hpc.cluster.sbatch import JobRequest
 from areal_hpc.cluster.submit import script_of
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 
 def describe_requests(
-    layout: RunLayout, requests: Sequence[JobRequest], members: int | None = None
+    layout: RunPaths, requests: Sequence[JobRequest], members: int | None = None
 ) -> str:
     """Every job's script to the letter, what would be written, and the most it can cost.
 
@@ -21,12 +21,12 @@ def describe_requests(
     """
     parts = []
     for request in requests:
-        where = layout.jobs_dir / request.job / "job.sbatch"
+        where = layout.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{script_of(request, members)}")
     return "\n".join([*parts, _written(layout), _cost(requests, members or 1)])
 
 
-def _written(layout: RunLayout) -> str:
+def _written(layout: RunPaths) -> str:
     places = (
         (layout.recipe, "the resolved recipe"),
         (layout.provenance, "versions and this command line"),

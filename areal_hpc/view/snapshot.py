@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
@@ -32,17 +32,17 @@ class Snapshot:
         return [(step, reward) for step, reward in rows if reward is not None]
 
 
-def read_snapshot(layout: RunLayout, *, ask_ledger: bool = False) -> Snapshot:
+def read_snapshot(layout: RunPaths, *, ask_ledger: bool = False) -> Snapshot:
     """Look at a run without touching it."""
     return Snapshot(
         tuple(read_step_lines(layout.metrics)),
-        tuple(read_lines(layout.warmup_metrics)),
+        tuple(read_lines(layout.sft_metrics)),
         _ledger_status(layout) if ask_ledger else None,
     )
 
 
-def _ledger_status(layout: RunLayout) -> LedgerStatus | None:
-    endpoint = rendezvous.find(layout.rendezvous_dir, "ledger")
+def _ledger_status(layout: RunPaths) -> LedgerStatus | None:
+    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, rendezvous.LEDGER)
     if endpoint is None:
         return None
     client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)

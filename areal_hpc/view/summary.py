@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.layout import RunLayout, step_name
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.view.progress import shown
 from areal_hpc.view.snapshot import Snapshot
 
 
-def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
+def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     Args:
@@ -22,13 +22,14 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
         return f"nothing trained yet in {layout.root}"
     last = trained[-1]
     root = _nearby(layout.root)
+    shown_as = RunPaths(root)
     evaluations = snapshot.evaluations
     seconds = sum(row["time/step_s"] for row in trained)
     tokens = sum(row["tokens/trained"] for row in trained)
     gaps = [row["logprob/engine_trainer_max_abs_diff"] for row in trained]
     worst = None if None in gaps else max(gaps)
     oldest = max(row["staleness/max"] or 0 for row in trained)
-    exported = root / "export" / step_name(last["step"])
+    exported = shown_as.export(format_step_dir(last["step"]))
     metered = sum(row["logprob/metered_tokens"] for row in trained)
     spanning = sum(row["versions/multi"] for row in trained)
     lines = [
@@ -49,12 +50,16 @@ def summarise(layout: RunLayout, snapshot: Snapshot, program: str) -> str:
         f"  staleness         {shown(last['staleness/mean'], '.2f')} mean, {oldest} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",
-        *([f"  learning curve    {root / layout.curve.name}"] if layout.curve.exists() else []),
+        *(
+            [f"  learning curve    {shown_as.learning_curve}"]
+            if layout.learning_curve.exists()
+            else []
+        ),
         *([f"  trained model     {exported}"] if exported.is_dir() else []),
         "try next:",
         f"  {program} shards show {root} 0    # one recorded reply, token by token",
         f"  {program} shards verify {root}    # every digest checked",
-        f"  {Path(program).with_name('tensorboard')} --logdir {root / 'tensorboard'}",
+        f"  {Path(program).with_name('tensorboard')} --logdir {shown_as.tensorboard_dir}",
     ]
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.weights.transport import Expected, Order, Transport, longest_load_s
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 _SERIAL = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""

@@ -6,9 +6,13 @@ import logging
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
-from areal_hpc.cluster.rendezvous import find
-from areal_hpc.cluster.site import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.rendezvous import (
+    EVALUATION_CELL,
+    find_endpoint,
+    format_cell_name,
+    format_control_proxy_name,
+)
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
@@ -38,7 +42,7 @@ class Census:
         self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False
     ) -> None:
         self._rendezvous_dir = rendezvous_dir
-        self._cells = [f"{CELL_PREFIX}{index}" for index in range(cells)]
+        self._cells = [format_cell_name(index) for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._admin_key = admin_key
         self._pool = ThreadPoolExecutor(
@@ -82,7 +86,7 @@ class Census:
 
     def _ask(self, cell: str) -> Found | None:
         """The cell's replicas; None when it does not answer."""
-        endpoint = find(self._rendezvous_dir, f"relay-{cell}")
+        endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
         if endpoint is None:
             return []
         client = self._clients.get(endpoint.url)

@@ -14,7 +14,6 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights import deadlines
 from areal_hpc.weights.plan import Bucket
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
@@ -25,6 +24,7 @@ from areal_hpc.wire.replicas import (
     ReplicaView,
     ServeRequest,
 )
+from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import msgspec
 import numpy as np
 import torch
 
-from areal_hpc.durable import sync_path
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
@@ -31,7 +31,7 @@ from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import ITEM_BYTES, Bucket
 from areal_hpc.weights.swap import Swap
 from areal_hpc.weights.transport import Expected, Order, Transport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 _DTYPES = {
     "float64": "F64",
@@ -121,9 +121,9 @@ class WeightsFolder:
             manifest = FolderManifest(self._version, self._base, self._entries)
             _write(self._partial / MANIFEST, msgspec.json.encode(manifest))
         try:
-            sync_path(self._partial)
+            fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
-            sync_path(self._root)
+            fsync_path(self._root)
         except OSError as error:
             raise _refused(self._root, error) from error
 

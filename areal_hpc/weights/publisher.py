@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from areal_hpc.cluster.site import EVALUATION_CELL
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.broadcast import Broadcast
 from areal_hpc.weights.census import Census, Found
 from areal_hpc.weights.config import WeightsConfig
@@ -16,8 +16,8 @@ from areal_hpc.weights.disk import Disk
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.transport import Order, Transport
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import Stall
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 def lacking(found: Found, version: WeightVersion) -> list[ReplicaKey]:

@@ -25,7 +25,7 @@ from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.deadlines import step_s
 from areal_hpc.weights.plan import Bucket
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 _GROUPS_AT_ONCE = 1024
 """A thread for each group, made when needed: one that hangs must not keep others from a step."""

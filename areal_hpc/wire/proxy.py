@@ -26,8 +26,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
-from areal_hpc.trajectory import MAX_TEMPERATURE
 from areal_hpc.wire.ledger import Int64, TicketRef
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
 class SamplingDefaults(Struct, frozen=True):

@@ -16,8 +16,8 @@ from typing import Any
 import httpx
 from openai import OpenAI
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 
 VERDICTS = {"y": 1.0, "n": 0.0}
 Listen = Callable[[str, dict[str, Any]], str]
@@ -26,8 +26,8 @@ Listen = Callable[[str, dict[str, Any]], str]
 
 def chat(run: Path, listen: Listen, max_tokens: int = 256) -> bool:
     """One conversation, from a session to its reward; False while no ticket waits."""
-    layout = RunLayout(run)
-    proxy = rendezvous.find(layout.rendezvous_dir, "proxy-cell-0")
+    layout = RunPaths(run)
+    proxy = rendezvous.find_endpoint(layout.rendezvous_dir, "proxy-cell-0")
     if proxy is None:
         return False
     admin = bearer(layout.admin_key.read_text().strip())

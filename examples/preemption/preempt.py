@@ -12,20 +12,20 @@ import sys
 import time
 from pathlib import Path
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 
 COMMAND = (sys.executable, "-m", "areal_hpc")
 
 
-def newest_step(layout: RunLayout) -> int:
+def newest_step(layout: RunPaths) -> int:
     rows = read_lines(layout.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 
 def main(recipe: Path, overrides: list[str]) -> None:
-    layout = RunLayout(load(recipe, overrides).run_dir.resolve())
+    layout = RunPaths(load(recipe, overrides).run_dir.resolve())
     command = [*COMMAND, "run", str(recipe), *overrides]
     running = subprocess.Popen(command)
     while newest_step(layout) < 1:

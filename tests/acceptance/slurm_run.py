@@ -14,11 +14,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.epochs import newest_epoch
-from areal_hpc.cluster.submissions import newest_of_each, read_submissions
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.rundir.generations import read_newest_number
+from areal_hpc.rundir.jobs import latest_by_name, read_submissions
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.faults.kills import FAULTS, HELD
 from tests.integration.launch.small_run import SIZES, processes_of
 from tests.slurm.devclusters import CHECKOUT, Devcluster
@@ -59,7 +59,7 @@ class SlurmRun:
 
     def __init__(self, cluster: Devcluster, root: Path) -> None:
         self.cluster = cluster
-        self.layout = RunLayout(root / "runs" / "quickstart" / "slurm")
+        self.layout = RunPaths(root / "runs" / "quickstart" / "slurm")
         self.scratch = root / "scratch"
         """A folder for each node, for what it alone has: nodes here share all others."""
         self._food = root / "food"
@@ -137,7 +137,7 @@ class SlurmRun:
 
     def job_id(self, job: str) -> str:
         """Of the newest submission."""
-        return newest_of_each(read_submissions(self.layout.submissions))[job].job_id
+        return latest_by_name(read_submissions(self.layout.submissions))[job].job_id
 
     def state(self, job: str) -> str:
         """Slurm's word."""
@@ -157,7 +157,7 @@ class SlurmRun:
 
     def starts(self, job: str) -> int:
         """How often the supervisors of a job have started."""
-        return newest_epoch(self._starts_dir(job))
+        return read_newest_number(self._starts_dir(job))
 
     def started_at(self, job: str) -> float:
         """Unix time of the newest start's first process."""
@@ -280,7 +280,7 @@ class SlurmRun:
         taken = [self._starts_dir(job) / "0001" for job in jobs]
         moments = {
             "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
-            "warm-up": self.layout.export("warmup").stat().st_mtime,
+            "warm-up": self.layout.sft_export.stat().st_mtime,
             "queue": max(path.stat().st_mtime for path in taken),
             "probe": max(self._processes_started_at(job) for job in jobs),
             "servers": self.events("replica_ready")[0]["time"],

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.faults.kills import KilledRun, warmed_up_model
 from tests.integration.launch.small_run import REPOSITORY, await_none_left
 

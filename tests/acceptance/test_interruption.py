@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.integration.launch.interruptions import PHASES, interrupt_in_each, trained_steps
 from tests.integration.launch.small_run import SmallRun
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = REPOSITORY / "benchmarks" / "results" / "quickstart.json"
@@ -206,7 +206,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
     run_recipe(recipe, seed, fileroot, *judged, *overrides)
     wall_s = time.monotonic() - began
     (metrics,) = fileroot.glob("quickstart/*/metrics.jsonl")
-    rows = read_lines(RunLayout(metrics.parent).metrics)
+    rows = read_lines(RunPaths(metrics.parent).metrics)
     evaluated = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     trained = [row for row in rows if "reward/mean" in row]
     return {

@@ -288,7 +288,7 @@ def cancel_and_finish(run: SlurmRun) -> None:
     run.areal_hpc("resume", root, f"trainer.total_steps={before.step + STEPS_LEFT}")
     sighting = run.sighting("trainer")
     resumed, stepped_at = run.await_epoch_after(before)
-    run.await_true(run.layout.finished.exists)
+    run.await_true(run.layout.finished_marker.exists)
     jobs = ("trainer", "cell-0", "cell-1")
     run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})
     row: Row = {

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.integration.commands import command_of, is_scheduler
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.test_submit import Submitting

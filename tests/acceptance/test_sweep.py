@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submissions import read_submissions
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import read_submissions
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
@@ -55,7 +55,7 @@ def areal_hpc(cluster: Devcluster, *arguments: str) -> str:
 @pytest.mark.timeout(2400)
 def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_path: Path) -> None:
     fileroot = tmp_path / "runs"
-    runs = [RunLayout(fileroot / "quickstart" / f"slurm-lr-{rate}") for rate in RATES]
+    runs = [RunPaths(fileroot / "quickstart" / f"slurm-lr-{rate}") for rate in RATES]
     with devcluster(tmp_path / "cluster", "--nodes=2", "--within-s=100") as cluster:
         areal_hpc(
             cluster,
@@ -69,7 +69,7 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
         assert {tuple(array for array, _ in ids) for ids in numbers} == {
             tuple(array for array, _ in numbers[0])
         }, "one array for each job"
-        wait_for(lambda: all(run.finished.exists() for run in runs), 2000)
+        wait_for(lambda: all(run.finished_marker.exists() for run in runs), 2000)
         wait_for(lambda: cluster.slurm("squeue", "-h") == "", 120)
         table = [line.split() for line in areal_hpc(cluster, "list", str(fileroot)).splitlines()]
         for run in runs:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.snapshot import read_snapshot
 from tests.integration.agents.theatre import CHECKOUT, python_of
 
@@ -39,6 +39,6 @@ def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    evaluations = read_snapshot(RunLayout(tmp_path / "runs" / "tutorial" / "first")).evaluations
+    evaluations = read_snapshot(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
     assert evaluations[0][1] <= 0.3
     assert evaluations[-1][1] >= 0.9

@@ -66,7 +66,7 @@ MUTATIONS = [
     ),
     mutation(
         "the base knows a medium",
-        {"layout.py": "import areal_hpc.weights.version"},
+        {"rundir/paths.py": "import areal_hpc.shards.config"},
         LAYERS,
     ),
     mutation(
@@ -82,14 +82,14 @@ MUTATIONS = [
     mutation(
         "two modules of one package import each other",
         {
-            "weights/config.py": "import areal_hpc.weights.version",
-            "weights/version.py": "import areal_hpc.weights.config",
+            "weights/config.py": "import areal_hpc.weights.report",
+            "weights/report.py": "import areal_hpc.weights.config",
         },
         ACYCLIC,
     ),
     mutation(
         "a second file imports submitit",
-        {"cluster/jobspec.py": "import submitit"},
+        {"cluster/sbatch.py": "import submitit"},
         SUBMITIT,
     ),
     mutation(

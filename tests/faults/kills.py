@@ -7,8 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.launch.small_run import SmallRun
 
 FAULTS = Path(__file__).parent
@@ -63,7 +63,7 @@ UPDATE = Point(
 )
 HELD = {
     "collective": Point(
-        "areal_hpc.trainer.step:optimizer_step",
+        "areal_hpc.trainer.step:step_optimizer",
         "held",
         "one rank is kept from the optimizer's collectives, the others wait in them",
     ),
@@ -157,7 +157,7 @@ class KilledRun(SmallRun):
         """Every step was taken and told once, every ticket trained once; the audit's verdict."""
         rows = read_lines(self.layout.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
-        assert self.layout.finished.exists()
+        assert self.layout.finished_marker.exists()
         verdict = self.audited()
         assert verdict == f"trained_once={4 * self.steps} duplicates=0 lost=0 open=0"
         return verdict
@@ -177,7 +177,7 @@ class KilledRun(SmallRun):
 def warmed_up_model(root: Path) -> Path:
     """The quick start's model after a short warm-up, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunLayout(run.layout.root).export("warmup")
+    export = RunPaths(run.layout.root).sft_export
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 
 GOLDEN = Path(__file__).with_name("shard_v1.h5")
 WRITER = "golden"

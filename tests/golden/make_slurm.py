@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from areal_hpc.launch.dispatch import requests_of
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.scripts import describe_requests
 
 CHECKOUT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ def describe(site: str) -> str:
     """What `areal-hpc submit --dry-run` prints for a site."""
     where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
     recipe = load(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
-    layout = RunLayout(recipe.run_dir.resolve())
+    layout = RunPaths(recipe.run_dir.resolve())
     return describe_requests(layout, requests_of(recipe, WORKING_FOLDER))
 
 

@@ -9,10 +9,16 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec, SlurmLaunch
-from areal_hpc.cluster.submissions import Submission, record_submission
-from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import load
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    ProcessSpec,
+    SlurmLaunchInfo,
+    Submission,
+    record_submission,
+)
+from areal_hpc.rundir.paths import ROLES, RunPaths
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
 SCRIPT = """#!/bin/bash
@@ -28,7 +34,7 @@ srun --output {folder}/%j_%t_log.out {python} -m tests.slurm.small_role {folder}
 @dataclass(frozen=True)
 class OperatedRun:
     cluster: Devcluster
-    layout: RunLayout
+    layout: RunPaths
 
     @classmethod
     def make(
@@ -36,7 +42,7 @@ class OperatedRun:
     ) -> "OperatedRun":
         names = [f"cluster.fileroot={fileroot}", f"trial_name={trial}", "cluster.stop_grace_s=6"]
         recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [*names, *overrides])
-        layout = RunLayout(recipe.run_dir.resolve())
+        layout = RunPaths(recipe.run_dir.resolve())
         layout.log_dir(1).mkdir(parents=True)
         layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         return cls(cluster, layout)
@@ -51,15 +57,15 @@ class OperatedRun:
         # It has crashed once already: the next crash ends it for good.
         (folder / "fruitless.json").write_text('{"fruitless":1}')
         script = folder / "job.sbatch"
-        slurm = SlurmLaunch(
+        slurm = SlurmLaunchInfo(
             submissions=str(self.layout.submissions),
             script=str(script),
             excluded_nodes=str(self.layout.excluded_nodes),
-            cancelled=str(self.layout.cancelled),
+            cancelled=str(self.layout.cancelled_marker),
             margin_s=5.0,
             least_free_bytes=64 << 20,
         )
-        launch = Launch(
+        launch = LaunchFile(
             job=JobSpec(job, "agents", [spec], tasks=tasks),
             job_dir=str(folder),
             log_dir=str(self.layout.log_dir(1)),

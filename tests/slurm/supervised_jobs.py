@@ -7,14 +7,18 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.jobspec import JobSpec, Launch, Outcome, ProcessSpec, SlurmLaunch
-from areal_hpc.cluster.submissions import (
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    ProcessSpec,
+    SlurmLaunchInfo,
     Submission,
-    newest_of_each,
+    TaskExit,
+    latest_by_name,
     read_submissions,
     record_submission,
 )
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.devclusters import CHECKOUT, Devcluster
 
 RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
@@ -45,14 +49,14 @@ class SupervisedJob:
     def cancelled(self) -> Path:
         return self.root / "CANCELLED"
 
-    def launch(self, function: str, tasks: int = 1, **slurm: object) -> Launch:
+    def launch(self, function: str, tasks: int = 1, **slurm: object) -> LaunchFile:
         """What its supervisors are told, for a process that does a thing of `job_actors.py`."""
         progress = str(self.root / f"{self.name}.progress")
         config = {"file": str(self._words_path), "progress": progress, "go": str(self._go_path)}
         spec = ProcessSpec(
             "process", "agents", f"tests.slurm.job_actors:{function}", config, ends_job=True
         )
-        told = SlurmLaunch(
+        told = SlurmLaunchInfo(
             submissions=str(self.submissions),
             script=str(self.script),
             excluded_nodes=str(self.excluded_nodes),
@@ -61,7 +65,7 @@ class SupervisedJob:
             progress=progress,
             least_free_bytes=64 << 20,
         )
-        return Launch(
+        return LaunchFile(
             job=JobSpec(self.name, "agents", [spec], tasks=tasks),
             job_dir=str(self.job_dir),
             log_dir=str(self.root / "logs"),
@@ -130,12 +134,12 @@ class SupervisedJob:
         """How often Slurm has requeued it."""
         return int(self.shown().split(" Restarts=")[1].split()[0])
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> TaskExit:
         """The first task's last word."""
-        return msgspec.json.decode((self.job_dir / "outcome.0.json").read_bytes(), type=Outcome)
+        return msgspec.json.decode((self.job_dir / "outcome.0.json").read_bytes(), type=TaskExit)
 
     def newest_id(self) -> str:
-        return newest_of_each(read_submissions(self.submissions))[self.name].job_id
+        return latest_by_name(read_submissions(self.submissions))[self.name].job_id
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""

@@ -77,7 +77,7 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert "committed" in run.log("trainer")
     outcome = json.loads((run.layout.jobs_dir / "trainer" / "outcome.0.json").read_text())
     assert outcome["exit_code"] == 143
-    assert run.layout.cancelled.exists()
+    assert run.layout.cancelled_marker.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
     follower.send_signal(signal.SIGINT)
     follower.communicate(timeout=60)
@@ -142,7 +142,7 @@ def tear(run: OperatedRun) -> list[Path]:
     layout = run.layout
     index = layout.index_dir / "cell-0.jsonl"
     files = [layout.submissions, layout.excluded_nodes, layout.events, layout.metrics]
-    files += [layout.drops, layout.curriculum, layout.warmup_metrics, index]
+    files += [layout.drops, layout.curriculum, layout.sft_metrics, index]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as stream:

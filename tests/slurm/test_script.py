@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submissions import read_submissions
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import read_submissions
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.agents.theatre import python_of
 from tests.slurm.devclusters import CHECKOUT, devcluster
@@ -39,7 +39,7 @@ def test_a_script_submits_its_run_and_shows_how_it_goes(tmp_path: Path) -> None:
             timeout=400,
             check=False,
         )
-        layout = RunLayout(tmp_path / "runs" / "areal" / "slurm")
+        layout = RunPaths(tmp_path / "runs" / "areal" / "slurm")
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step      2/2" in done.stdout
         submitted = read_submissions(layout.submissions)

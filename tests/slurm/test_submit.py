@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submissions import Submission, read_submissions
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import Submission, read_submissions
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.launch.small_run import SIZES
 from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 
@@ -35,7 +35,7 @@ class Submitting:
     def __init__(self, cluster: Devcluster, fileroot: Path) -> None:
         self._cluster = cluster
         self._fileroot = fileroot
-        self.layout = RunLayout(fileroot / "quickstart" / "slurm")
+        self.layout = RunPaths(fileroot / "quickstart" / "slurm")
 
     def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -149,15 +149,15 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     submitted = run.submit(*SWEEP, *HELD, "trainer.parallel.dp=1")
     assert submitted.returncode == 0, submitted.stdout + submitted.stderr
     parent = run.layout.root.parent
-    layouts = [RunLayout(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
+    layouts = [RunPaths(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
     ids = [[one.job_id for one in read_submissions(layout.submissions)] for layout in layouts]
     warmup = ids[0][0].partition("_")[0]
     assert [one[0] for one in ids] == [f"{warmup}_0", f"{warmup}_1"]
     assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
     assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
-    wait_for(lambda: all(layout.export("warmup").exists() for layout in layouts), 200)
-    finals = [read_lines(layout.warmup_metrics)[-1]["loss"] for layout in layouts]
+    wait_for(lambda: all(layout.sft_export.exists() for layout in layouts), 200)
+    finals = [read_lines(layout.sft_metrics)[-1]["loss"] for layout in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
     alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"

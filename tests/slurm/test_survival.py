@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from areal_hpc.cluster.requeue import release_held
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
 from examples.coding.agent import tried
@@ -76,7 +76,7 @@ def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
 
 
 def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     make_tiny_model(
         layout.tiny_model_dir,
         ["one two three"],

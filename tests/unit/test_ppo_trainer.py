@@ -13,10 +13,10 @@ import pytest
 
 from areal_hpc.areal_config.experiments import GRPOConfig
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
 from areal_hpc.ppo_trainer import PPOTrainer
 from areal_hpc.rollout.processes import ProcessPool
 from areal_hpc.rollout.travelling import by_name, carried, packed, unpacked
+from areal_hpc.rundir.paths import RunPaths
 
 ROWS = [{"messages": [], "answer": "1"}]
 
@@ -61,7 +61,7 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
     assert evaluation_of(config, "a.B", **given) == ("a.B", {"x": 2})
     handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
     assert handed == ("handed_over_for_evaluation.agent", {})
-    folder = RunLayout(tmp_path / "e" / "t").workflow_dir
+    folder = RunPaths(tmp_path / "e" / "t").workflow_dir
     assert vars(unpacked(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
     assert vars(unpacked(str(folder / "handed_over.py")))["said"] == 1.0
 
@@ -85,7 +85,7 @@ def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_pa
 def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no model directory"):
         PPOTrainer(config, train_dataset=ROWS).train("examples.quickstart.agent.ArithmeticAgent")
-    assert RunLayout(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
+    assert RunPaths(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
     with pytest.raises(RecipeError, match="started with other rows"):
         PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.json_lines import append_line
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.progress import PlainReporter
 from areal_hpc.view.snapshot import read_snapshot
 from areal_hpc.view.summary import summarise
@@ -29,7 +29,7 @@ def steps_in(text: str) -> list[int]:
 def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     append_line(layout.metrics, {"step": 0, "eval/reward": 0.25})
     append_line(layout.metrics, {"step": 1, **STEP})
@@ -48,7 +48,7 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
 def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     append_line(layout.metrics, {"step": 1, **STEP})
     append_line(layout.metrics, {"step": 2, **STEP})
@@ -69,7 +69,7 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
 def test_what_an_earlier_launch_told_is_not_told_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     append_line(layout.metrics, {"step": 1, **STEP})
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     append_line(layout.metrics, {"step": 2, **STEP})
@@ -80,7 +80,7 @@ def test_what_an_earlier_launch_told_is_not_told_again(
 def test_a_step_without_metered_tokens_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     append_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
     reporter.close()
@@ -90,7 +90,7 @@ def test_a_step_without_metered_tokens_says_so(
 def test_a_difference_that_is_not_finite_is_said_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
     line = {"step": 1, **STEP, "logprob/engine_trainer_max_abs_diff": None}
     sizes = {"time/step_s": 1.0, "tokens/trained": 1, "versions/multi": 0}

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_hpc.trajectory import LARGEST_REWARD, find_defect
+from areal_hpc.wire.trajectory import MAX_REWARD, find_defect
 from tests.unit.shards.sample_trajectories import trajectory
 
 SOUND = trajectory(tokens=6)
@@ -23,7 +23,7 @@ IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
         ({"logprobs_T": LOGPROBS - np.float32("inf")}, "expected finite log-probabilities"),
         ({"versions_T": np.full(6, -1, np.int64)}, "expected a weight version for every sampled"),
         ({"reward": float("nan")}, "expected a finite 32-bit float as reward, got nan"),
-        ({"reward": 2 * LARGEST_REWARD}, "expected a finite 32-bit float as reward"),
+        ({"reward": 2 * MAX_REWARD}, "expected a finite 32-bit float as reward"),
         ({"temperature": -0.1}, "expected a temperature from 0 to 100, got -0.1"),
         ({"temperature": float("nan")}, "expected a temperature from 0 to 100, got nan"),
         ({"episode": 2**31}, "expected attempt, episode and row from 0 to 2**31 - 1"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 versions = st.builds(WeightVersion, st.integers(0, 2**20), st.integers(0, 2**31))
 
@@ -29,16 +29,16 @@ def test_other_texts_are_refused(text: str) -> None:
 
 
 def test_staleness_counts_steps_within_an_epoch() -> None:
-    assert staleness(WeightVersion(1, 7), WeightVersion(1, 5), [Fork(1, 0)]) == 2
+    assert compute_staleness(WeightVersion(1, 7), WeightVersion(1, 5), [GenerationFork(1, 0)]) == 2
 
 
 def test_uncommitted_steps_of_an_abandoned_epoch_count_from_the_common_ancestor() -> None:
-    forks = [Fork(1, 0), Fork(2, 5)]
+    forks = [GenerationFork(1, 0), GenerationFork(2, 5)]
     # Epoch 1 reached step 8 but only 5 was committed; epoch 2 is now at 6.
-    assert staleness(WeightVersion(2, 6), WeightVersion(1, 8), forks) == 1
-    assert staleness(WeightVersion(2, 6), WeightVersion(1, 4), forks) == 2
+    assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 8), forks) == 1
+    assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 4), forks) == 2
 
 
 def test_several_restarts_use_the_oldest_shared_step() -> None:
-    forks = [Fork(1, 0), Fork(2, 5), Fork(3, 3)]
-    assert staleness(WeightVersion(3, 6), WeightVersion(1, 8), forks) == 3
+    forks = [GenerationFork(1, 0), GenerationFork(2, 5), GenerationFork(3, 3)]
+    assert compute_staleness(WeightVersion(3, 6), WeightVersion(1, 8), forks) == 3

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from areal_hpc.proxy.dialects.hints import without_nulls
 from areal_hpc.proxy.model_call import ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.trajectory import MAX_TEMPERATURE
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
 Request = TypeVar("Request")

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
 from areal_hpc.trainer.collectives import OtherRankError, any_true
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
-from areal_hpc.trainer.untrained import Untrained
-from areal_hpc.trajectory import Trajectory, find_defect
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
+from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
 
 def leave_out_unsound(
     batch: TrajectoryBatch, manifest: BatchManifest, vocab_size: int
-) -> tuple[TrajectoryBatch, list[Untrained]]:
+) -> tuple[TrajectoryBatch, list[UntrainedRecord]]:
     """The batch without the tickets that hold an unsound row, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
@@ -99,7 +99,7 @@ def leave_out_unsound(
     for ticket in manifest.tickets:
         own = list(itertools.islice(rows, len(ticket.rows)))
         if defect := _find_defect(own, ticket, vocab_size):
-            left_out.append(Untrained(manifest.step, defect, [ticket.ref.ticket_id]))
+            left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
             sound.trajectories.extend(own)
             sound.rewards.extend(ticket.rewards)
@@ -122,7 +122,7 @@ def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int)
 def build_rows(
     batch: TrajectoryBatch,
     current: WeightVersion,
-    forks: Sequence[Fork],
+    forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
@@ -147,23 +147,27 @@ def build_rows(
     return rows
 
 
-def find_equal_versions(current: WeightVersion, forks: Sequence[Fork]) -> list[WeightVersion]:
+def find_equal_versions(
+    current: WeightVersion, forks: Sequence[GenerationFork]
+) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
     names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
     return [
         name
         for name in sorted(names)
-        if name.epoch <= current.epoch and staleness(current, name, forks) == 0
+        if name.epoch <= current.epoch and compute_staleness(current, name, forks) == 0
     ]
 
 
 def _ages(
-    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[Fork]
+    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> npt.NDArray[np.float32]:
-    """The staleness of each token; 0 where nobody sampled."""
+    """The compute_staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in _sampled_tokens(versions_T):
-        ages_T[versions_T == packed] = staleness(current, WeightVersion.unpack(packed), forks)
+        ages_T[versions_T == packed] = compute_staleness(
+            current, WeightVersion.unpack(packed), forks
+        )
     return ages_T
 
 
@@ -173,7 +177,7 @@ def _temperature(trajectory: Trajectory) -> float:
 
 
 def summarize_batch(
-    batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[Fork]
+    batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> dict[str, float]:
     """What the batch is like, before any training: rewards, sizes, ages of its tokens.
 
@@ -181,7 +185,7 @@ def summarize_batch(
     """
     tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
     sampled = sum(tokens_of, Counter[int]())
-    ages = [staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
+    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
     numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
     for key in zip(batch.groups, batch.episodes, strict=True):
         numbers.setdefault(key, len(numbers))

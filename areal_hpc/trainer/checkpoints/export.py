@@ -9,19 +9,19 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, Commit
+from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
 from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_model
 
 
-def choose_checkpoint(directory: Path, step: int | None) -> Commit:
+def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
     """The newest complete checkpoint, or that of one step.
 
     Raises:
         RecipeError: There is none.
     """
-    checkpoints = CheckpointStore(directory, keep=1).complete()
+    checkpoints = list_checkpoints(directory)
     if not checkpoints:
         raise RecipeError(
             "the run has no complete commit yet",
@@ -42,7 +42,7 @@ def choose_checkpoint(directory: Path, step: int | None) -> Commit:
 
 
 def export_checkpoint(
-    checkpoint: Commit,
+    checkpoint: Checkpoint,
     model_path: Path,
     target_dir: Path,
     say: Callable[[str], None],

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 
 from areal_hpc.errors import ShardError
-from areal_hpc.trainer.checkpoints.refusal import build_checkpoint_error
+from areal_hpc.rundir.checkpoints import build_checkpoint_error
 from areal_hpc.trainer.megatron_private import (
     build_sharded_state,
     load_optimizer_state,

@@ -12,13 +12,11 @@ function of `seed` and `step`.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,23 @@ import msgspec
 import torch.distributed as dist
 
 from areal_hpc.cluster.deadline import note_save
-from areal_hpc.durable import sync_path
-from areal_hpc.errors import ArealError, ClusterError
-from areal_hpc.layout import step_name
+from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.checkpoints import (
+    MARKER,
+    Checkpoint,
+    TrainerState,
+    build_checkpoint_error,
+    find_latest,
+    is_complete,
+    list_checkpoints,
+    list_hidden,
+    read_trainer_state,
+    unfinished_path,
+    write_trainer_state,
+)
+from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.trainer.checkpoints import megatron_format
-from areal_hpc.trainer.checkpoints.refusal import build_checkpoint_error
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
@@ -39,50 +49,14 @@ from areal_hpc.trainer.collectives import (
     broadcast_object,
     raise_on_all_ranks,
 )
-from areal_hpc.trainer.fence import SupersededError
-from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.untrained import Untrained
-from areal_hpc.weights.version import Fork
 
-MARKER = "COMMITTED"
-STATE_FILE = "trainer.json"
 VISIBLE_TIMEOUT_S = 60.0
 """How long rank 0's choice may take to become visible on another node of shared storage."""
 POLL_S = 0.2
 
-
 WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
 """How far a rank's part of a checkpoint is; the largest of all ranks decides."""
-
-
-class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a commit stands in the run's history."""
-
-    step: int
-    """Optimizer batches behind these weights."""
-    epoch: int
-    """The start of the trainer that made the commit."""
-    seed: int
-    """Of everything random; with `step` it fixes what comes next."""
-    parent: str | None = None
-    """The commit this one was trained from."""
-    consumed: list[int] = []
-    """Steps of the manifests behind these weights, from the first."""
-    forks: list[Fork] = []
-    """Every epoch of this chain of commits, with the step it began from."""
-    untrained: list[Untrained] = []
-    """What those batches did not teach."""
-    line: Line = {}
-    """The metrics of this step as far as they were known: its line is written after the commit."""
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """A complete commit on disk."""
-
-    path: Path
-    state: TrainerState
 
 
 class CheckpointStore:
@@ -102,32 +76,12 @@ class CheckpointStore:
         self._keep = keep
         self._check_generation = check_generation
         self._writer: WriterClient | None = None
-        self._begun: Commit | None = None
+        self._begun: Checkpoint | None = None
         self._copied_s = 0.0
 
     # Reading ---------------------------------------------------------------------------------
 
-    def complete(self) -> list[Commit]:
-        """Every complete checkpoint, oldest first; a later generation's after an earlier one's.
-
-        A trainer that was replaced may still save a higher step. It sorts before the checkpoints
-        of its successor, so the newest generation's chain is the one that is followed.
-        """
-        if not self._directory.is_dir():
-            return []
-        checkpoints = []
-        for path in self._directory.iterdir():
-            if re.fullmatch(r"step_\d+", path.name) and (path / MARKER).exists():
-                with suppress(FileNotFoundError):  # hidden just now by a trainer at work
-                    checkpoints.append(Commit(path, _read_state(path)))
-        return sorted(checkpoints, key=lambda found: (found.state.epoch, found.state.step))
-
-    def latest(self) -> Commit | None:
-        """The checkpoint to resume from, as this rank sees it."""
-        checkpoints = self.complete()
-        return checkpoints[-1] if checkpoints else None
-
-    def find_latest_on_all_ranks(self) -> Commit | None:
+    def find_latest_on_all_ranks(self) -> Checkpoint | None:
         """Rank 0's latest checkpoint, on every rank. A collective.
 
         Nodes may see a shared directory differently for some seconds: had each rank its own
@@ -138,7 +92,7 @@ class CheckpointStore:
         """
         message = None
         if dist.get_rank() == 0:
-            found = self.latest()
+            found = find_latest(self._directory)
             message = msgspec.json.encode((found.path.name, found.state) if found else None)
         chosen = msgspec.json.decode(
             broadcast_object(message), type=tuple[str, TrainerState] | None
@@ -147,7 +101,7 @@ class CheckpointStore:
             return None
         path = self._directory / chosen[0]
         give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
-        while any_true(is_hidden := not (path / MARKER).exists()):
+        while any_true(is_hidden := not is_complete(path)):
             if any_true(time.monotonic() >= give_up_at):
                 trouble = ClusterError(
                     "rank 0 resumes from a commit that this rank cannot see",
@@ -156,7 +110,7 @@ class CheckpointStore:
                 )
                 raise_on_all_ranks(trouble if is_hidden else None)
             time.sleep(POLL_S)
-        return Commit(path, chosen[1])
+        return Checkpoint(path, chosen[1])
 
     def clean(self, generation: int) -> None:
         """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
@@ -164,13 +118,10 @@ class CheckpointStore:
         Args:
             generation: Of this trainer. What a later one is writing is not ours to touch.
         """
-        if not self._directory.is_dir():
-            return
-        for path in self._directory.glob(".step_*"):
-            written_by = re.search(r"\.epoch_(\d+)$", path.name)
-            if written_by is None or int(written_by[1]) <= generation:
+        for path, written_by in list_hidden(self._directory):
+            if written_by is None or written_by <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
-                doomed = path.with_name(f".{step_name(0)}.{uuid.uuid4().hex}")
+                doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
                 path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)  # its writer may be about to be killed
 
@@ -187,8 +138,8 @@ class CheckpointStore:
         """
         self.finish()
         began = time.monotonic()
-        target = self._directory / step_name(state.step)
-        partial = self._partial(target, state.epoch)
+        target = self._directory / format_step_dir(state.step)
+        partial = unfinished_path(self._directory, state.step, state.epoch)
         is_first = dist.get_rank() == 0
         with _storage(partial):
             if is_first:
@@ -199,12 +150,12 @@ class CheckpointStore:
             data = megatron_format.save_sharded(policy, optimizer, partial, self._writer.copy)
             small = []
             if is_first:  # the small files are all rank 0's
-                (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
+                write_trainer_state(partial, state)
                 small = [
                     p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
                 ]
             self._writer.write(partial / data, small)
-        self._begun = Commit(target, state)
+        self._begun = Checkpoint(target, state)
         self._copied_s = time.monotonic() - began
         return target
 
@@ -216,7 +167,7 @@ class CheckpointStore:
 
         Raises:
             ClusterError: It could not be written.
-            SupersededError: A newer trainer owns the run; the checkpoint stays invisible.
+            SupersededTrainerError: A newer trainer owns the run; the checkpoint stays invisible.
             OtherRankError: One of these was raised on another rank.
         """
         if self._begun is None:
@@ -255,38 +206,35 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def _partial(self, target: Path, generation: int) -> Path:
-        return self._directory / f".{target.name}.epoch_{generation}"
-
-    def _make_visible(self, commit: Commit) -> None:
+    def _make_visible(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous.
 
         Raises:
             ClusterError: The storage refused.
-            SupersededError: A newer trainer owns the run.
+            SupersededTrainerError: A newer trainer owns the run.
         """
-        partial = self._partial(commit.path, commit.state.epoch)
+        partial = unfinished_path(self._directory, checkpoint.state.step, checkpoint.state.epoch)
         with _storage(partial):
             (partial / MARKER).touch()
-            sync_path(partial / MARKER)
-            sync_path(partial)
+            fsync_path(partial / MARKER)
+            fsync_path(partial)
             self._check_generation()
-            self._put_in_place(partial, commit)
-            sync_path(self._directory)
-            for old in self.complete()[: -self._keep]:
+            self._put_in_place(partial, checkpoint)
+            fsync_path(self._directory)
+            for old in list_checkpoints(self._directory)[: -self._keep]:
                 # Hidden first: a half-deleted checkpoint must not look complete.
                 doomed = old.path.with_name(f".{old.path.name}.old")
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.remove(doomed)
 
-    def _put_in_place(self, partial: Path, commit: Commit) -> None:
-        target = commit.path
+    def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
+        target, own = checkpoint.path, checkpoint.state.epoch
         if target.exists():  # of an abandoned epoch, or of the one that replaced this
-            epoch = _read_state(target).epoch if (target / MARKER).exists() else -1
-            if epoch > commit.state.epoch:
-                raise SupersededError(
-                    f"epoch {epoch} has committed {target.name} before epoch {commit.state.epoch}"
+            epoch = read_trainer_state(target).epoch if is_complete(target) else -1
+            if epoch > own:
+                raise SupersededTrainerError(
+                    f"epoch {epoch} has committed {target.name} before epoch {own}"
                 )
             replaced = target.with_name(f".{target.name}.replaced")
             target.rename(replaced)
@@ -296,13 +244,9 @@ class CheckpointStore:
             partial.rename(target)
 
 
-def load_checkpoint(policy: Policy, optimizer: Any, checkpoint: Commit) -> None:
+def load_checkpoint(policy: Policy, optimizer: Any, checkpoint: Checkpoint) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
     megatron_format.load_sharded(policy, optimizer, checkpoint.path)
-
-
-def _read_state(path: Path) -> TrainerState:
-    return msgspec.json.decode((path / STATE_FILE).read_bytes(), type=TrainerState)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.checkpoints.refusal import build_checkpoint_error
+from areal_hpc.rundir.checkpoints import build_checkpoint_error
 from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.preemption import STOP_SIGNALS
-from areal_hpc.durable import sync_path
+from areal_hpc.rundir.atomic import fsync_path
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""
@@ -71,8 +71,8 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
         path = Path(request.path)
         _copy(memory, path, request.size_bytes)
         for name in request.neighbours:
-            sync_path(path.parent / name)
-        sync_path(path.parent)
+            fsync_path(path.parent / name)
+        fsync_path(path.parent)
     except OSError as error:
         return WriteReply(time.perf_counter() - began, str(error))
     return WriteReply(time.perf_counter() - began)

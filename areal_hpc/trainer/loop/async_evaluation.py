@@ -10,7 +10,7 @@ from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.census import Found
 from areal_hpc.weights.publisher import lacking
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 class AsyncEvaluation:

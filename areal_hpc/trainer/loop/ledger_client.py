@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.errors import ClusterError
-from areal_hpc.trainer.fence import SupersededError
+from areal_hpc.errors import ClusterError, SupersededTrainerError
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import HttpRefused, WireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -29,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 ReplyT = TypeVar("ReplyT")
 
-LEDGER_NAME = "ledger"
 START_TIMEOUT_S = 120.0
 UNREACHABLE_TIMEOUT_S = 120.0
 """How long the ledger may be away. Its supervisor restarts it within seconds."""
@@ -43,8 +41,8 @@ HTTP_CONFLICT = 409
 class LedgerClient:
     """The ledger of a run, followed to its new address when it restarts.
 
-    Every call raises SupersededError when a newer generation has been opened, and ClusterError when
-    the ledger stays away or `is_stopping` becomes true while it is.
+    Every call raises SupersededTrainerError when a newer generation has been opened, and
+    ClusterError when the ledger stays away or `is_stopping` becomes true while it is.
     """
 
     def __init__(
@@ -102,7 +100,7 @@ class LedgerClient:
                 )
             except HttpRefused as refusal:
                 if refusal.status == HTTP_CONFLICT:
-                    raise SupersededError(refusal.body) from refusal
+                    raise SupersededTrainerError(refusal.body) from refusal
                 raise
             except ClusterError as error:
                 give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_TIMEOUT_S)
@@ -114,7 +112,7 @@ class LedgerClient:
 
     def _connect(self) -> WireClient:
         endpoint = rendezvous.await_endpoint(
-            self._dir, LEDGER_NAME, START_TIMEOUT_S, is_cancelled=self._is_stopping
+            self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
         )
         self._client = WireClient(endpoint.url, self._key)
         return self._client

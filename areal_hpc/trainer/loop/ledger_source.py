@@ -10,21 +10,23 @@ import msgspec
 import torch
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.site import EVALUATION_CELL
 from areal_hpc.errors import AgentError
-from areal_hpc.telemetry import EVALUATION, EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+from areal_hpc.telemetry import EVALUATION
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, Delivery
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import Line, summarize_update_pauses
+from areal_hpc.trainer.metrics import summarize_update_pauses
 from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import WeightVersion
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class LedgerSource(BatchSource):
         self._async_evaluation = async_evaluation
         self._logged_at = float("-inf")
         self._backoff = Backoff()
-        self._ticket_counts: Line = {}
+        self._ticket_counts: FlatRow = {}
         self._targets: list[ReplicaKey] = []
         """The replicas that the next publish is for."""
         self.begin_version()
@@ -171,7 +173,7 @@ class LedgerSource(BatchSource):
         for key, error in report.failed.items():
             logger.warning("%s did not get version %s: %s", key, version, error)
 
-    def describe_updates(self) -> Line:
+    def describe_updates(self) -> FlatRow:
         """What the newest update cost those who generate."""
         return summarize_update_pauses(self._publisher.stalls)
 

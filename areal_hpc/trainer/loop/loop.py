@@ -35,17 +35,16 @@ import torch
 from msgspec import Struct
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import ArealError, ClusterError, ShardError
+from areal_hpc.errors import ArealError, ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.trainer.collectives import OtherRankError, any_true, broadcast_object
-from areal_hpc.trainer.fence import SupersededError
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import Line
 from areal_hpc.trainer.model.hf_weights import export_hf
 from areal_hpc.trainer.untrained import NonFiniteGradientError
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 class TrainStep(Struct, frozen=True, tag=True):
@@ -61,7 +60,7 @@ class PublishWeights(Struct, frozen=True, tag=True):
 class SaveCheckpoint(Struct, frozen=True, tag=True):
     """Begin to make the work so far durable."""
 
-    row: Line
+    row: FlatRow
     """Metrics of the step, unfinished."""
 
 
@@ -115,7 +114,7 @@ class BatchSource:
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
-    def describe_updates(self) -> Line:
+    def describe_updates(self) -> FlatRow:
         """What sending the weights cost those who generate."""
         return {}
 
@@ -161,7 +160,7 @@ def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, Area
     if coordinator:
         try:
             message = msgspec.json.encode(coordinator.next_command())
-        except SupersededError:
+        except SupersededTrainerError:
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
             message, trouble = msgspec.json.encode(Stop(finished=False)), error
@@ -237,7 +236,7 @@ class Coordinator:
         """What all ranks do now. Waits at most a few seconds.
 
         Raises:
-            SupersededError: A newer trainer owns the run.
+            SupersededTrainerError: A newer trainer owns the run.
             AgentError: Agents do nothing but fail, so that no batch will form.
             ClusterError: The ledger stays away.
             ShardError: The recorded manifest of the next batch is gone or damaged.
@@ -281,7 +280,7 @@ class Coordinator:
         self._record.write(self.source.describe_updates())
         return Stop(finished=self._schedule.ends_with_checkpoint(step))
 
-    def on_trained(self, version: WeightVersion, row: Line) -> None:
+    def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self._record.begin(version, row)
         self.source.begin_version()

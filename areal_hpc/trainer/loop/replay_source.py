@@ -5,11 +5,9 @@ Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 
 from __future__ import annotations
 
-import msgspec
-
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator
@@ -26,7 +24,7 @@ class ReplaySource(BatchSource):
         layout: Of the directory that leads to them.
     """
 
-    def __init__(self, layout: RunLayout) -> None:
+    def __init__(self, layout: RunPaths) -> None:
         self._layout = layout
 
     def next_batch(self, step: int) -> BatchManifest:
@@ -35,12 +33,12 @@ class ReplaySource(BatchSource):
         Raises:
             ShardError: Its manifest is gone or damaged.
         """
-        return _read_manifest(self._layout, step)
+        return read_manifest(self._layout, step)
 
 
 def make_replay_coordinator(
     learner: Learner,
-    layout: RunLayout,
+    layout: RunPaths,
     config: TrainerConfig,
     first_step: int,
     last_step: int,
@@ -69,15 +67,3 @@ def make_replay_coordinator(
     )
     record = StepRecord(metrics, version, None)
     return Coordinator(schedule, record, ReplaySource(layout), stop)
-
-
-def _read_manifest(layout: RunLayout, step: int) -> BatchManifest:
-    path = layout.manifest(step)
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=BatchManifest)
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ShardError(
-            f"the batch of step {step} cannot be read: {error}",
-            key=str(path),
-            hint="restore the file from a backup of the run directory",
-        ) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 
+from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.telemetry import PhaseTimer
-from areal_hpc.trainer.metrics import Line, MetricsWriter
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.trainer.metrics import MetricsWriter
+from areal_hpc.wire.weight_version import WeightVersion
 
 
 class StepRecord:
@@ -18,7 +19,7 @@ class StepRecord:
         row: What is known already of that step's metrics; None when its row is complete.
     """
 
-    def __init__(self, metrics: MetricsWriter, version: WeightVersion, row: Line | None) -> None:
+    def __init__(self, metrics: MetricsWriter, version: WeightVersion, row: FlatRow | None) -> None:
         self.metrics = metrics
         self._begin_timing()
         self.begin(version, row or {})
@@ -29,25 +30,25 @@ class StepRecord:
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
 
-    def begin(self, version: WeightVersion, row: Line) -> None:
+    def begin(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self.version = version
         self.row = row
         self._is_open = True
 
-    def add(self, step: int, values: Line) -> None:
+    def add(self, step: int, values: FlatRow) -> None:
         """Add metrics of a step; one whose row has been written gets another row."""
         if self._is_open and step == self.version.step:
             self.row |= values
         else:
             self.metrics.write(step, values)
 
-    def write(self, updates: Line) -> None:
+    def write(self, updates: FlatRow) -> None:
         """Write the row once, with the times of its phases and what weight updates cost."""
         if not self._is_open:
             return
         seconds = round(time.monotonic() - self._began_at, 4)
-        known: Line = {"version": str(self.version), **self.timer.metrics(), **updates}
+        known: FlatRow = {"version": str(self.version), **self.timer.metrics(), **updates}
         # A row reopened by a resume keeps the times of its first writing.
         self.metrics.write(self.version.step, known | {"time/step_s": seconds} | self.row)
         self._is_open = False

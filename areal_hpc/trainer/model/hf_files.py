@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from areal_hpc.durable import sync_path, sync_tree
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 
 HfSpec = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
@@ -76,12 +76,12 @@ def write_model(
         if (source_dir / name).is_file():
             shutil.copyfile(source_dir / name, partial / name)
     _name_dtype(partial / "config.json", specs[0][2])
-    sync_tree(partial)
+    fsync_tree(partial)
     replaced = target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
     if target_dir.exists():
         target_dir.rename(replaced)
     partial.rename(target_dir)
-    sync_path(target_dir.parent)
+    fsync_path(target_dir.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -18,10 +18,10 @@ import httpx
 import msgspec
 from openai import OpenAI
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
 from areal_hpc.proxy.events import InteractionAdded, SessionOpened, decode_event
 from areal_hpc.proxy.sessions import key_digest
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.ledger import TicketRef
@@ -51,7 +51,7 @@ class Stage:
         context_tokens: int = 2048,
         **config: Any,
     ) -> None:
-        self.layout = RunLayout(root / "run")
+        self.layout = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.layout.admin_key)
         self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"
@@ -93,7 +93,7 @@ class Stage:
 
     @property
     def url(self) -> str:
-        endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+        endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
         assert endpoint is not None
         return endpoint.url
 
@@ -122,7 +122,7 @@ class Stage:
         while True:
             assert self._process.poll() is None, self.log
             assert time.monotonic() < give_up_at, self.log
-            endpoint = rendezvous.find(self.layout.rendezvous_dir, f"proxy-{CELL}")
+            endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, f"proxy-{CELL}")
             if endpoint is not None and endpoint.pid == self._process.pid:
                 return
             time.sleep(0.02)

@@ -17,7 +17,7 @@ import msgspec
 from aiohttp import web
 from tokenizers import Tokenizer
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import Acknowledged, DropRequest, SettledTicket, SettleRequest
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
@@ -223,7 +223,7 @@ class StandInRelay:
         app = web.Application()
         app.router.add_get("/replicas", self._list)
         self._runner, url = await _listen(app)
-        rendezvous.publish(self._directory, f"relay-{CELL}", url)
+        rendezvous.publish_endpoint(self._directory, f"relay-{CELL}", url)
 
     async def stop(self) -> None:
         await self._runner.cleanup()
@@ -251,7 +251,7 @@ class StandInLedger:
         app.router.add_post("/settle", self._settle)
         app.router.add_post("/drop", self._drop)
         self._runner, url = await _listen(app)
-        rendezvous.publish(self._directory, "ledger", url)
+        rendezvous.publish_endpoint(self._directory, "ledger", url)
 
     async def stop(self) -> None:
         await self._runner.cleanup()

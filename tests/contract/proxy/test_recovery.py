@@ -189,7 +189,7 @@ def test_a_finished_run_leaves_no_journal_and_an_unfinished_one_does(own_stage: 
     stage.stop_proxy()
     assert list(stage.journal_dir.glob("*/journal"))
     stage.start_proxy()
-    stage.layout.finished.touch()
+    stage.layout.finished_marker.touch()
     stage.stop_proxy()
     assert list(stage.journal_dir.iterdir()) == []
 

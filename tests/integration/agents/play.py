@@ -14,12 +14,12 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.episode import EpisodeSpec, run_episode
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
 
@@ -60,7 +60,7 @@ class Played(msgspec.Struct):
 
 async def play(order: Order) -> list[Played]:
     peer = Peer(
-        RunLayout(Path(order.run_dir)).rendezvous_dir, f"proxy-{order.cell}", order.admin_key
+        RunPaths(Path(order.run_dir)).rendezvous_dir, f"proxy-{order.cell}", order.admin_key
     )
     http_client = open_http_client(TIMEOUT_S)
     try:

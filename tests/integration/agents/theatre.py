@@ -17,8 +17,8 @@ from areal_hpc.proxy.sessions import Session, SessionBook
 from areal_hpc.session.template import TokenEncoder
 from areal_hpc.session.tree import Interaction, ids_of
 from areal_hpc.shards.journal import read_journal
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import Trajectory
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import CELL
 

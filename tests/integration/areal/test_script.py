@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from areal_hpc.cluster.submit import interpreter_of
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.tiny_model import make_tiny_model
 from tests.integration.launch.small_run import processes_of
 from tests.unit.session.chatml import TRAINING_TEXT
@@ -53,7 +53,7 @@ def test_an_agent_and_rows_of_a_script_are_trained(
     how: str, rows_per_episode: int, tmp_path: Path, model_dir: Path
 ) -> None:
     answer = run_script(how, tmp_path, model_dir)
-    layout = RunLayout(tmp_path / "areal" / how)
+    layout = RunPaths(tmp_path / "areal" / how)
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
     assert "lost" not in answer.stdout
     assert [row["step"] for row in read_lines(layout.metrics)] == [0, 1, 2]
@@ -71,7 +71,7 @@ def test_an_agent_and_rows_of_a_script_are_trained(
     assert processes_of(layout.root) == []
 
 
-def logs(layout: RunLayout) -> str:
+def logs(layout: RunPaths) -> str:
     """The end of every log of the newest attempt."""
     found = sorted(layout.logs_dir.glob("latest/*/*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)

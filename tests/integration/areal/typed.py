@@ -7,8 +7,8 @@ import os
 import subprocess
 from pathlib import Path
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.contract.document_commands import COMMANDS, OWN_MODULE, overrides
 from tests.contract.documents import blocks
 from tests.integration.agents.conftest import make_talking_model
@@ -63,7 +63,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
         timeout=360,
         check=False,
     )
-    layout = RunLayout(fileroot / command.run)
+    layout = RunPaths(fileroot / command.run)
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs(layout)
     steps = [row["step"] for row in read_lines(layout.metrics)]
     assert steps == [0, 1], answer.stdout
@@ -78,7 +78,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
     assert processes_of(layout.root) == []
 
 
-def logs(layout: RunLayout) -> str:
+def logs(layout: RunPaths) -> str:
     """The end of every log of the newest attempt."""
     found = sorted(layout.logs_dir.glob("latest/*/*.log"))
     return "\n".join(f"--- {log.name}\n{log.read_text()[-1500:]}" for log in found)

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 ACTORS = """
 import os, signal, subprocess, sys, time
@@ -66,7 +66,7 @@ def submit(folder: Path) -> Iterator[Callable[..., JobHandle]]:
     def submit_processes(
         *processes: ProcessSpec, tasks: int = 1, lock: Path | None = None, grace_s: float = 3.0
     ) -> JobHandle:
-        launch = Launch(
+        launch = LaunchFile(
             job=JobSpec("job", "agents", list(processes), tasks=tasks),
             job_dir=str(folder / "job"),
             log_dir=str(folder / "logs"),

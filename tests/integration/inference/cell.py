@@ -20,10 +20,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.cluster.rendezvous import await_endpoint
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from tests.integration.commands import command_of, is_scheduler
 
@@ -73,7 +73,7 @@ def save_with_tokenizer(model: Qwen3ForCausalLM, path: Path) -> None:
 class Cell:
     """A running inference job."""
 
-    def __init__(self, layout: RunLayout, name: str) -> None:
+    def __init__(self, layout: RunPaths, name: str) -> None:
         self.layout = layout
         self.name = name
         self.epoch = 1
@@ -219,7 +219,7 @@ def running_cell(
     run_dir: Path, model: Qwen3ForCausalLM, *, name: str = "cell-0", **inference: Any
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
-    layout = RunLayout(run_dir)
+    layout = RunPaths(run_dir)
     save_with_tokenizer(model, layout.tiny_model_dir)
     config = {
         "run_dir": str(run_dir),

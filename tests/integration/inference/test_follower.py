@@ -9,14 +9,14 @@ import httpx
 import psutil
 import pytest
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.follower import Chief, Follower
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
 from tests.integration.commands import command_of
 from tests.integration.inference.test_replica import server
 
@@ -45,7 +45,7 @@ class Pair:
         local = LocalWeights(folder / "local")
         self.relay = RelayServer(RelayApp("cell-0", [self.head], KEY, folder, local), "127.0.0.1")
         self.relay.start()
-        rendezvous.publish(folder, "relay-cell-0", self.relay.url)
+        rendezvous.publish_endpoint(folder, "relay-cell-0", self.relay.url)
         chief = Chief(folder, "cell-0", KEY)
         self.follower = Follower(1, 2, self._launch, chief, folder / "logs", PATIENCE_S)
 

@@ -18,7 +18,7 @@ from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.inference.span import Span
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
 from tests.integration.commands import is_scheduler
 

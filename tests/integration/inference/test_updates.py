@@ -15,8 +15,8 @@ from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
-from areal_hpc.json_lines import read_lines
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import read_lines
 
 SILENT_S = 0.4
 """What the scripted server takes from the order to go on until its first batch."""

@@ -5,29 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.launch.small_run import SmallRun
 
 STOP_LIMIT_S = 20.0
 
-Phases = Mapping[str, Callable[[RunLayout], bool]]
+Phases = Mapping[str, Callable[[RunPaths], bool]]
 """How to see that a run has come to them, in their order."""
 
 
-def trained_steps(layout: RunLayout) -> int:
+def trained_steps(layout: RunPaths) -> int:
     """The last step that was trained, -1 before the first one."""
     rows = read_lines(layout.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 
-def _evaluates(layout: RunLayout) -> bool:
+def _evaluates(layout: RunPaths) -> bool:
     endpoints = (layout.rendezvous_dir / f"{name}.json" for name in ("relay-cell-0", "ledger"))
-    return all(one.exists() for one in endpoints) and any(layout.epochs_dir.glob("*"))
+    return all(one.exists() for one in endpoints) and any(layout.generations_dir.glob("*"))
 
 
 PHASES: Phases = {
-    "warm-up": lambda layout: bool(read_lines(layout.warmup_metrics)),
+    "warm-up": lambda layout: bool(read_lines(layout.sft_metrics)),
     "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
     "training": lambda layout: trained_steps(layout) >= 1,

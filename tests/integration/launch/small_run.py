@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
@@ -45,7 +45,7 @@ class SmallRun:
     def __init__(self, fileroot: Path, *overrides: str) -> None:
         self.fileroot = fileroot
         self._overrides = (f"cluster.fileroot={fileroot}", *CUT_DOWN, *overrides)
-        self.layout = RunLayout(fileroot / "quickstart" / "demo")
+        self.layout = RunPaths(fileroot / "quickstart" / "demo")
         self._log = fileroot / "launcher.log"
         fileroot.mkdir(parents=True, exist_ok=True)
         self.environ: dict[str, str] = {}

@@ -9,11 +9,11 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.ready import archive
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 
 def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "quickstart" / "demo")
+    layout = RunPaths(tmp_path / "quickstart" / "demo")
     layout.shards_dir.mkdir(parents=True)
     layout.recipe.touch()
     (layout.shards_dir / "cell-0-000000.h5").write_bytes(b"precious")
@@ -25,11 +25,11 @@ def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
 
 
 def test_there_may_be_no_earlier_run(tmp_path: Path) -> None:
-    assert archive(RunLayout(tmp_path / "none")) is None
+    assert archive(RunPaths(tmp_path / "none")) is None
 
 
 def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "demo")
+    layout = RunPaths(tmp_path / "demo")
     layout.root.mkdir()
     layout.recipe.touch()
     with layout.lock.open("w") as held:

@@ -10,10 +10,10 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.launch.interruptions import trained_steps
 from tests.integration.launch.small_run import SmallRun, await_none_left
 
@@ -24,7 +24,7 @@ TASKS = 128
 """Enough for training to go on while they are played."""
 
 
-def begun(layout: RunLayout) -> list[dict[str, Any]]:
+def begun(layout: RunPaths) -> list[dict[str, Any]]:
     """The evaluations that began, in order."""
     return [one for one in read_lines(layout.events) if one["event"] == "evaluation_begun"]
 
@@ -33,13 +33,13 @@ def step_of(event: dict[str, Any]) -> int:
     return WeightVersion.parse(event["version"]).step
 
 
-def rewards(layout: RunLayout) -> dict[int, float]:
+def rewards(layout: RunPaths) -> dict[int, float]:
     """Those in the metrics, by step."""
     lines = read_step_lines(layout.metrics)
     return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
 
-def is_judging_earlier_weights(layout: RunLayout) -> bool:
+def is_judging_earlier_weights(layout: RunPaths) -> bool:
     """Training has gone on while an evaluation is under way."""
     events = begun(layout)
     if not events or step_of(events[-1]) in rewards(layout):
@@ -47,7 +47,7 @@ def is_judging_earlier_weights(layout: RunLayout) -> bool:
     return step_of(events[-1]) < trained_steps(layout)
 
 
-def process_of(layout: RunLayout, config: str) -> psutil.Process:
+def process_of(layout: RunPaths, config: str) -> psutil.Process:
     """The one that runs by a configuration such as `evaluation/inference`."""
     path = str(layout.jobs_dir / f"{config}.json")
     for process in psutil.process_iter(["cmdline"]):

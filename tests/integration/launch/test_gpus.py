@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.cluster.jobspec import JobSpec
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.rundir.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[3]
 OUTER = "3,5,7,9"
@@ -113,7 +113,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     (tmp_path / "seen").mkdir()
     (tmp_path / "recorder.py").write_text(RECORDER)
     recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
-    layout = RunLayout(tmp_path / "run")
+    layout = RunPaths(tmp_path / "run")
     layout.root.mkdir()
     facts = Facts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan(recipe, layout, facts).stages[-1], tmp_path)

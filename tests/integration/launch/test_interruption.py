@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.integration.launch.interruptions import (
     PHASES,
     STOP_LIMIT_S,

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from tests.faults.kills import Kill, KilledRun, warmed_up_model
 from tests.integration.launch.small_run import await_none_left
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import read_lines
 from examples.online.chat import chat
 from examples.quickstart.task import verify
 from tests.integration.launch.small_run import SmallRun, await_none_left

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.submit import interpreter_of
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import step_name
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import format_step_dir
 from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(400)
@@ -58,7 +58,7 @@ def test_the_run_directory_tells_how_it_came_about(finished: SmallRun) -> None:
     launch = json.loads(layout.provenance.read_text())["launches"][0]
     assert "recipes/quickstart.yaml" in launch["command"]
     assert layout.recipe.exists()
-    assert layout.curve.stat().st_size > 10_000
+    assert layout.learning_curve.stat().st_size > 10_000
     assert list(layout.tensorboard_dir.glob("events*"))
     assert (layout.export("step_00000003") / "model.safetensors.index.json").exists() or list(
         layout.export("step_00000003").glob("*.safetensors")
@@ -121,7 +121,7 @@ def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_pa
     arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
     assert answer.returncode == 0, answer.stderr
-    newest = step_name(read_lines(finished.layout.metrics)[-1]["step"])
+    newest = format_step_dir(read_lines(finished.layout.metrics)[-1]["step"])
     by_trainer = finished.layout.export(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)
 

@@ -10,10 +10,10 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc.cluster.jobspec import Outcome
-from areal_hpc.json_lines import append_line
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
+from areal_hpc.rundir.jobs import TaskExit
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.paths import RunPaths
 
 CHECKOUT = Path(__file__).parents[3]
 STEP = {
@@ -33,10 +33,10 @@ STEP = {
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
+def layout(tmp_path: Path) -> RunPaths:
     """A run directory as it is before the first job starts."""
     recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
-    layout = RunLayout(recipe.run_dir)
+    layout = RunPaths(recipe.run_dir)
     layout.log_dir(1).mkdir(parents=True)
     (layout.jobs_dir / "trainer").mkdir(parents=True)
     (layout.jobs_dir / "trainer" / "launch.json").write_text("{}")
@@ -51,7 +51,7 @@ def entries(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
-def status(layout: RunLayout) -> str:
+def status(layout: RunPaths) -> str:
     """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
     before = entries(layout.root)
     asked = subprocess.run(
@@ -68,25 +68,25 @@ def status(layout: RunLayout) -> str:
     return asked.stdout
 
 
-def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunLayout) -> None:
+def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunPaths) -> None:
     descriptor = os.open(layout.lock, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     assert "quickstart/demo: running here\n  step              0 of 25" in status(layout)
     os.close(descriptor)
     assert "quickstart/demo: stopped\n" in status(layout)
-    crash = Outcome(70, "trainer", reason="ValueError: no")
+    crash = TaskExit(70, "trainer", reason="ValueError: no")
     (layout.jobs_dir / "trainer" / "outcome.0.json").write_bytes(msgspec.json.encode(crash))
     assert "quickstart/demo: failed\n" in status(layout)
 
 
-def test_a_warm_up_is_told_before_any_step(layout: RunLayout) -> None:
-    append_line(layout.warmup_metrics, {"step": 40, "loss": 1.0})
+def test_a_warm_up_is_told_before_any_step(layout: RunPaths) -> None:
+    append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
     assert "warm-up           step 40" in status(layout)
 
 
 @pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
 def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
-    layout: RunLayout, held_out: float | None
+    layout: RunPaths, held_out: float | None
 ) -> None:
     if held_out is not None:
         append_line(layout.metrics, {"step": 0, "eval/reward": held_out})
@@ -101,7 +101,7 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
     assert "trained model" in status(layout)
 
 
-def test_numbers_that_are_not_finite_are_said_to_be_so(layout: RunLayout) -> None:
+def test_numbers_that_are_not_finite_are_said_to_be_so(layout: RunPaths) -> None:
     append_line(layout.metrics, {"step": 0, "eval/reward": None})
     odd = ("reward/mean", "staleness/mean", "staleness/max", "tokens_per_s")
     append_line(layout.metrics, STEP | dict.fromkeys(odd))

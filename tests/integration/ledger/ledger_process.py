@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -47,7 +47,7 @@ class LedgerProcess:
     """Starts `areal_hpc.ledger.job:run` and speaks to it as drivers, proxies and trainers do."""
 
     def __init__(self, run_dir: Path, **settings: Any) -> None:
-        self.layout = RunLayout(run_dir)
+        self.layout = RunPaths(run_dir)
         self.config = {
             "run_dir": str(run_dir),
             "batch_size": 2,
@@ -79,7 +79,7 @@ class LedgerProcess:
     def _await_url(self) -> str:
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
-            endpoint = rendezvous.find(self.layout.rendezvous_dir, "ledger")
+            endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, "ledger")
             if endpoint is not None and endpoint.pid == self.process.pid:
                 return endpoint.url
             assert self.process.poll() is None, "the ledger ended at its start"

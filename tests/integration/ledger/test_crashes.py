@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import pytest
 
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -153,11 +153,11 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     ledger: LedgerProcess,
 ) -> None:
     """Its last version may be of weights that were never committed."""
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     ledger.open_epoch(1)
     form_batch(ledger, 1)
     ledger.publish(1)
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
     with pytest.raises(HttpRefused, match="superseded by epoch 2"):
         ledger.batch(2, epoch=1)
@@ -230,20 +230,20 @@ def test_a_zombie_cannot_form_a_batch_once_a_newer_epoch_is_on_disk(
     ledger: LedgerProcess,
 ) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     ledger.open_epoch(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     with pytest.raises(HttpRefused, match="superseded by epoch 2"):
         ledger.batch(1, epoch=1)
     assert not ledger.layout.manifest(1).exists()
 
 
 def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerProcess) -> None:
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     ledger.open_epoch(1)
     form_batch(ledger, 1)
-    take_next_epoch(ledger.layout.epochs_dir)
+    claim_next_number(ledger.layout.generations_dir)
     before = ledger.layout.ledger_state.read_bytes()
     with pytest.raises(HttpRefused, match="superseded by epoch 2"):
         ledger.publish(1, epoch=1)
@@ -256,7 +256,7 @@ def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
     ledger.open_epoch()
     ledger.call("/finish", FinishRequest(1), Acknowledged)
     assert ledger.lease().stop
-    ledger.layout.finished.touch()
+    ledger.layout.finished_marker.touch()
     ledger.restart()
     assert ledger.lease().stop
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchCounts,
@@ -16,6 +15,7 @@ from areal_hpc.wire.ledger import (
     SettledTicket,
     TicketRef,
 )
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
@@ -56,7 +56,7 @@ class Service:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         port = self._runner.addresses[0][1]
-        rendezvous.publish(self._directory, self._name, f"http://127.0.0.1:{port}")
+        rendezvous.publish_endpoint(self._directory, self._name, f"http://127.0.0.1:{port}")
 
     async def kill(self) -> None:
         assert self._runner is not None

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.json_lines import read_lines
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.driver import BLOCKED_S, Driver, Peers
@@ -21,7 +20,8 @@ from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.tasks import TaskSet
 from areal_hpc.rollout.workflow import RolloutWorkflow
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SessionLimits
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.cluster.jobspec import IDLE_EXIT_CODE
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.job import run
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
@@ -29,8 +29,8 @@ run(json.loads(sys.argv[1]))
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    layout = RunLayout(tmp_path)
+def layout(tmp_path: Path) -> RunPaths:
+    layout = RunPaths(tmp_path)
     layout.data_dir.mkdir()
     layout.rendezvous_dir.mkdir()
     layout.admin_key.write_text(KEY)
@@ -39,7 +39,7 @@ def layout(tmp_path: Path) -> RunLayout:
     return layout
 
 
-def config(layout: RunLayout, workflow: str, **agent: Any) -> dict[str, Any]:
+def config(layout: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
     return {
         "run_dir": str(layout.root),
         "cell": "cell-0",
@@ -50,7 +50,7 @@ def config(layout: RunLayout, workflow: str, **agent: Any) -> dict[str, Any]:
     }
 
 
-async def serve(layout: RunLayout, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
+async def serve(layout: RunPaths, script: LedgerScript, process: subprocess.Popen[bytes]) -> None:
     """Stand in for ledger and proxy until the driver's process ends."""
     ledger = StandInLedger(layout.rendezvous_dir, script)
     proxy = StandInProxy(layout.rendezvous_dir)
@@ -69,7 +69,7 @@ async def serve(layout: RunLayout, script: LedgerScript, process: subprocess.Pop
 
 
 def drive(
-    layout: RunLayout,
+    layout: RunPaths,
     script: LedgerScript,
     workflow: str = "examples.quickstart.agent.ArithmeticAgent",
     **agent: Any,
@@ -84,27 +84,27 @@ def drive(
     return process.returncode
 
 
-def test_driver_process_works_until_the_ledger_says_stop(layout: RunLayout) -> None:
+def test_driver_process_works_until_the_ledger_says_stop(layout: RunPaths) -> None:
     grants = [TicketGrant(TicketRef(i, 0), i % 4, i, 4) for i in range(6)]
     script = LedgerScript(queue=grants)
     assert drive(layout, script) == 0
     assert len(script.finished) == 6
 
 
-def test_driver_process_runs_agents_in_processes_of_their_own(layout: RunLayout) -> None:
+def test_driver_process_runs_agents_in_processes_of_their_own(layout: RunPaths) -> None:
     script = LedgerScript(queue=[TicketGrant(TicketRef(i, 0), i, i, 4) for i in range(2)])
     workflow = "tests.integration.rollout.process_agents.Blocking"
     assert drive(layout, script, workflow, mode="subproc", subproc_max_workers=2) == 0
     assert len(script.finished) == 2
 
 
-def test_driver_process_stops_soon_after_a_signal(layout: RunLayout) -> None:
+def test_driver_process_stops_soon_after_a_signal(layout: RunPaths) -> None:
     script = LedgerScript(queue=[TicketGrant(TicketRef(0, 0), 0, 0, 4)], stop_when_done=False)
     assert drive(layout, script) == 0
     assert time.monotonic() - script.signalled_at < 15
 
 
-def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunLayout) -> None:
+def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunPaths) -> None:
     job = config(layout, "examples.quickstart.agent.ArithmeticAgent") | {"idle_timeout_s": 1.0}
     driver = [sys.executable, "-c", START, json.dumps(job)]
     began = time.monotonic()
@@ -117,7 +117,7 @@ def test_a_driver_under_slurm_goes_when_no_ledger_comes(layout: RunLayout) -> No
     waiting.wait()
 
 
-def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunLayout) -> None:
+def test_agent_that_cannot_be_loaded_ends_the_job_for_good(layout: RunPaths) -> None:
     with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):
         run(config(layout, "examples.quickstart.agent.ArithmetikAgent"))
     with pytest.raises(RecipeError, match="did you mean 'ArithmeticAgent'"):

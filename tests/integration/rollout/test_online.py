@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
 from tests.contract.proxy.proxy_stage import Stage
@@ -37,7 +37,7 @@ def visit(stage: Stage, driver: subprocess.Popen[bytes], number: int) -> tuple[d
 
 
 def test_what_programs_do_becomes_the_tickets_episodes(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path / "run")
+    layout = RunPaths(tmp_path / "run")
     for folder in (layout.data_dir, layout.rendezvous_dir):
         folder.mkdir(parents=True)
     layout.admin_key.write_text(KEY)

@@ -8,8 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.rollout.peer import Peer
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Acknowledged, Empty
 
@@ -30,7 +30,7 @@ async def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did
     peer = Peer(tmp_path, "proxy-cell-0", "key")
     incarnations = []
     for _ in range(2):
-        rendezvous.publish(tmp_path, "proxy-cell-0", url)
+        rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", url)
         with pytest.raises(HttpRefused):
             await peer.call("/rl/end_session", Empty(), Acknowledged)
         incarnations.append(peer.incarnation)

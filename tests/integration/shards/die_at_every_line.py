@@ -12,8 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from areal_hpc import durable
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir import atomic
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards import disk, index, writer
 from tests.unit.shards.sample_trajectories import ticket
 
@@ -24,13 +24,13 @@ WATCHED = {
     function.__code__
     for function in (
         *(writer.seal, writer._claim, writer._lay_out, writer._fill),
-        *(index.append_to_index, durable.sync_path, disk.write_whole),
+        *(index.append_to_index, atomic.fsync_path, disk.write_whole),
     )
 }
 """Everything that touches the disk."""
 
 
-def seal_and_die(layout: RunLayout, line_to_die_at: int) -> None:
+def seal_and_die(layout: RunPaths, line_to_die_at: int) -> None:
     lines_seen: set[tuple[str, int]] = set()
 
     def watch(frame: FrameType, event: str, argument: object) -> "TraceFunction | None":
@@ -48,10 +48,10 @@ def seal_and_die(layout: RunLayout, line_to_die_at: int) -> None:
 
 def main() -> None:
     root = Path(sys.argv[1])
-    begun = RunLayout(root / "begun")
+    begun = RunPaths(root / "begun")
     writer.seal(ticket(1), begun.shards_dir, begun.index_dir, "cell-0")
     for line_to_die_at in itertools.count():
-        layout = RunLayout(root / str(line_to_die_at))
+        layout = RunPaths(root / str(line_to_die_at))
         shutil.copytree(begun.root, layout.root)
         child = os.fork()
         if child == 0:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
@@ -22,7 +22,7 @@ def module_command(name: str, path: Path) -> list[str]:
     return [sys.executable, "-m", f"tests.integration.shards.{name}", str(path)]
 
 
-def stage(layout: RunLayout) -> str:
+def stage(layout: RunPaths) -> str:
     """How far the second seal came."""
     names = [path.name for path in layout.shards_dir.iterdir()]
     if (2, 1) in locate_tickets(read_index(layout.index_dir)):
@@ -36,9 +36,9 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repai
     tmp_path: Path,
 ) -> None:
     subprocess.run(module_command("die_at_every_line", tmp_path), cwd=CHECKOUT, check=True)
-    stages: dict[str, RunLayout] = {}
+    stages: dict[str, RunPaths] = {}
     for path in tmp_path.iterdir():
-        layout = RunLayout(path)
+        layout = RunPaths(path)
         before = stage(layout)
         stages[before] = layout
         assert_only_whole_shards_are_visible(layout)
@@ -54,7 +54,7 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repai
         assert verify_run(layout).problems == []
 
 
-def assert_only_whole_shards_are_visible(layout: RunLayout) -> None:
+def assert_only_whole_shards_are_visible(layout: RunPaths) -> None:
     for path in layout.shards_dir.glob("*.h5"):
         rows = ShardReader(path).read_rows([0, 1])
         expected = ticket(2 if path.name == "cell-0-000001.h5" else 1)

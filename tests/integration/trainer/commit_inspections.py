@@ -19,16 +19,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
+from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import megatron_private
 from areal_hpc.trainer.batch import training_rows
 from areal_hpc.trainer.checkpoints import megatron_format
 from areal_hpc.trainer.checkpoints import store as checkpoint
-from areal_hpc.trainer.checkpoints.store import MARKER, STATE_FILE, CheckpointStore, TrainerState
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import OptimizerConfig
@@ -40,14 +41,14 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.step import LossStats
-from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.trajectory import Trajectory
 from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
 
 
-def begin(scenario: Scenario, layout: RunLayout) -> Learner:
+def begin(scenario: Scenario, layout: RunPaths) -> Learner:
     """A learner with one step taken and committed, and a second step taken."""
     learner = make_learner(scenario, layout)
     step(learner, layout, 1)
@@ -57,7 +58,7 @@ def begin(scenario: Scenario, layout: RunLayout) -> Learner:
     return learner
 
 
-def step(learner: Learner, layout: RunLayout, number: int) -> None:
+def step(learner: Learner, layout: RunPaths, number: int) -> None:
     learner.train(read_manifest(layout, number))
 
 
@@ -65,7 +66,7 @@ def state_of(learner: Learner) -> dict[str, str]:
     return digests(learner.policy, learner._optimizer)
 
 
-def names(layout: RunLayout) -> list[str]:
+def names(layout: RunPaths) -> list[str]:
     return sorted(p.name for p in layout.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
 
 
@@ -83,7 +84,7 @@ def failure(learner: Learner) -> Found:
     return {"kind": None}
 
 
-def training_goes_on(scenario: Scenario, layout: RunLayout) -> Found:
+def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
@@ -104,7 +105,7 @@ def training_goes_on(scenario: Scenario, layout: RunLayout) -> Found:
     }
 
 
-def second_commit_waits(scenario: Scenario, layout: RunLayout) -> Found:
+def second_commit_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
@@ -119,7 +120,7 @@ def second_commit_waits(scenario: Scenario, layout: RunLayout) -> Found:
     return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
 
 
-def stop_waits(scenario: Scenario, layout: RunLayout) -> Found:
+def stop_waits(scenario: Scenario, layout: RunPaths) -> Found:
     """The loop is told to stop while a commit is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
@@ -139,7 +140,7 @@ class UnreachableSource(BatchSource):
         raise ClusterError("the ledger stays away")
 
 
-def failure_waits(scenario: Scenario, layout: RunLayout) -> Found:
+def failure_waits(scenario: Scenario, layout: RunPaths) -> Found:
     """Rank 0 cannot go on while a commit is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
@@ -158,7 +159,7 @@ def failure_waits(scenario: Scenario, layout: RunLayout) -> Found:
     return {"visible": names(layout)}
 
 
-def disk_is_full(scenario: Scenario, layout: RunLayout) -> Found:
+def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
     """Files of this process end at 20 kB."""
     learner = begin(scenario, layout)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
@@ -170,10 +171,10 @@ def disk_is_full(scenario: Scenario, layout: RunLayout) -> Found:
     return {}
 
 
-def commit_is_damaged(scenario: Scenario, layout: RunLayout) -> Found:
+def commit_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
     """A data file of the latest commit was cut short."""
     begin(scenario, layout).close()
-    latest = CheckpointStore(layout.checkpoints_dir, keep=2).latest()
+    latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     for path in latest.path.glob("*.distcp"):
         os.truncate(path, path.stat().st_size // 2)
@@ -184,7 +185,7 @@ def commit_is_damaged(scenario: Scenario, layout: RunLayout) -> Found:
     return {}
 
 
-def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
+def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
@@ -199,7 +200,7 @@ def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
     }
 
 
-def writers_keep_dying(scenario: Scenario, layout: RunLayout) -> Found:
+def writers_keep_dying(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     send = WriterClient._send
 
@@ -212,7 +213,7 @@ def writers_keep_dying(scenario: Scenario, layout: RunLayout) -> Found:
     return failure(learner) | {"visible": names(layout)}
 
 
-def storage_refuses(scenario: Scenario, layout: RunLayout) -> Found:
+def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     write = WriterClient.write
 
@@ -225,14 +226,14 @@ def storage_refuses(scenario: Scenario, layout: RunLayout) -> Found:
     return failure(learner) | {"visible": names(layout)}
 
 
-def replaced_while_writing(scenario: Scenario, layout: RunLayout) -> Found:
+def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     learner.begin_checkpoint({})
-    take_next_epoch(layout.epochs_dir)
+    claim_next_number(layout.generations_dir)
     return failure(learner) | {"visible": names(layout)}
 
 
-def place_commit(layout: RunLayout, epoch: int) -> Path:
+def place_commit(layout: RunPaths, epoch: int) -> Path:
     """A commit of step 2 by another start of the trainer."""
     path = layout.checkpoints_dir / "step_00000002"
     path.mkdir()
@@ -243,7 +244,7 @@ def place_commit(layout: RunLayout, epoch: int) -> Path:
     return path
 
 
-def successor_committed_first(scenario: Scenario, layout: RunLayout) -> Found:
+def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     learner._checkpoints._check_generation = lambda: (
         None
@@ -251,12 +252,12 @@ def successor_committed_first(scenario: Scenario, layout: RunLayout) -> Found:
     place_commit(layout, epoch=9)
     learner.begin_checkpoint({})
     found = failure(learner)
-    latest = CheckpointStore(layout.checkpoints_dir, keep=2).latest()
+    latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
     return found | {"epoch": latest.state.epoch, "is_whole": (latest.path / "data").exists()}
 
 
-def abandoned_commit_is_replaced(scenario: Scenario, layout: RunLayout) -> Found:
+def abandoned_commit_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     path = place_commit(layout, epoch=0)
     learner.begin_checkpoint({})
@@ -264,7 +265,7 @@ def abandoned_commit_is_replaced(scenario: Scenario, layout: RunLayout) -> Found
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
-def cleaned(scenario: Scenario, layout: RunLayout) -> Found:
+def cleaned(scenario: Scenario, layout: RunPaths) -> Found:
     """Epoch 4 cleans up."""
     left = ("2.epoch_3", "2.epoch_4", "2.epoch_5", "1.old", "1.replaced")
     for name in left:
@@ -273,7 +274,7 @@ def cleaned(scenario: Scenario, layout: RunLayout) -> Found:
     return {"left": [path.name for path in layout.checkpoints_dir.iterdir()]}
 
 
-def draws_no_random_numbers(scenario: Scenario, layout: RunLayout) -> Found:
+def draws_no_random_numbers(scenario: Scenario, layout: RunPaths) -> Found:
     def states() -> list[str]:
         numpy_state = np.random.get_state()
         return [str(torch.get_rng_state().tolist()), str(numpy_state), str(random.getstate())]
@@ -283,7 +284,7 @@ def draws_no_random_numbers(scenario: Scenario, layout: RunLayout) -> Found:
     return {"unchanged": states() == before}
 
 
-def odd_maxima(scenario: Scenario, layout: RunLayout) -> Found:
+def odd_maxima(scenario: Scenario, layout: RunPaths) -> Found:
     rank = dist.get_rank()
     own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
     maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
@@ -304,7 +305,7 @@ def settings_of(learner: Learner) -> Found:
     return {"groups": groups, "steps": sorted(steps)}
 
 
-def other_settings(scenario: Scenario, layout: RunLayout) -> Found:
+def other_settings(scenario: Scenario, layout: RunPaths) -> Found:
     """Resume with new AdamW settings, and once more without giving them to the optimizer."""
     begin(scenario, layout)
     new = {"betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.3}
@@ -317,15 +318,15 @@ def other_settings(scenario: Scenario, layout: RunLayout) -> Found:
     return {"resumed": resumed, "forgotten": forgotten, "given": settings_of(without)}
 
 
-def only_rank_0_chooses(scenario: Scenario, layout: RunLayout) -> Found:
+def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
     dist.barrier()
     if dist.get_rank() == 1:
-        CheckpointStore.latest = None  # type: ignore[assignment,method-assign]
+        mock.patch("areal_hpc.trainer.checkpoints.store.find_latest", None).start()
     return {"step": make_learner(scenario, layout).state.step}
 
 
-def chosen_commit_is_not_there(scenario: Scenario, layout: RunLayout) -> Found:
+def chosen_commit_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
     store = CheckpointStore(layout.checkpoints_dir, keep=2)
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
@@ -335,7 +336,7 @@ def chosen_commit_is_not_there(scenario: Scenario, layout: RunLayout) -> Found:
     return {}
 
 
-def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
+def rank_1_cannot_read(scenario: Scenario, layout: RunPaths) -> Found:
     def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         raise ShardError("the shard is damaged")
 
@@ -346,7 +347,7 @@ def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
     return {}
 
 
-def one_rank_fails_alone(scenario: Scenario, layout: RunLayout) -> Found:
+def one_rank_fails_alone(scenario: Scenario, layout: RunPaths) -> Found:
     """The others wait for it in a collective."""
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
@@ -354,7 +355,7 @@ def one_rank_fails_alone(scenario: Scenario, layout: RunLayout) -> Found:
     return {}
 
 
-def adamw_fault(scenario: Scenario, layout: RunLayout) -> Found:
+def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
     """The step after a resume, with one of the mends taken out."""
     learner = begin(scenario, layout)
     learner.begin_checkpoint({})

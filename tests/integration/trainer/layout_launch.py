@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.rank_server import RankServer
 
 Findings = dict[str, dict[str, Any]]
@@ -33,7 +33,7 @@ def launch(
     folder.mkdir()
     ranks = math.prod(size for name, size in parallel.items() if name != "ep")
     outcome = server.run(
-        RunLayout(folder),
+        RunPaths(folder),
         "inspect",
         ranks,
         trainer={"parallel": parallel},

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.checkpoints import TrainerState, find_latest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.store import CheckpointStore, TrainerState, load_checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensor
@@ -212,7 +213,7 @@ class Case:
 
     def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
         """Another trainer that takes the third step from the commit; its loss."""
-        commit = store.latest()
+        commit = find_latest(store._directory)
         assert commit is not None
         policy, optimizer = self.build()
         load_checkpoint(policy, optimizer, commit)
@@ -242,7 +243,7 @@ class Case:
         save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
-def go_through(scenario: dict[str, Any], layout: RunLayout) -> dict[str, Any]:
+def go_through(scenario: dict[str, Any], layout: RunPaths) -> dict[str, Any]:
     """What is found out about every family of the scenario; an act of `replay_worker`."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     findings: dict[str, Any] = {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -31,7 +31,7 @@ class RankServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, layout: RunLayout, act: str, ranks: int = 1, **scenario: Any) -> Outcome:
+    def run(self, layout: RunPaths, act: str, ranks: int = 1, **scenario: Any) -> Outcome:
         request = {"run_dir": str(layout.root), "act": act, "ranks": ranks, "trainer": {}}
         assert self._process.stdin is not None
         assert self._process.stdout is not None

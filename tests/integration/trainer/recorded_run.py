@@ -12,15 +12,15 @@ import h5py
 import numpy as np
 import yaml
 
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import read_manifest, write_manifest
+from areal_hpc.rundir.manifests import read_manifest, write_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
-from areal_hpc.trajectory import Trajectory
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.trajectory import Trajectory
+from areal_hpc.wire.weight_version import WeightVersion
 
 TICKETS, SAMPLES = 3, 4
 VOCAB = 320
@@ -41,7 +41,7 @@ def record_run(
     oldest: int = 0,
     far_steps: Collection[int] = (),
     rewards: Mapping[int, Sequence[float]] | None = None,
-) -> RunLayout:
+) -> RunPaths:
     """Write it.
 
     Args:
@@ -52,7 +52,7 @@ def record_run(
             that the ratio of the two is no 32-bit number, though both are sound.
         rewards: Of the episodes of each ticket, in the batches of these steps.
     """
-    layout = RunLayout(root)
+    layout = RunPaths(root)
     make_tiny_model(
         layout.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
         ffn=64, vocab=VOCAB,
@@ -83,7 +83,7 @@ def record_run(
     return layout
 
 
-def spoil(layout: RunLayout, step: int, rows: Sequence[int], **columns: float) -> None:
+def spoil(layout: RunPaths, step: int, rows: Sequence[int], **columns: float) -> None:
     """Overwrite columns of a batch's rows where they lie, and let the index say so.
 
     Writers refuse what this makes; it stands for a shard of a writer that did not.
@@ -104,7 +104,7 @@ def spoil(layout: RunLayout, step: int, rows: Sequence[int], **columns: float) -
         append_to_index(layout.index_dir, describe_shard(path) if line.file == name else line)
 
 
-def write_recipe(layout: RunLayout, trainer: dict[str, Any]) -> None:
+def write_recipe(layout: RunPaths, trainer: dict[str, Any]) -> None:
     """The recipe that such a run could have been made from, with the trainer's part as given."""
     engine = {name: trainer[name] for name in ("device", "dtype")}
     recipe = {
@@ -139,7 +139,7 @@ def _trajectory(
     )
 
 
-def claim_dropout(layout: RunLayout) -> None:
+def claim_dropout(layout: RunPaths) -> None:
     """Let the model's configuration ask for dropout, which the trainer never applies."""
     path = layout.tiny_model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))

@@ -28,15 +28,14 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
 
 # isort: split
-from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.fence import epoch_fence
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
@@ -70,17 +69,19 @@ def config_of(scenario: Scenario) -> TrainerConfig:
     return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
 
 
-def make_learner(scenario: Scenario, layout: RunLayout) -> Learner:
-    claimed = str(take_next_epoch(layout.epochs_dir)).encode() if dist.get_rank() == 0 else None
+def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
+    claimed = (
+        str(claim_next_number(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
+    )
     generation = int(broadcast_object(claimed))
     return Learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
-        check_generation=epoch_fence(layout.epochs_dir, generation),
+        check_generation=make_generation_check(layout.generations_dir, generation),
     )  # fmt: skip
 
 
-def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Train on the recorded batches, from the latest commit to the last step."""
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
@@ -98,7 +99,7 @@ def replay(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     }
 
 
-def warm_up(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def warm_up(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """The supervised warm-up, from its latest commit to its last step."""
     job = SftJobConfig.model_validate(scenario["warmup"])
     policy = build_policy(
@@ -111,7 +112,7 @@ def warm_up(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     return {"began_at": began_at, "digests": digests(policy, trainer._optimizer)}
 
 
-def inspect(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def inspect(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Whatever a function of a test module finds out: `module:function`."""
     module, _, function = scenario["inspect"].partition(":")
     found: dict[str, Any] = getattr(importlib.import_module(module), function)(scenario, layout)
@@ -150,7 +151,7 @@ def die_at(call: str, nth: int, when: str) -> None:
 def be_rank(scenario: Scenario, rank: int) -> int:
     """One rank of a scenario, in a process of its own; its exit code."""
     os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
-    layout = RunLayout(Path(scenario["run_dir"]))
+    layout = RunPaths(Path(scenario["run_dir"]))
     log = os.open(layout.root / "ranks.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)

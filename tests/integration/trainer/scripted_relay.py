@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
@@ -137,5 +137,5 @@ if __name__ == "__main__":
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    rendezvous.publish(DIRECTORY, f"relay-{CELL}", url)
+    rendezvous.publish_endpoint(DIRECTORY, f"relay-{CELL}", url)
     server.serve_forever()

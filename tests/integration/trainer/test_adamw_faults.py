@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.rank_server import RankServer
 from tests.integration.trainer.recorded_run import record_run
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def step_after_a_resume(ranks: RankServer, root: Path, without: str) -> dict[str, Any]:
-    layout: RunLayout = record_run(root, 3)
+    layout: RunPaths = record_run(root, 3)
     name = "tests.integration.trainer.commit_inspections:adamw_fault"
     trainer = {"total_steps": 3}
     outcome = ranks.run(layout, "inspect", trainer=trainer, inspect=name, without=without)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.rank_server import REPOSITORY, Outcome, RankServer
 from tests.integration.trainer.recorded_run import record_run
 
@@ -29,12 +29,12 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout(recorded: Path, tmp_path: Path) -> RunLayout:
-    return RunLayout(shutil.copytree(recorded, tmp_path / "run"))
+def layout(recorded: Path, tmp_path: Path) -> RunPaths:
+    return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
 
 
 def inspect(
-    ranks: RankServer, layout: RunLayout, function: str, count: int = 1, **scenario: Any
+    ranks: RankServer, layout: RunPaths, function: str, count: int = 1, **scenario: Any
 ) -> Outcome:
     trainer = {"total_steps": 4, "parallel": {"dp": count}}
     name = f"{INSPECTIONS}:{function}"
@@ -42,7 +42,7 @@ def inspect(
 
 
 def found_by(
-    ranks: RankServer, layout: RunLayout, function: str, count: int = 1, **scenario: Any
+    ranks: RankServer, layout: RunPaths, function: str, count: int = 1, **scenario: Any
 ) -> dict[str, Any]:
     outcome = inspect(ranks, layout, function, count, **scenario)
     assert outcome.codes == [0] * count, outcome.log
@@ -50,7 +50,7 @@ def found_by(
 
 
 def test_training_goes_on_while_a_commit_of_the_earlier_step_is_written(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     assert found_by(ranks, layout, "training_goes_on") == {
         "polled": [False] * 3,
@@ -61,24 +61,24 @@ def test_training_goes_on_while_a_commit_of_the_earlier_step_is_written(
     }
 
 
-def test_a_second_commit_waits_for_the_first(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_second_commit_waits_for_the_first(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "second_commit_waits")
     assert found["first_was_visible"]
     assert found["waited_s"] >= 0.4
     assert found["visible"] == ["step_00000002", "step_00000003"]
 
 
-def test_the_end_of_the_loop_waits_for_the_commit(ranks: RankServer, layout: RunLayout) -> None:
+def test_the_end_of_the_loop_waits_for_the_commit(ranks: RankServer, layout: RunPaths) -> None:
     assert found_by(ranks, layout, "stop_waits") == {"finished": True, "visible": BOTH}
 
 
-def test_a_failure_waits_for_the_commit(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_failure_waits_for_the_commit(ranks: RankServer, layout: RunPaths) -> None:
     outcome = inspect(ranks, layout, "failure_waits", 2)
     assert [report["visible"] for report in outcome.reports] == [BOTH, BOTH]
     assert "the ledger stays away" in outcome.reports[0]["error"]
 
 
-def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "disk_is_full")
     assert found["kind"] == "ClusterError"
     assert "could not be written" in found["error"]
@@ -86,25 +86,25 @@ def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: Run
     assert found["visible"] == FIRST
 
 
-def test_a_damaged_commit_is_named(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_damaged_commit_is_named(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "commit_is_damaged")
     assert found["kind"] == "ShardError"
     assert "step_00000001" in found["error"]
 
 
-def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
 
 
-def test_a_commit_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_commit_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writers_keep_dying")
     assert found["kind"] == "ClusterError"
     assert "died 2 times, at last with exit code -9" in found["error"]
     assert found["visible"] == FIRST
 
 
-def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunLayout) -> None:
+def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "storage_refuses")
     assert found["kind"] == "ClusterError"
     assert "No such file or directory" in found["error"]
@@ -113,41 +113,39 @@ def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunL
 
 
 def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_commit(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "replaced_while_writing")
-    assert found["kind"] == "SupersededError"
+    assert found["kind"] == "SupersededTrainerError"
     assert found["visible"] == FIRST
 
 
 def test_a_trainer_that_was_replaced_spares_the_commit_of_its_successor(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "successor_committed_first")
-    assert found["kind"] == "SupersededError"
+    assert found["kind"] == "SupersededTrainerError"
     assert found["epoch"] == 9
     assert found["is_whole"]
 
 
-def test_the_commit_of_an_abandoned_epoch_is_replaced(ranks: RankServer, layout: RunLayout) -> None:
+def test_the_commit_of_an_abandoned_epoch_is_replaced(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "abandoned_commit_is_replaced")
     assert found == {"is_replaced": True, "visible": BOTH}
 
 
-def test_cleaning_spares_what_a_later_epoch_is_writing(
-    ranks: RankServer, layout: RunLayout
-) -> None:
+def test_cleaning_spares_what_a_later_epoch_is_writing(ranks: RankServer, layout: RunPaths) -> None:
     assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.epoch_5"]}
 
 
 def test_training_and_committing_draw_no_random_numbers(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     assert found_by(ranks, layout, "draws_no_random_numbers") == {"unchanged": True}
 
 
 def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "other_settings")
     assert found["resumed"] == found["given"]
@@ -159,19 +157,19 @@ def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
     assert {tuple(group["betas"]) for group in found["forgotten"]["groups"]} == {(0.9, 0.95)}
 
 
-def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, layout: RunLayout) -> None:
+def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, layout: RunPaths) -> None:
     outcome = inspect(ranks, layout, "only_rank_0_chooses", 2)
     assert outcome.codes == [0, 0], outcome.log
     assert outcome.reports == [{"step": 1}] * 2
 
 
-def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: RunLayout) -> None:
+def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: RunPaths) -> None:
     outcome = inspect(ranks, layout, "chosen_commit_is_not_there", 2)
     assert outcome.codes == [STOPPED, STORAGE_FAILED]
     assert "this rank cannot see" in outcome.reports[1]["error"]
 
 
-def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunLayout) -> None:
+def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunPaths) -> None:
     outcome = inspect(ranks, layout, "rank_1_cannot_read", 2)
     assert outcome.codes == [STOPPED, DATA_DAMAGED]
     assert outcome.reports == [{}, {"error": "the shard is damaged", "kind": "ShardError"}]
@@ -179,7 +177,7 @@ def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: Ru
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_only_the_rank_that_failed_reports(
-    ranks: RankServer, layout: RunLayout, failing: int
+    ranks: RankServer, layout: RunPaths, failing: int
 ) -> None:
     outcome = inspect(ranks, layout, "one_rank_fails_alone", 2, failing=failing)
     assert outcome.codes[failing] == 70
@@ -188,7 +186,7 @@ def test_only_the_rank_that_failed_reports(
 
 
 def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
-    ranks: RankServer, layout: RunLayout
+    ranks: RankServer, layout: RunPaths
 ) -> None:
     outcome = inspect(ranks, layout, "odd_maxima", 2)
     assert outcome.reports == [{"odd": "nan", "huge": "inf", "plain": "2.0"}] * 2

@@ -14,10 +14,10 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.cluster import rendezvous
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.json_lines import read_lines
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
@@ -28,8 +28,8 @@ from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+from areal_hpc.wire.weight_version import WeightVersion
 
 REPOSITORY = Path(__file__).parents[3]
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
@@ -70,7 +70,7 @@ def start_ledger(stack: ExitStack, directory: Path, handler: type[Ledger] = Ledg
     thread.start()
     stack.callback(thread.join)
     stack.callback(server.shutdown)
-    rendezvous.publish(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
+    rendezvous.publish_endpoint(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
 
 
 def start_relay(
@@ -143,7 +143,9 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     start_ledger(stack, tmp_path)
     start_relay(stack, tmp_path, "cell-0")
     start_relay(stack, tmp_path, "cell-1", HANG_S)
-    rendezvous.publish(tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}")
+    rendezvous.publish_endpoint(
+        tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
+    )
     for cell in ("cell-0", "cell-1"):
         rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
     coordinator = make_coordinator(stack, tmp_path, cells=3)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.rank_server import Outcome, RankServer
 from tests.integration.trainer.recorded_run import claim_dropout, record_run
 
@@ -19,7 +19,7 @@ COMMITS = ["step_00000004", "step_00000006"]
 
 LEARN = "areal_hpc.trainer.learner:Learner.train"
 FORWARD = "areal_hpc.trainer.step:run_forward_backward"
-APPLY = "areal_hpc.trainer.step:optimizer_step"
+APPLY = "areal_hpc.trainer.step:step_optimizer"
 COPY = "areal_hpc.trainer.checkpoints.megatron_format:save_sharded"
 WRITE = "areal_hpc.trainer.checkpoints.writer_client:WriterClient.write"
 FINISH = "areal_hpc.trainer.checkpoints.store:CheckpointStore._make_visible"
@@ -57,17 +57,17 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def layout(recorded: Path, tmp_path: Path) -> RunLayout:
-    return RunLayout(shutil.copytree(recorded, tmp_path / "run"))
+def layout(recorded: Path, tmp_path: Path) -> RunPaths:
+    return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def train(ranks: RankServer, layout: RunLayout, dp: int = 1, **scenario: Any) -> Outcome:
+def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> Outcome:
     settings = {"total_steps": STEPS, "minibatches": 2, "parallel": {"dp": dp}}
     return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
 
 
 def uninterrupted(ranks: RankServer, recorded: Path, folder: Path, dp: int) -> list[Any]:
-    layout = RunLayout(shutil.copytree(recorded, folder / "run"))
+    layout = RunPaths(shutil.copytree(recorded, folder / "run"))
     outcome = train(ranks, layout, dp)
     assert outcome.codes == [0] * dp, outcome.log
     return [report["digests"] for report in outcome.reports]
@@ -87,7 +87,7 @@ def expected_of_two(
     return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("two"), 2)
 
 
-def check_complete(layout: RunLayout, outcome: Outcome, began_at: set[int]) -> None:
+def check_complete(layout: RunPaths, outcome: Outcome, began_at: set[int]) -> None:
     assert set(outcome.codes) == {0}, outcome.log
     for report in outcome.reports:
         assert report["began_at"] in began_at
@@ -101,7 +101,7 @@ def check_complete(layout: RunLayout, outcome: Outcome, began_at: set[int]) -> N
 
 @pytest.mark.parametrize("point", KILLS)
 def test_a_killed_run_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunLayout, expected: list[Any], point: str
+    ranks: RankServer, layout: RunPaths, expected: list[Any], point: str
 ) -> None:
     call, nth, when, began_at = KILLS[point]
     kill = {"rank": 0, "call": call, "nth": nth, "when": when}
@@ -113,7 +113,7 @@ def test_a_killed_run_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("point", KILLS_OF_TWO)
 def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunLayout, expected_of_two: list[Any], point: str
+    ranks: RankServer, layout: RunPaths, expected_of_two: list[Any], point: str
 ) -> None:
     rank, call, nth, when, began_at = KILLS_OF_TWO[point]
     kill = {"rank": rank, "call": call, "nth": nth, "when": when}
@@ -127,7 +127,7 @@ def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
 
 
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunLayout, expected: list[Any]
+    ranks: RankServer, layout: RunPaths, expected: list[Any]
 ) -> None:
     # The fifth step begins after the second commit, which has waited for the first.
     kill = {"rank": 0, "call": LEARN, "nth": 5, "when": "before"}
@@ -141,7 +141,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
 
 
 def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
-    ranks: RankServer, layout: RunLayout, expected: list[Any]
+    ranks: RankServer, layout: RunPaths, expected: list[Any]
 ) -> None:
     claim_dropout(layout)
     outcome = train(ranks, layout)
@@ -150,7 +150,7 @@ def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
 
 
 def test_a_killed_warm_up_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunLayout, tmp_path: Path
+    ranks: RankServer, layout: RunPaths, tmp_path: Path
 ) -> None:
     demonstrations = tmp_path / "demonstrations.jsonl"
     with demonstrations.open("w") as stream:
@@ -172,7 +172,7 @@ def test_a_killed_warm_up_ends_with_the_same_bits(
             "device": "cpu",
             "dtype": "float32",
         }
-        return ranks.run(RunLayout(root), "warm_up", warmup=config, **scenario)
+        return ranks.run(RunPaths(root), "warm_up", warmup=config, **scenario)
 
     expected = warm_up(tmp_path / "left-alone")
     assert expected.codes == [0], expected.log

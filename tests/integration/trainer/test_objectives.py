@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.rank_server import RankServer
 from tests.integration.trainer.recorded_run import record_run
 
@@ -38,7 +38,7 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **parallel: int
 ) -> list[dict[str, float]]:
-    layout = RunLayout(shutil.copytree(stale, folder))
+    layout = RunPaths(shutil.copytree(stale, folder))
     settings = {
         "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
     }  # fmt: skip

@@ -13,9 +13,9 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
-from areal_hpc.json_lines import append_line, read_lines
 from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.progress import PlainReporter
 from tests.integration.trainer.rank_server import REPOSITORY, RankServer
 from tests.integration.trainer.recorded_run import TRAINER, record_run, write_recipe
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
-def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
+def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     """A run of six steps with commits of the last two even ones."""
     layout = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
     write_recipe(layout, {**TRAINER, **SETTINGS})
@@ -46,8 +46,8 @@ def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def plan(run: RunLayout, first: int, last: int, *overrides: str) -> Replay:
-    return Replay(run, first, last, overrides, RunLayout(run.root.with_name("not-there")))
+def plan(run: RunPaths, first: int, last: int, *overrides: str) -> Replay:
+    return Replay(run, first, last, overrides, RunPaths(run.root.with_name("not-there")))
 
 
 def content(root: Path) -> dict[str, tuple[int, int]]:
@@ -57,11 +57,11 @@ def content(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def lines(root: Path) -> dict[int, dict[str, float]]:
-    return {line["step"]: line for line in read_lines(RunLayout(root).metrics)}
+    return {line["step"]: line for line in read_lines(RunPaths(root).metrics)}
 
 
 def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
-    recorded: RunLayout, tmp_path: Path
+    recorded: RunPaths, tmp_path: Path
 ) -> None:
     before = content(recorded.root)
     ended = replay(recorded.root, "--steps", "6", "--out", str(tmp_path / "out"))
@@ -81,7 +81,7 @@ def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
 
 
 def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
-    recorded: RunLayout, tmp_path: Path
+    recorded: RunPaths, tmp_path: Path
 ) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
              "trainer.objective.proximal=none", "trainer.objective.correction=none")  # fmt: skip
@@ -97,7 +97,7 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     assert found[2]["behaviour/weight_mean"] == 1.0
     assert found[2]["reward/mean"] == expected[2]["reward/mean"]
     # The same command finds everything done; another one does not touch it.
-    out = RunLayout(tmp_path / "out")
+    out = RunPaths(tmp_path / "out")
     again = Replay(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
     again.carry_out(reporter, threading.Event())
@@ -108,10 +108,10 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
 
 
 def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
-    recorded: RunLayout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    out = RunLayout(tmp_path / "out")
+    out = RunPaths(tmp_path / "out")
     on_gpu = Replay(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
         on_gpu.carry_out(PlainReporter(out, 3, 0), threading.Event())
@@ -119,14 +119,14 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     assert not out.jobs_dir.exists()
 
 
-def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunLayout) -> None:
+def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunPaths) -> None:
     assert find_start(recorded, 7).step == 6
     assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4
     early = find_start(recorded, 4)
     assert (early.step, early.commit) == (0, None)
 
 
-def test_steps_that_were_not_recorded_are_named(recorded: RunLayout) -> None:
+def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
     with pytest.raises(RecipeError, match="step 7 is not recorded; the run holds steps 1 to 6"):
         plan(recorded, 5, 9)
 
@@ -164,7 +164,7 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
 
 
 def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
-    run, out = RunLayout(tmp_path / "run"), RunLayout(tmp_path / "out")
+    run, out = RunPaths(tmp_path / "run"), RunPaths(tmp_path / "out")
     for layout, losses in ((run, {1: 2.0, 2: None}), (out, {1: 2.5, 2: None, 3: 1.0})):
         layout.root.mkdir()
         for step, loss in losses.items():
@@ -176,14 +176,14 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
     ]
 
 
-def test_nothing_is_written_into_the_recorded_run(recorded: RunLayout) -> None:
+def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
     for out in (recorded.root, recorded.root / "again"):
         with pytest.raises(RecipeError, match="only read"):
-            Replay(recorded, 5, 6, (), RunLayout(out))
+            Replay(recorded, 5, 6, (), RunPaths(out))
 
 
 def test_settings_that_contradict_what_is_recorded_are_refused_by_name(
-    recorded: RunLayout,
+    recorded: RunPaths,
 ) -> None:
     with pytest.raises(RecipeError) as caught:
         plan(recorded, 5, 6, "trainer.batch_size=6", "trainer.optimizer.lr=1", "seed=2")

@@ -14,9 +14,9 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE
-from areal_hpc.json_lines import read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.tiny_model import make_tiny_model
 
 pytestmark = pytest.mark.timeout(200)
@@ -74,27 +74,27 @@ def start(config: Path) -> subprocess.Popen[bytes]:
 
 
 def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -> None:
-    layout = RunLayout(config.parent / "run")
+    layout = RunPaths(config.parent / "run")
     process = start(config)
     give_up_at = time.monotonic() + 60
-    while len(read_lines(layout.warmup_metrics)) < 50:
+    while len(read_lines(layout.sft_metrics)) < 50:
         assert process.poll() is None
         assert time.monotonic() < give_up_at
         time.sleep(0.02)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    stopped_at = read_lines(layout.warmup_metrics)[-1]["step"]
+    stopped_at = read_lines(layout.sft_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
-    assert not layout.export("warmup").exists()
+    assert not layout.sft_export.exists()
 
     assert start(config).wait(timeout=90) == 0
-    rows = read_lines(layout.warmup_metrics)
+    rows = read_lines(layout.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
-    commits = sorted(path.name for path in layout.warmup_dir.iterdir())
+    commits = sorted(path.name for path in layout.sft_dir.iterdir())
     assert commits == ["step_00000120", "step_00000160"]
 
-    exported = layout.export("warmup")
+    exported = layout.sft_export
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)
     model = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     for question, answer in ANSWERS.items():

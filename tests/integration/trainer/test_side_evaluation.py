@@ -10,8 +10,8 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.loop import (
@@ -24,10 +24,10 @@ from areal_hpc.trainer.loop.loop import (
     Wait,
 )
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.trainer.test_coordinator import (
     SPECS,
     Ledger,
@@ -70,17 +70,17 @@ class Court:
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
-        before = rendezvous.find(self.directory, "relay-evaluation")
+        before = rendezvous.find_endpoint(self.directory, "relay-evaluation")
         process = start_relay(self.stack, self.directory, "evaluation")
         give_up_at = time.monotonic() + LIMIT_S
-        while rendezvous.find(self.directory, "relay-evaluation") == before:
+        while rendezvous.find_endpoint(self.directory, "relay-evaluation") == before:
             assert time.monotonic() < give_up_at
             time.sleep(0.05)
         return process
 
     def served(self) -> str:
         """The version that the evaluation cell serves."""
-        endpoint = rendezvous.find(self.directory, "relay-evaluation")
+        endpoint = rendezvous.find_endpoint(self.directory, "relay-evaluation")
         assert endpoint is not None
         client = WireClient(endpoint.url, "key", timeout_s=5.0)
         try:

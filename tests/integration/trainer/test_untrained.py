@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from areal_hpc.audit.fates import Fate, audit_run
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import read_manifest
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import read_step_lines
 from tests.integration.trainer.rank_server import Outcome, RankServer
 from tests.integration.trainer.recorded_run import SAMPLES, record_run, spoil
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.timeout(120)
 
 
 def each_step(
-    ranks: RankServer, layout: RunLayout, parallel: dict[str, int] | None = None, **trainer: Any
+    ranks: RankServer, layout: RunPaths, parallel: dict[str, int] | None = None, **trainer: Any
 ) -> list[dict[str, Any]]:
     """What every rank finds when it trains on all batches."""
     parallel = parallel or {}
@@ -48,7 +48,7 @@ def column(report: dict[str, Any], name: str) -> list[Any]:
     return [line[name] for line in report["lines"]]
 
 
-def train(ranks: RankServer, layout: RunLayout, dp: int = 1, **scenario: Any) -> Outcome:
+def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> Outcome:
     optimizer = {"lr": 1e-3, "on_nonfinite": scenario.pop("on_nonfinite", "skip")}
     settings = {"commit_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
                 "parallel": {"dp": dp}, **scenario.pop("trainer", {})}  # fmt: skip
@@ -138,7 +138,7 @@ def test_no_layout_and_no_family_learns_from_gradients_of_no_use(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
     outcome = ranks.run(
-        RunLayout(tmp_path), "inspect", 2, inspect=f"{INSPECTIONS}:gradients_of_no_use",
+        RunPaths(tmp_path), "inspect", 2, inspect=f"{INSPECTIONS}:gradients_of_no_use",
         trainer={"parallel": parallel}, families=["qwen3", "qwen3_moe"],
     )  # fmt: skip
     assert outcome.codes == [0, 0], outcome.log
@@ -210,8 +210,8 @@ def resumed_after_a_kill(
 ) -> Sequence[Outcome]:
     """A run left alone, and the resume of one that was killed before its nth step."""
     settings = {"total_steps": steps, "commit_every_steps": 2}
-    alone = RunLayout(shutil.copytree(recorded, folder / "alone"))
-    killed = RunLayout(shutil.copytree(recorded, folder / "killed"))
+    alone = RunPaths(shutil.copytree(recorded, folder / "alone"))
+    killed = RunPaths(shutil.copytree(recorded, folder / "killed"))
     kill = {"rank": 0, "call": LEARN, "nth": nth, "when": "before"}
     assert train(ranks, killed, trainer=settings, kill=kill).codes == [-9]
     return [train(ranks, one, trainer=settings) for one in (alone, killed)]
@@ -224,7 +224,7 @@ def test_a_run_killed_between_two_odd_batches_ends_with_the_same_bits(
     alone, resumed = resumed_after_a_kill(ranks, recorded, tmp_path, 6, 5)
     assert (alone.codes, resumed.codes) == ([0], [0]), resumed.log
     assert resumed.reports[0]["digests"] == alone.reports[0]["digests"]
-    names = [RunLayout(tmp_path / one).checkpoints_dir for one in ("alone", "killed")]
+    names = [RunPaths(tmp_path / one).checkpoints_dir for one in ("alone", "killed")]
     states = [json.loads((name / "step_00000006/trainer.json").read_text()) for name in names]
     assert [[one["step"] for one in state["untrained"]] for state in states] == [[2, 3, 5]] * 2
     assert resumed.reports[0]["began_at"] in {2, 4}
@@ -262,7 +262,7 @@ def test_a_warm_up_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> N
     for _ in range(2):
         assert "step 4 of the warm-up" in (error := warm_up()["error"])
         assert "warmup.optimizer.on_nonfinite" in error
-    lines = read_step_lines(layout.warmup_metrics)
+    lines = read_step_lines(layout.sft_metrics)
     assert [line["step/skipped"] for line in lines] == [0, 1, 1]
     optimizer["on_nonfinite"] = "stop"
     assert "set warmup.optimizer.on_nonfinite=skip" in warm_up()["error"]

@@ -5,20 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.manifests import manifest_steps, read_manifest
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.step import train_step
 from tests.integration.trainer.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.integration.trainer.replay_worker import Scenario, digests, make_learner
 
 
-def each_step(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """Train on every batch; what is held before the first and after each one."""
     learner = make_learner(scenario, layout)
     held = [digests(learner.policy, learner._optimizer)]
     lines = []
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         lines.append(learner.train(read_manifest(layout, step)))
         held.append(digests(learner.policy, learner._optimizer))
     parts = learner._optimizer.chained_optimizers
@@ -33,7 +33,7 @@ def each_step(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
     }
 
 
-def gradients_of_no_use(scenario: Scenario, layout: RunLayout) -> dict[str, Any]:
+def gradients_of_no_use(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     """A step, two whose gradient is zero or not a number, and another; or without the two."""
     parallel = ParallelConfig(**scenario["trainer"]["parallel"])
     found: dict[str, Any] = {}

@@ -27,7 +27,7 @@ import httpx
 import torch
 from transformers import Qwen3ForCausalLM
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from tests.integration.inference.cell import Cell
 
 PROMPT = [10, 20, 30, 40, 50]
@@ -81,7 +81,7 @@ class Gate:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        rendezvous.publish(directory, f"relay-{cell.name}", url)
+        rendezvous.publish_endpoint(directory, f"relay-{cell.name}", url)
 
     def pass_on(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
         """Forward a call, unless the trap is for it or the replica is lost."""

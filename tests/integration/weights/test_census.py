@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.cluster import rendezvous
+from areal_hpc.rundir import rendezvous
 from areal_hpc.weights.census import Census
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
@@ -51,8 +51,8 @@ def silent_url() -> Iterator[str]:
 def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, relay_url: str, silent_url: str
 ) -> None:
-    rendezvous.publish(tmp_path, "relay-cell-0", relay_url)
-    rendezvous.publish(tmp_path, "relay-cell-1", silent_url)
+    rendezvous.publish_endpoint(tmp_path, "relay-cell-0", relay_url)
+    rendezvous.publish_endpoint(tmp_path, "relay-cell-1", silent_url)
     census = Census(tmp_path, 2, "key")
     waits_s = []
     for _ in range(6):
@@ -61,7 +61,7 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
         waits_s.append(time.monotonic() - began)
     assert waits_s[0] >= 1.0
     assert statistics.median(waits_s) < 1.0, "a second goes by whenever it is waited for"
-    rendezvous.publish(tmp_path, "relay-cell-1", relay_url)
+    rendezvous.publish_endpoint(tmp_path, "relay-cell-1", relay_url)
     give_up_at = time.monotonic() + 60
     while {key.cell for key, _ in census.take()} != {"cell-0", "cell-1"}:
         assert time.monotonic() < give_up_at

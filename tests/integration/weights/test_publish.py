@@ -19,7 +19,7 @@ from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import UpdateReport
 from areal_hpc.weights.swap import GroupSwap
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
 from tests.integration.weights.fire import Trap, gates
 

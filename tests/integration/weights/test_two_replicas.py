@@ -20,7 +20,7 @@ from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import UpdateReport
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
 from tests.integration.weights.fire import Reader, Sender, Trap, gates
 

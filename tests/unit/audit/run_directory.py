@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.audit.evidence import UntrainedRecord
-from areal_hpc.layout import RunLayout, step_name
-from areal_hpc.ledger.drops import Drop, append_drop
-from areal_hpc.ledger.manifests import write_manifest
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.drops import DroppedTicket, append_drop
+from areal_hpc.rundir.manifests import write_manifest
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
@@ -23,7 +23,7 @@ class RunDirectory:
     """Three steps of two tickets; ticket 2 was dropped, so step 2 trained tickets 3 and 4."""
 
     def __init__(self, root: Path, *, off_policyness: int = 0) -> None:
-        self.layout = RunLayout(root)
+        self.layout = RunPaths(root)
         root.mkdir(parents=True, exist_ok=True)
         self.layout.recipe.write_text(
             f"trainer: {{batch_size: {BATCH}, total_steps: 3}}\n"
@@ -31,7 +31,7 @@ class RunDirectory:
         )
         self._shards = 0
         self.batches = [self.seal(0, 1), self.seal(3, 4), self.seal(5, 6)]
-        append_drop(self.layout, Drop(TicketRef(2, 1), "ValueError"))
+        append_drop(self.layout, DroppedTicket(TicketRef(2, 1), "ValueError"))
         for step, tickets in enumerate(self.batches, 1):
             self.hand_out(step, tickets)
         self.commit(3, epoch=1)
@@ -66,7 +66,7 @@ class RunDirectory:
         untrained: Sequence[UntrainedRecord] = (),
     ) -> Path:
         """A complete commit with what the trainer's state says of batches, among other things."""
-        path = self.layout.checkpoints_dir / step_name(step)
+        path = self.layout.checkpoints_dir / format_step_dir(step)
         path.mkdir(parents=True, exist_ok=True)
         state = {
             "step": step,
@@ -82,7 +82,7 @@ class RunDirectory:
 
     def finish(self) -> None:
         """The trainer's last word."""
-        self.layout.finished.touch()
+        self.layout.finished_marker.touch()
 
     def shard_of(self, step: int) -> Path:
         """The file that holds a step's rows."""

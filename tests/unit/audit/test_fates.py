@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.audit.evidence import UntrainedRecord
 from areal_hpc.audit.fates import Audit, Fate, audit_run
-from areal_hpc.ledger.drops import Drop, append_drop
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.drops import DroppedTicket, append_drop
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.audit.run_directory import RunDirectory
 
@@ -56,7 +56,7 @@ def test_what_is_under_way_is_open(run: RunDirectory) -> None:
 
 
 def test_a_filtered_ticket_is_a_fate_of_its_own(run: RunDirectory) -> None:
-    append_drop(run.layout, Drop(TicketRef(7, 1), "all rewards are 1.0", "filtered"))
+    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "all rewards are 1.0", "filtered"))
     audit = audit_run(run.layout)
     assert of(audit, Fate.FILTERED) == [7]
     assert of(audit, Fate.DROPPED) == [2]
@@ -65,7 +65,7 @@ def test_a_filtered_ticket_is_a_fate_of_its_own(run: RunDirectory) -> None:
 
 def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirectory) -> None:
     run.seal(7)
-    append_drop(run.layout, Drop(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
+    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     audit = audit_run(run.layout)
     assert audit.tickets[7].fate is Fate.OPEN
     assert "too old" in audit.tickets[7].why
@@ -81,7 +81,7 @@ def test_a_ticket_that_was_to_be_issued_again_and_never_was_is_lost_in_the_end(
     run: RunDirectory,
 ) -> None:
     run.seal(7)
-    append_drop(run.layout, Drop(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
+    append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     run.finish()
     assert of(audit_run(run.layout), Fate.LOST) == [7]
 
@@ -273,7 +273,7 @@ def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
     audit = audit_run(run.layout)
     assert of(audit, Fate.LOST) == [2]
     assert of(audit, Fate.OPEN) == [7, 8, 9, 10]
-    append_drop(run.layout, Drop(TicketRef(2, 1), "KeyError"))
+    append_drop(run.layout, DroppedTicket(TicketRef(2, 1), "KeyError"))
     assert audit_run(run.layout).is_clean
     run.finish()
     assert of(audit_run(run.layout), Fate.LOST) == [7, 8]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.gpus import VARIABLE, visible_gpus
-from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec
 from areal_hpc.cluster.supervisor import visible_gpus_of
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_a_process_sees_its_tasks_gpus_if_it_uses_them_and_under_slurm_what_slur
     trainer = ProcessSpec("trainer", "train", "a:b", {}, uses_gpus=True)
     ledger = ProcessSpec("ledger", "train", "a:b", {})
     job = JobSpec("trainer", "train", [ledger, trainer], tasks=2)
-    launch = Launch(job, "jobs", "logs", "events", {}, gpus=[["3", "5"], ["7", "9"]])
+    launch = LaunchFile(job, "jobs", "logs", "events", {}, gpus=[["3", "5"], ["7", "9"]])
     assert visible_gpus_of(trainer, launch, 1) == {VARIABLE: "7,9"}
     assert visible_gpus_of(ledger, launch, 1) == {VARIABLE: ""}
-    by_slurm = Launch(job, "jobs", "logs", "events", {})
+    by_slurm = LaunchFile(job, "jobs", "logs", "events", {})
     assert visible_gpus_of(trainer, by_slurm, 1) == {}

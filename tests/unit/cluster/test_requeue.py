@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.jobspec import STOPPED_EXIT_CODE, Outcome
 from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
+from areal_hpc.rundir.paths import JobPaths
 
-DONE, STOPPED, CRASHED = Outcome(0), Outcome(STOPPED_EXIT_CODE), Outcome(139, "trainer")
-LET_DOWN, MISTAKEN = Outcome(75, "ledger"), Outcome(78, "trainer")
-IDLE = Outcome(79, "driver")
-BAD_NODE = Outcome(75, "probe", faulty_node="n07")
+DONE, STOPPED, CRASHED = TaskExit(0), TaskExit(STOPPED_EXIT_CODE), TaskExit(139, "trainer")
+LET_DOWN, MISTAKEN = TaskExit(75, "ledger"), TaskExit(78, "trainer")
+IDLE = TaskExit(79, "driver")
+BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ BAD_NODE = Outcome(75, "probe", faulty_node="n07")
     ],
 )
 def test_a_job_is_started_again_while_that_helps(
-    outcomes: list[Outcome], fruitless: int, verdict: str
+    outcomes: list[TaskExit], fruitless: int, verdict: str
 ) -> None:
     assert judge(outcomes, fruitless) == verdict
 
@@ -47,9 +48,9 @@ def test_only_crashes_without_progress_count() -> None:
 
 def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
-    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
-    start = Usefulness(tmp_path, str(progress))
+    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    start = Usefulness(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
     assert start.close([CRASHED]) == 0
-    assert Usefulness(tmp_path, str(progress)).close([CRASHED]) == 1
-    assert Usefulness(tmp_path, "").close([CRASHED]) == 2
+    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    assert Usefulness(JobPaths(tmp_path), "").close([CRASHED]) == 2

@@ -11,6 +11,7 @@ import pytest
 from areal_hpc.cluster import deadline, starts
 from areal_hpc.cluster.scontrol import joined_nodes, own_id, read_job
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.paths import JobPaths
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
@@ -60,12 +61,13 @@ def test_processes_read_until_when_they_may_stop(
 
 
 def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert deadline.last_save_s(tmp_path) == 0.0
-    for name, value in deadline.save_time_variable(tmp_path).items():
+    job = JobPaths(tmp_path)
+    assert deadline.last_save_s(job) == 0.0
+    for name, value in deadline.save_time_variable(job).items():
         monkeypatch.setenv(name, value)
     deadline.note_save(21.5)
-    assert deadline.last_save_s(tmp_path) == 21.5
-    assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(tmp_path)) == 43.5
+    assert deadline.last_save_s(job) == 21.5
+    assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(job)) == 43.5
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:

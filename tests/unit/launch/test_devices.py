@@ -12,8 +12,8 @@ from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=())
@@ -25,7 +25,7 @@ def recipe_of(device: str, *overrides: str) -> Recipe:
 
 
 def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    return plan(recipe, RunLayout(Path("/run")), FACTS).stages
+    return plan(recipe, RunPaths(Path("/run")), FACTS).stages
 
 
 def shown(*ids: str) -> VisibleGpus:

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.jobspec import Launch
 from areal_hpc.cluster.submit import script_of
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
 from areal_hpc.launch.ready import Ready, pythons_of
 from areal_hpc.launch.sweep import array_requests, read_sweep
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.jobs import LaunchFile
+from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")
@@ -40,13 +40,13 @@ def test_all_jobs_wait_for_the_warm_up_and_that_for_what_was_asked(tmp_path: Pat
 
 def test_what_is_done_is_not_submitted_again(tmp_path: Path) -> None:
     found = recipe(tmp_path)
-    RunLayout(found.run_dir).export("warmup").mkdir(parents=True)
+    RunPaths(found.run_dir).sft_export.mkdir(parents=True)
     assert dependencies(found) == {"trainer": "", "cell-0": "", "cell-1": ""}
 
 
 def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
     found = recipe(tmp_path, "cluster.slurm.exclude=n9")
-    nodes = RunLayout(found.run_dir).excluded_nodes
+    nodes = RunPaths(found.run_dir).excluded_nodes
     nodes.parent.mkdir(parents=True)
     nodes.write_text('{"node": "n4"}\n{"node": "n2"}\n{"node": "n4"}\n')
     assert "#SBATCH --exclude=n9,n2,n4\n" in script_of(requests_of(found, HERE)[0])
@@ -66,8 +66,8 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
 
 
-def _launch_of_trainer(found: Recipe) -> Launch:
-    layout = RunLayout(found.run_dir)
+def _launch_of_trainer(found: Recipe) -> LaunchFile:
+    layout = RunPaths(found.run_dir)
     stages = sketch(found, layout).stages
     ready = Ready(layout, 3, pythons_of(found), stages)
     return launch_of(stages[-1].leader, stages[-1], found, ready)
@@ -114,7 +114,7 @@ def test_runs_that_need_different_jobs_are_no_array(tmp_path: Path, array: str) 
 
 
 def test_a_sweep_does_not_lie_in_the_directory_of_a_run(tmp_path: Path) -> None:
-    path = RunLayout(recipe(tmp_path).run_dir).recipe
+    path = RunPaths(recipe(tmp_path).run_dir).recipe
     path.parent.mkdir(parents=True)
     path.touch()
     with pytest.raises(RecipeError, match="give the sweep another trial_name"):

@@ -9,8 +9,8 @@ import pytest
 
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import starting_model
-from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import Recipe, load
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.tiny_model import make_tiny_model
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
@@ -59,7 +59,7 @@ def test_an_absent_model_is_a_problem_before_anything_starts(recipe: Recipe) -> 
 def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: Path) -> None:
     folder = in_the_cache(tmp_path)
     assert model_problems(recipe) == []
-    layout = RunLayout(recipe.run_dir)
+    layout = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
         prepare.put_in_place(recipe, layout, lambda line: None, "/no", ())
     assert starting_model(recipe, layout).resolve() == folder

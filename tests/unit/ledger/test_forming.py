@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import AgeCheck, next_batch, too_old
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
-from areal_hpc.weights.version import Fork, WeightVersion
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     BatchCounts,
@@ -20,6 +19,7 @@ from areal_hpc.wire.ledger import (
     StaleGroups,
     TicketRef,
 )
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 
 def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> Tickets:
@@ -81,7 +81,7 @@ def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise()
 def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
     (drop,) = too_old(tickets, 1, [])
-    assert drop == Drop(ref, "sampled 2 steps ago, at most 1", "stale")
+    assert drop == DroppedTicket(ref, "sampled 2 steps ago, at most 1", "stale")
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
     manifest = fill(tickets)
@@ -120,7 +120,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     tickets.expire(100.0)
     second = tickets.lease("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.set_aside(Drop(ref, "too old", "requeued"))
+    tickets.set_aside(DroppedTicket(ref, "too old", "requeued"))
     assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
@@ -128,7 +128,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
 def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     ref = TicketRef(0, 1)
     drop = msgspec.convert(
-        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, Drop
+        {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, DroppedTicket
     )
     tickets = Tickets.rebuilt(
         tickets_of().policy,
@@ -149,8 +149,8 @@ def test_weights_of_an_abandoned_epoch_are_as_old_as_the_commit_that_both_share(
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)
     tickets.settle(settled(ref, WeightVersion(1, 2)))
-    assert too_old(tickets, 1, [Fork(1, 0)]) == []
-    assert len(too_old(tickets, 2, [Fork(1, 0), Fork(2, 0)])) == 1
+    assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
+    assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
 def test_a_group_of_unknown_age_is_not_stale() -> None:
@@ -167,7 +167,7 @@ def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: s
     for number in range(100):
         assert tickets.setbacks.trouble() == ""
         drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
-        tickets.setbacks.note(msgspec.convert(drop, Drop))
+        tickets.setbacks.note(msgspec.convert(drop, DroppedTicket))
     trouble = tickets.setbacks.trouble()
     assert said in trouble
     assert "rollout." in trouble
@@ -178,7 +178,7 @@ def test_a_filtered_ticket_gives_its_place_to_another() -> None:
     tickets = tickets_of(bound=0)
     refs = tickets.lease("a", 9, 0.0)
     assert len(refs) == 2
-    assert tickets.drop(Drop(refs[0], "all rewards are 1.0", "filtered"))
+    assert tickets.drop(DroppedTicket(refs[0], "all rewards are 1.0", "filtered"))
     assert tickets.state_of(refs[0].ticket_id) == "filtered"
     (replacement,) = tickets.lease("a", 9, 0.0)
     for ref in (refs[1], replacement):
@@ -186,19 +186,23 @@ def test_a_filtered_ticket_gives_its_place_to_another() -> None:
     assert fill(tickets).counts == BatchCounts(filtered=1)
 
 
-class CountedForks(tuple[Fork, ...]):
+class CountedForks(tuple[GenerationFork, ...]):
     """Counts the tickets whose age was asked for."""
 
     looks = 0
 
-    def __iter__(self) -> Iterator[Fork]:
+    def __iter__(self) -> Iterator[GenerationFork]:
         self.looks += 1
         return super().__iter__()
 
 
 def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     """A trainer asks after every event: thousands of times a second in a large run."""
-    tickets, ages, forks = tickets_of("drop", bound=9), AgeCheck(), CountedForks([Fork(1, 0)])
+    tickets, ages, forks = (
+        tickets_of("drop", bound=9),
+        AgeCheck(),
+        CountedForks([GenerationFork(1, 0)]),
+    )
     for ref in tickets.lease("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
@@ -220,7 +224,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
 def test_looking_once_finds_what_looking_always_does(
     events: list[str], policy: StaleGroups
 ) -> None:
-    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [Fork(1, 0)]
+    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [GenerationFork(1, 0)]
     for event in events:
         if event in ("fresh", "old"):
             step = tickets.formed_steps if event == "fresh" else 0
@@ -228,7 +232,7 @@ def test_looking_once_finds_what_looking_always_does(
                 tickets.settle(settled(ref, WeightVersion(epoch, step)))
         elif event == "epoch":
             epoch += 1
-            forks.append(Fork(epoch, max(0, tickets.version_step - 1)))
+            forks.append(GenerationFork(epoch, max(0, tickets.version_step - 1)))
         found = too_old(tickets, epoch, forks)
         if event in ("look", "batch"):
             assert ages.too_old(tickets, epoch, forks) == found
@@ -249,7 +253,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
     arrivals, drops, formed = [], [], []
     for number in order:
         if number in failures:
-            drops.append(Drop(refs[number], "it raised"))
+            drops.append(DroppedTicket(refs[number], "it raised"))
             living.drop(drops[-1])
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import next_batch
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
@@ -62,7 +62,7 @@ def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
 def test_a_dropped_ticket_is_replaced_by_a_new_one() -> None:
     tickets = Tickets(policy())
     refs = tickets.lease("a", 9, 0.0)
-    assert tickets.drop(Drop(refs[0], "boom"))
+    assert tickets.drop(DroppedTicket(refs[0], "boom"))
     assert [ref.ticket_id for ref in tickets.lease("a", 9, 0.0)] == [2]
 
 
@@ -71,7 +71,7 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
     (old, _) = tickets.lease("a", 9, 0.0)
     tickets.expire(31.0)
     tickets.lease("b", 9, 31.0)
-    assert not tickets.drop(Drop(old, "boom"))
+    assert not tickets.drop(DroppedTicket(old, "boom"))
     assert tickets.leased == 2
 
 
@@ -79,7 +79,7 @@ def test_the_run_ends_with_nothing_issued_in_vain() -> None:
     tickets = Tickets(policy(offpolicyness=4, total_steps=2))
     refs = tickets.lease("a", 100, 0.0)
     assert len(refs) == 4
-    tickets.drop(Drop(refs[0], "boom"))
+    tickets.drop(DroppedTicket(refs[0], "boom"))
     assert len(tickets.lease("a", 100, 0.0)) == 1
 
 
@@ -237,7 +237,7 @@ def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_suc
     for _ in range(2):
         assert tickets.setbacks.trouble() == ""
         for ref in tickets.lease("a", 2, 0.0):
-            tickets.drop(Drop(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
+            tickets.drop(DroppedTicket(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
     assert "ticket 3: KeyError 'answer'" in tickets.setbacks.trouble()
     (ref,) = tickets.lease("a", 1, 0.0)
     tickets.settle(settled(ref))

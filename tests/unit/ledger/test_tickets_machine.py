@@ -21,12 +21,12 @@ from hypothesis.stateful import (
 )
 
 from areal_hpc.audit.fates import Fate
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.forming import AgeCheck, next_batch
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import State, Tickets
-from areal_hpc.weights.version import Fork, WeightVersion, staleness
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 from tests.unit.ledger.ticket_world import Cell, Disk
 
 TIMEOUT_S = 30.0
@@ -55,7 +55,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.now_s = 0.0
         self.disk = Disk()
         self.epoch = 1
-        self.forks = [Fork(1, 0)]
+        self.forks = [GenerationFork(1, 0)]
         self.sampled_by: dict[TicketRef, WeightVersion] = {}
         self.cells = {name: Cell(name) for name in CELLS}
         self.granted: Counter[TicketRef] = Counter()
@@ -134,7 +134,7 @@ class TicketHistories(RuleBasedStateMachine):
     def drop(self, name: str, kind: Literal["failed", "filtered"]) -> None:
         cell = self.cells[name]
         if cell.held:
-            drop = Drop(cell.held.pop(), "the agent raised ValueError", kind)
+            drop = DroppedTicket(cell.held.pop(), "the agent raised ValueError", kind)
             if self.ledger.drop(drop):
                 self.disk.drops.append(drop)
             self.drops += 1
@@ -174,7 +174,7 @@ class TicketHistories(RuleBasedStateMachine):
     def check_ages(self, manifest: BatchManifest) -> None:
         current = WeightVersion(self.epoch, manifest.step - 1)
         ages = [
-            staleness(current, self.sampled_by[ticket.ref], self.forks)
+            compute_staleness(current, self.sampled_by[ticket.ref], self.forks)
             for ticket in manifest.tickets
         ]
         stale = sum(age > self.policy.max_head_offpolicyness for age in ages)
@@ -202,7 +202,7 @@ class TicketHistories(RuleBasedStateMachine):
     def restart_trainer(self) -> None:
         before = list(self.disk.manifests)
         self.epoch += 1
-        self.forks.append(Fork(self.epoch, self.disk.committed_step))
+        self.forks.append(GenerationFork(self.epoch, self.disk.committed_step))
         self.disk.version_step = self.disk.committed_step
         self.ledger.publish(self.disk.committed_step)
         assert self.disk.manifests == before, "uncommitted batches must be re-issued verbatim"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_hpc.audit.evidence import CommitRecord, Evidence
+from areal_hpc.audit.evidence import Evidence
 from areal_hpc.audit.fates import Audit, judge
-from areal_hpc.ledger.drops import Drop
 from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.rundir.checkpoints import TrainerState
+from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
@@ -27,7 +28,7 @@ class Disk:
     """Everything that survives a crash of the ledger or the trainer."""
 
     manifests: list[BatchManifest] = field(default_factory=list)
-    drops: list[Drop] = field(default_factory=list)
+    drops: list[DroppedTicket] = field(default_factory=list)
     index: list[SettledTicket] = field(default_factory=list)
     incarnation: int = 1
     version_step: int = 0
@@ -53,7 +54,12 @@ class Disk:
         ]
         return judge(
             Evidence(
-                commit=CommitRecord(self.committed_step, 1, [*range(1, self.committed_step + 1)]),
+                commit=TrainerState(
+                    step=self.committed_step,
+                    epoch=1,
+                    seed=1,
+                    consumed=[*range(1, self.committed_step + 1)],
+                ),
                 manifests={manifest.step: manifest for manifest in self.manifests},
                 drops=self.given_up("failed", "stale"),
                 filtered=self.given_up("filtered"),

@@ -11,7 +11,7 @@ from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
 from areal_hpc.session.rewards import RewardRefused
 from areal_hpc.session.template import Message
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.trajectory import LARGEST_REWARD
+from areal_hpc.wire.trajectory import MAX_REWARD
 from tests.unit.session.model_stub import assistant, say, user
 
 discounts = st.floats(0, 1)
@@ -140,7 +140,7 @@ def test_interactions_without_times_follow_one_another_as_they_were_completed() 
 
 
 def test_earnings_stay_within_what_a_shard_can_hold() -> None:
-    assert totals(one_conversation([LARGEST_REWARD, LARGEST_REWARD]), 1.0)[0] == LARGEST_REWARD
+    assert totals(one_conversation([MAX_REWARD, MAX_REWARD]), 1.0)[0] == MAX_REWARD
 
 
 @pytest.mark.parametrize("discount", [math.nan, math.inf])

@@ -6,7 +6,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.report import (
     describe_verification,
     list_shards,
@@ -20,8 +20,8 @@ from tests.unit.shards.sample_trajectories import ticket, trajectory
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    layout = RunLayout(tmp_path)
+def layout(tmp_path: Path) -> RunPaths:
+    layout = RunPaths(tmp_path)
     for ticket_ids in ((1, 2), (3,)):
         rows = [row for ticket_id in ticket_ids for row in ticket(ticket_id)]
         seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
@@ -32,7 +32,7 @@ def step_of(packed: int) -> str:
     return f"{packed >> 32}.{packed & 0xFFFFFFFF}"
 
 
-def test_the_list_has_a_line_per_shard_and_a_total(layout: RunLayout) -> None:
+def test_the_list_has_a_line_per_shard_and_a_total(layout: RunPaths) -> None:
     head, first, second, total = list_shards(layout, step_of).splitlines()
     assert head.split()[:4] == ["shard", "rows", "tokens", "tickets"]
     assert first.split() == ["cell-0-000000.h5", "4", "24", "2", "0.01", "1.1..1.2", "0.500"]
@@ -40,13 +40,13 @@ def test_the_list_has_a_line_per_shard_and_a_total(layout: RunLayout) -> None:
     assert total == "2 shards, 6 rows, 36 tokens, 0.0 MiB"
 
 
-def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunLayout) -> None:
+def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunPaths) -> None:
     first, second = map(json.loads, shards_as_json(layout, step_of).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
-def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunLayout) -> None:
+def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunPaths) -> None:
     seal(ticket(1), layout.shards_dir, layout.index_dir, "cell-1")  # sealed twice, after a crash
     assert rows_of_ticket(layout.root, 1) == [0, 1, 6, 7]
     assert rows_of_ticket(layout.root, 3) == [4, 5]
@@ -55,16 +55,16 @@ def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunLayout
         rows_of_ticket(layout.root, 9)
 
 
-def test_the_list_says_when_a_shard_cannot_be_read(layout: RunLayout) -> None:
+def test_the_list_says_when_a_shard_cannot_be_read(layout: RunPaths) -> None:
     (layout.shards_dir / "cell-0-000001.h5").unlink()
     assert "unreadable" in list_shards(layout).splitlines()[2]
 
 
 def test_the_list_of_a_run_without_shards_says_so(tmp_path: Path) -> None:
-    assert list_shards(RunLayout(tmp_path)).startswith("no sealed shards in")
+    assert list_shards(RunPaths(tmp_path)).startswith("no sealed shards in")
 
 
-def test_a_trajectory_is_shown_token_by_token(layout: RunLayout) -> None:
+def test_a_trajectory_is_shown_token_by_token(layout: RunPaths) -> None:
     title, head, *lines = show_trajectory(layout.root, 5, version_text=step_of).splitlines()
     assert title.startswith("cell-0-000001.h5 row 1: ticket 3 attempt 1 episode 1 row 0, reward 1,")
     assert title.endswith("6 tokens, 3 sampled")
@@ -73,13 +73,13 @@ def test_a_trajectory_is_shown_token_by_token(layout: RunLayout) -> None:
     assert lines[5].split() == ["5", "3105", "1", "-1.2500", "1.3"]
 
 
-def test_rows_of_a_single_file_are_counted_in_the_file(layout: RunLayout) -> None:
+def test_rows_of_a_single_file_are_counted_in_the_file(layout: RunPaths) -> None:
     title = show_trajectory(layout.shards_dir / "cell-0-000001.h5", 0).splitlines()[0]
     assert title.startswith("cell-0-000001.h5 row 0: ticket 3 attempt 1 episode 0")
 
 
 def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     seal([trajectory(tokens=2)], layout.shards_dir, layout.index_dir, "cell-0")
     tokenizer_json = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
@@ -89,17 +89,17 @@ def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 6])
-def test_a_row_that_does_not_exist_is_an_error_with_the_range(layout: RunLayout, row: int) -> None:
+def test_a_row_that_does_not_exist_is_an_error_with_the_range(layout: RunPaths, row: int) -> None:
     with pytest.raises(RecipeError, match="give a row from 0 to 5"):
         show_trajectory(layout.root, row)
 
 
-def test_a_missing_tokenizer_is_an_error(layout: RunLayout) -> None:
+def test_a_missing_tokenizer_is_an_error(layout: RunPaths) -> None:
     with pytest.raises(RecipeError, match="there is no tokenizer"):
         show_trajectory(layout.root, 0, layout.root / "tokenizer.json")
 
 
-def test_a_verification_ends_with_its_totals(layout: RunLayout) -> None:
+def test_a_verification_ends_with_its_totals(layout: RunPaths) -> None:
     assert describe_verification(verify_run(layout)) == "2 shards, 6 rows verified, 0 problems"
     path = layout.shards_dir / "cell-0-000000.h5"
     path.unlink()

@@ -12,28 +12,28 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError, ShardError
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
-from areal_hpc.trajectory import Trajectory
+from areal_hpc.wire.trajectory import Trajectory
 from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, trajectory
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    return RunLayout(tmp_path)
+def layout(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
 
 
 @pytest.fixture
-def ten_rows(layout: RunLayout) -> ShardReader:
+def ten_rows(layout: RunPaths) -> ShardReader:
     """Row n has n tokens."""
     shard = seal_in(layout, [trajectory(number, tokens=number) for number in range(10)])
     return ShardReader(layout.shards_dir / shard.file)
 
 
-def seal_in(layout: RunLayout, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
+def seal_in(layout: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
     return seal(rows, layout.shards_dir, layout.index_dir, writer)
 
 
@@ -41,7 +41,7 @@ def seal_in(layout: RunLayout, rows: list[Trajectory], writer: str = "cell-0") -
 @given(st.lists(trajectories(), min_size=1, max_size=5))
 def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layout = RunLayout(Path(folder))
+        layout = RunPaths(Path(folder))
         shard = seal_in(layout, rows)
         reader = ShardReader(layout.shards_dir / shard.file)
         read = reader.read_rows(range(len(rows)))
@@ -50,20 +50,20 @@ def test_what_is_sealed_is_what_is_read(rows: list[Trajectory]) -> None:
         assert read_index(layout.index_dir) == [shard]
 
 
-def test_more_rows_than_one_system_call_takes_are_written(layout: RunLayout) -> None:
+def test_more_rows_than_one_system_call_takes_are_written(layout: RunPaths) -> None:
     rows = [trajectory(number, tokens=3) for number in range(2500)]
     shard = seal_in(layout, rows)
     (last,) = ShardReader(layout.shards_dir / shard.file).read_rows([2499])
     assert fields(last) == fields(rows[-1])
 
 
-def test_rows_come_in_the_order_asked_for(layout: RunLayout) -> None:
+def test_rows_come_in_the_order_asked_for(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory(number) for number in range(4)])
     read = ShardReader(layout.shards_dir / shard.file).read_rows([3, 0, 3])
     assert [row.ticket_id for row in read] == [3, 0, 3]
 
 
-def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunLayout) -> None:
+def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory(number, tokens=7) for number in range(3)])
     path = layout.shards_dir / shard.file
     (row,) = ShardReader(path).read_rows([1])
@@ -74,7 +74,7 @@ def test_rows_are_aligned_and_outlive_reader_and_file(layout: RunLayout) -> None
     assert fields(row) == fields(trajectory(1, tokens=7))
 
 
-def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunLayout) -> None:
+def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory(number, tokens=5000) for number in range(4)])
     path = layout.shards_dir / shard.file
     reader = ShardReader(path)
@@ -94,19 +94,19 @@ def test_any_choice_of_rows_is_read_as_it_was_sealed(
     ]
 
 
-def test_metadata_is_left_out_on_request(layout: RunLayout) -> None:
+def test_metadata_is_left_out_on_request(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory()])
     (row,) = ShardReader(layout.shards_dir / shard.file).read_rows([0], with_meta=False)
     assert row.meta == {}
 
 
-def test_a_row_outside_the_shard_is_an_error(layout: RunLayout) -> None:
+def test_a_row_outside_the_shard_is_an_error(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory()])
     with pytest.raises(IndexError, match=r"rows 0\.\.0, got 1"):
         ShardReader(layout.shards_dir / shard.file).read_rows([1])
 
 
-def test_tickets_are_found_by_shard_and_rows(layout: RunLayout) -> None:
+def test_tickets_are_found_by_shard_and_rows(layout: RunPaths) -> None:
     first = seal_in(layout, ticket(4) + ticket(9, n_samples=3))
     second = seal_in(layout, ticket(5), "cell-1")
     places = locate_tickets(read_index(layout.index_dir))
@@ -116,20 +116,20 @@ def test_tickets_are_found_by_shard_and_rows(layout: RunLayout) -> None:
     assert (4, 0) not in places
 
 
-def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunLayout) -> None:
+def test_of_a_ticket_sealed_twice_the_first_copy_counts(layout: RunPaths) -> None:
     first = seal_in(layout, ticket(4))
     seal_in(layout, ticket(4))
     assert locate_tickets(read_index(layout.index_dir))[4, 1][0] == first.file
 
 
-def test_rewards_of_the_index_are_the_stored_ones(layout: RunLayout) -> None:
+def test_rewards_of_the_index_are_the_stored_ones(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory(reward=0.1)])
     stored = ShardReader(layout.shards_dir / shard.file).column("reward")
     assert shard.tickets[0].rewards == stored.tolist()
 
 
 def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
-    layout: RunLayout,
+    layout: RunPaths,
 ) -> None:
     old, new = trajectory(3), trajectory(3, 1)
     new.versions_T[-1] += 4  # an update came in between
@@ -138,21 +138,21 @@ def test_the_index_tells_the_oldest_weights_that_sampled_a_token_of_a_ticket(
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
-def test_every_writer_numbers_its_own_shards(layout: RunLayout) -> None:
+def test_every_writer_numbers_its_own_shards(layout: RunPaths) -> None:
     names = [
         seal_in(layout, [trajectory()], writer).file for writer in ("cell-0", "cell-1", "cell-0")
     ]
     assert names == ["cell-0-000000.h5", "cell-1-000000.h5", "cell-0-000001.h5"]
 
 
-def test_a_number_is_never_used_twice(layout: RunLayout) -> None:
+def test_a_number_is_never_used_twice(layout: RunPaths) -> None:
     deleted = seal_in(layout, [trajectory()])
     (layout.shards_dir / deleted.file).unlink()
     (layout.shards_dir / "cell-0-000001.h5.tmp").touch()
     assert seal_in(layout, [trajectory()]).file == "cell-0-000002.h5"
 
 
-def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunLayout) -> None:
+def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunPaths) -> None:
     many = [trajectory(number, tokens=1) for number in range(4000)]
     names = [seal_in(layout, rows).file for rows in (ticket(0), many, ticket(1), many)]
     path = layout.index_dir / "cell-0.jsonl"
@@ -164,7 +164,7 @@ def test_the_next_number_is_found_behind_long_lines_and_half_ones(layout: RunLay
     assert seal_in(layout, ticket(2)).file == "cell-0-000004.h5"
 
 
-def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunLayout) -> None:
+def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunPaths) -> None:
     with ThreadPoolExecutor(4) as pool:
         shards = list(pool.map(lambda number: seal_in(layout, ticket(number)), range(12)))
     assert len({shard.file for shard in shards}) == 12
@@ -172,7 +172,7 @@ def test_two_live_writers_of_one_name_never_overwrite_each_other(layout: RunLayo
     assert verify_run(layout).problems == []
 
 
-def test_the_index_goes_on_behind_half_a_line(layout: RunLayout) -> None:
+def test_the_index_goes_on_behind_half_a_line(layout: RunPaths) -> None:
     first = seal_in(layout, ticket(1))
     with (layout.index_dir / "cell-0.jsonl").open("ab") as stream:
         stream.write(b'{"file":"cell-0-0000')
@@ -181,12 +181,12 @@ def test_the_index_goes_on_behind_half_a_line(layout: RunLayout) -> None:
     assert read_index(layout.index_dir) == [first, second]
 
 
-def test_an_index_that_does_not_exist_yet_is_empty(layout: RunLayout) -> None:
+def test_an_index_that_does_not_exist_yet_is_empty(layout: RunPaths) -> None:
     assert read_index(layout.index_dir) == []
     assert read_index(layout.index_dir, "cell-7") == []
 
 
-def test_there_is_no_empty_shard(layout: RunLayout) -> None:
+def test_there_is_no_empty_shard(layout: RunPaths) -> None:
     with pytest.raises(ValueError, match="at least one trajectory"):
         seal_in(layout, [])
 
@@ -204,7 +204,7 @@ def test_there_is_no_empty_shard(layout: RunLayout) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_an_unsound_row_is_refused_before_anything_is_written(
-    layout: RunLayout, change: dict[str, Any]
+    layout: RunPaths, change: dict[str, Any]
 ) -> None:
     unsound = dataclasses.replace(trajectory(3), **change)
     with pytest.raises(ValueError, match=r"row 1, of ticket 3: expected .*, got "):
@@ -212,12 +212,12 @@ def test_an_unsound_row_is_refused_before_anything_is_written(
     assert not layout.shards_dir.exists()
 
 
-def test_a_writer_with_a_path_for_a_name_is_refused(layout: RunLayout) -> None:
+def test_a_writer_with_a_path_for_a_name_is_refused(layout: RunPaths) -> None:
     with pytest.raises(ValueError, match="a writer is named by"):
         seal_in(layout, [trajectory()], "../cell-0")
 
 
-def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(layout: RunLayout) -> None:
+def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(layout: RunPaths) -> None:
     layout.root.mkdir(exist_ok=True)
     layout.index_dir.write_text("a file where a directory belongs")
     with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
@@ -237,7 +237,7 @@ def test_a_missing_shard_is_an_error_that_names_it(tmp_path: Path) -> None:
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layout = RunLayout(Path(folder))
+        layout = RunPaths(Path(folder))
         shard = seal_in(layout, ticket(1))
         path = layout.shards_dir / shard.file
         os.truncate(path, int(shard.bytes * fraction))
@@ -253,7 +253,7 @@ def test_a_file_that_is_no_shard_is_an_error(tmp_path: Path) -> None:
         ShardReader(path)
 
 
-def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunLayout) -> None:
+def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunPaths) -> None:
     shard = seal_in(layout, [trajectory()])
     path = layout.shards_dir / shard.file
     with h5py.File(path, "r+") as file:
@@ -278,7 +278,7 @@ def test_a_later_version_is_refused_and_unknown_names_are_not(layout: RunLayout)
     ],
 )
 def test_columns_that_contradict_one_another_are_an_error(
-    layout: RunLayout, name: str, content: np.ndarray, complaint: str
+    layout: RunPaths, name: str, content: np.ndarray, complaint: str
 ) -> None:
     shard = seal_in(layout, ticket(1))
     path = layout.shards_dir / shard.file

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import repair, verify_run
 from areal_hpc.shards.writer import seal
@@ -14,30 +14,30 @@ from tests.unit.shards.sample_trajectories import ticket
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
+def layout(tmp_path: Path) -> RunPaths:
     """A run with two shards of one writer and one of another."""
-    layout = RunLayout(tmp_path)
+    layout = RunPaths(tmp_path)
     for ticket_id, writer in ((1, "cell-0"), (2, "cell-0"), (3, "cell-1")):
         seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, writer)
     return layout
 
 
-def complaints(layout: RunLayout) -> dict[str, str]:
+def complaints(layout: RunPaths) -> dict[str, str]:
     """Problem by file name."""
     return {Path(problem.key).name: problem.message for problem in verify_run(layout).problems}
 
 
-def drop_last_index_line(layout: RunLayout, writer: str) -> None:
+def drop_last_index_line(layout: RunPaths, writer: str) -> None:
     path = layout.index_dir / f"{writer}.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
 
 
-def test_a_whole_run_has_no_problems(layout: RunLayout) -> None:
+def test_a_whole_run_has_no_problems(layout: RunPaths) -> None:
     report = verify_run(layout)
     assert (report.shards, report.rows, report.problems) == (3, 6, [])
 
 
-def test_a_verification_tells_how_far_it_is(layout: RunLayout) -> None:
+def test_a_verification_tells_how_far_it_is(layout: RunPaths) -> None:
     seen: list[tuple[int, int]] = []
     verify_run(layout, lambda done, total: seen.append((done, total)))
     total_bytes = sum(shard.bytes for shard in read_index(layout.index_dir))
@@ -46,7 +46,7 @@ def test_a_verification_tells_how_far_it_is(layout: RunLayout) -> None:
     assert seen[-1] == (total_bytes, total_bytes)
 
 
-def test_a_file_that_may_not_be_read_is_a_problem_of_its_own(layout: RunLayout) -> None:
+def test_a_file_that_may_not_be_read_is_a_problem_of_its_own(layout: RunPaths) -> None:
     path = layout.shards_dir / "cell-0-000001.h5"
     path.unlink()
     path.symlink_to("/proc/self/mem")  # a file whose reads fail
@@ -54,12 +54,12 @@ def test_a_file_that_may_not_be_read_is_a_problem_of_its_own(layout: RunLayout) 
 
 
 def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
-    assert verify_run(RunLayout(tmp_path)).problems == []
+    assert verify_run(RunPaths(tmp_path)).problems == []
 
 
 @pytest.fixture(scope="module")
-def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
-    layout = RunLayout(tmp_path_factory.mktemp("run"))
+def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    layout = RunPaths(tmp_path_factory.mktemp("run"))
     for ticket_id in (1, 2):
         seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, "cell-0")
     return layout
@@ -68,7 +68,7 @@ def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunLayout:
 @settings(max_examples=150)
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 def test_a_flipped_byte_anywhere_is_found_and_its_file_named(
-    module_layout: RunLayout, fraction: float, flip: int
+    module_layout: RunPaths, fraction: float, flip: int
 ) -> None:
     path = module_layout.shards_dir / "cell-0-000001.h5"
     content = path.read_bytes()
@@ -82,13 +82,13 @@ def test_a_flipped_byte_anywhere_is_found_and_its_file_named(
     assert "bytes have changed" in found[path.name]
 
 
-def test_a_missing_shard_is_named(layout: RunLayout) -> None:
+def test_a_missing_shard_is_named(layout: RunPaths) -> None:
     (layout.shards_dir / "cell-1-000000.h5").unlink()
     assert complaints(layout) == {"cell-1-000000.h5": "the file is missing"}
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_a_shard_of_another_size_is_named(layout: RunLayout, change: int) -> None:
+def test_a_shard_of_another_size_is_named(layout: RunPaths, change: int) -> None:
     path = layout.shards_dir / "cell-0-000000.h5"
     content = path.read_bytes()
     path.write_bytes(content[:-1] if change < 0 else content + b"\0")
@@ -98,7 +98,7 @@ def test_a_shard_of_another_size_is_named(layout: RunLayout, change: int) -> Non
     }
 
 
-def test_a_line_from_before_lines_told_the_oldest_version_is_sound(layout: RunLayout) -> None:
+def test_a_line_from_before_lines_told_the_oldest_version_is_sound(layout: RunPaths) -> None:
     path = layout.index_dir / "cell-0.jsonl"
     older = re.sub(rb',"oldest_version":-?\d+', b"", path.read_bytes())
     assert older != path.read_bytes()
@@ -106,19 +106,19 @@ def test_a_line_from_before_lines_told_the_oldest_version_is_sound(layout: RunLa
     assert complaints(layout) == {}
 
 
-def test_an_index_line_that_contradicts_its_shard_is_found(layout: RunLayout) -> None:
+def test_an_index_line_that_contradicts_its_shard_is_found(layout: RunPaths) -> None:
     path = layout.index_dir / "cell-1.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"ticket_id":3', b'"ticket_id":4'))
     (message,) = complaints(layout).values()
     assert message.startswith("tickets: the index says")
 
 
-def test_a_shard_swapped_with_another_is_found(layout: RunLayout) -> None:
+def test_a_shard_swapped_with_another_is_found(layout: RunPaths) -> None:
     shutil.copy(layout.shards_dir / "cell-0-000000.h5", layout.shards_dir / "cell-0-000001.h5")
     assert list(complaints(layout)) == ["cell-0-000001.h5"]
 
 
-def test_an_orphan_is_reported_and_repaired(layout: RunLayout) -> None:
+def test_an_orphan_is_reported_and_repaired(layout: RunPaths) -> None:
     before = read_index(layout.index_dir)
     drop_last_index_line(layout, "cell-0")
     assert list(complaints(layout)) == ["cell-0-000001.h5"]
@@ -128,7 +128,7 @@ def test_an_orphan_is_reported_and_repaired(layout: RunLayout) -> None:
     assert verify_run(layout).problems == []
 
 
-def test_repairing_again_changes_nothing(layout: RunLayout) -> None:
+def test_repairing_again_changes_nothing(layout: RunPaths) -> None:
     drop_last_index_line(layout, "cell-0")
     repair(layout)
     index = (layout.index_dir / "cell-0.jsonl").read_bytes()
@@ -137,7 +137,7 @@ def test_repairing_again_changes_nothing(layout: RunLayout) -> None:
     assert (layout.index_dir / "cell-0.jsonl").read_bytes() == index
 
 
-def test_half_written_shards_are_no_problem_and_repair_removes_them(layout: RunLayout) -> None:
+def test_half_written_shards_are_no_problem_and_repair_removes_them(layout: RunPaths) -> None:
     partial = layout.shards_dir / "cell-0-000002.h5.tmp"
     partial.write_bytes(b"half")
     assert verify_run(layout).problems == []
@@ -145,7 +145,7 @@ def test_half_written_shards_are_no_problem_and_repair_removes_them(layout: RunL
     assert not partial.exists()
 
 
-def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(layout: RunLayout) -> None:
+def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(layout: RunPaths) -> None:
     path = layout.shards_dir / "cell-0-000002.h5"
     path.write_bytes(b"no shard")
     report = repair(layout)
@@ -154,7 +154,7 @@ def test_an_orphan_that_cannot_be_read_is_named_and_left_alone(layout: RunLayout
     assert path.exists()
 
 
-def test_repair_for_one_writer_leaves_the_others_alone(layout: RunLayout) -> None:
+def test_repair_for_one_writer_leaves_the_others_alone(layout: RunPaths) -> None:
     drop_last_index_line(layout, "cell-0")
     drop_last_index_line(layout, "cell-1")
     (layout.shards_dir / "cell-1-000001.h5.tmp").touch()
@@ -162,7 +162,7 @@ def test_repair_for_one_writer_leaves_the_others_alone(layout: RunLayout) -> Non
     assert (report.indexed, report.removed) == (["cell-0-000001.h5"], [])
 
 
-def test_files_that_are_no_shards_are_ignored(layout: RunLayout) -> None:
+def test_files_that_are_no_shards_are_ignored(layout: RunPaths) -> None:
     (layout.shards_dir / "README").write_text("notes")
     (layout.shards_dir / "notes.h5").touch()
     assert verify_run(layout).problems == []

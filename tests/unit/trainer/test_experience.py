@@ -16,9 +16,9 @@ from areal_hpc.trainer.batch.training_rows import (
     summarize_batch,
 )
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trajectory import LARGEST_REWARD, Trajectory
-from areal_hpc.weights.version import Fork, WeightVersion
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 NOW = WeightVersion(1, 9)
 STRETCHES = st.lists(
@@ -52,7 +52,7 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     batch = TrajectoryBatch(
         [row(i, stretches) for i, stretches in enumerate(rows)], [1.0] * len(rows)
     )
-    found = summarize_batch(batch, NOW, [Fork(1, 0)])
+    found = summarize_batch(batch, NOW, [GenerationFork(1, 0)])
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
     ages = [9 - step for one in steps for step in one]
     assert found["tokens/sampled"] == len(ages)
@@ -63,7 +63,9 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
     rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
-    good, bad = build_rows(TrajectoryBatch(rows, [1.0, 0.0]), NOW, [Fork(1, 0)], ObjectiveConfig())
+    good, bad = build_rows(
+        TrajectoryBatch(rows, [1.0, 0.0]), NOW, [GenerationFork(1, 0)], ObjectiveConfig()
+    )
     assert AGE not in good.channels
     np.testing.assert_allclose(good.channels[ADVANTAGE], np.full(5, 0.5**0.5), rtol=1e-6)
     np.testing.assert_allclose(bad.channels[ADVANTAGE], np.full(2, -(0.5**0.5)), rtol=1e-6)
@@ -73,12 +75,12 @@ def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() 
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     config = ObjectiveConfig(proximal="log_linear")
-    (found,) = build_rows(TrajectoryBatch(rows, [1.0]), NOW, [Fork(1, 0)], config)
+    (found,) = build_rows(TrajectoryBatch(rows, [1.0]), NOW, [GenerationFork(1, 0)], config)
     assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
 
 
 def test_a_restart_renames_the_weights_of_the_commit_alone() -> None:
-    forks = [Fork(1, 0), Fork(2, 4), Fork(3, 9)]
+    forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
     assert find_equal_versions(WeightVersion(2, 4), forks) == [
         WeightVersion(1, 4),
         WeightVersion(2, 4),
@@ -113,7 +115,7 @@ def test_a_sound_batch_is_left_as_it_is() -> None:
 
 
 def test_a_ticket_goes_whole_for_a_row_or_a_reward_that_cannot_be_trained_on() -> None:
-    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * LARGEST_REWARD], [0.0, 1.0]])
+    batch, manifest = one_ticket_each([[1.0, 0.0], [0.5, 10 * MAX_REWARD], [0.0, 1.0]])
     batch.trajectories[1].logprobs_T[2] = np.nan
     sound, left_out = leave_out_unsound(batch, manifest, vocab_size=3)
     assert sound.trajectories == batch.trajectories[4:]
@@ -146,10 +148,10 @@ def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
 
 
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
-    assert build_rows(TrajectoryBatch([], []), NOW, [Fork(1, 0)], ObjectiveConfig()) == []
-    found = summarize_batch(TrajectoryBatch([], []), NOW, [Fork(1, 0)])
+    assert build_rows(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)], ObjectiveConfig()) == []
+    found = summarize_batch(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)])
     assert "reward/mean" not in found
     assert set(found.values()) == {0}
     unsampled = TrajectoryBatch([row(0, [(None, 3)], reward=0.5)], [0.5])
-    found = summarize_batch(unsampled, NOW, [Fork(1, 0)])
+    found = summarize_batch(unsampled, NOW, [GenerationFork(1, 0)])
     assert (found["reward/mean"], found["tokens/sampled"], found["staleness/mean"]) == (0.5, 0, 0.0)

@@ -5,14 +5,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.json_lines import read_lines
+from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.trainer.metrics import (
-    Line,
-    MetricsWriter,
-    replace_non_finite,
-    summarize_update_pauses,
-)
+from areal_hpc.trainer.metrics import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.wire.replicas import Stall
 
 
@@ -63,13 +58,13 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
 def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsWriter(path, tmp_path / "board", 0)
-    line: Line = {"nan": math.nan, "inf": -math.inf, "loss": 1.5, "version": "1.2", "tokens": 3}
+    line: FlatRow = {"nan": math.nan, "inf": -math.inf, "loss": 1.5, "version": "1.2", "tokens": 3}
     log.write(1, line)
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
     assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
     # A commit carries a line in its own codec, and must be able to read it again.
-    assert msgspec.json.decode(msgspec.json.encode(line), type=Line) == replace_non_finite(line)
+    assert msgspec.json.decode(msgspec.json.encode(line), type=FlatRow) == replace_non_finite(line)
 
 
 def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.census import Found
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
 
 TOTAL = 12
 SCHEDULE = Schedule(TOTAL, 1, 0, 5, 8)

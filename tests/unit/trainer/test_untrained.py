@@ -5,9 +5,9 @@ from typing import Literal
 
 import pytest
 
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.trainer.untrained import (
     NonFiniteGradientError,
-    Untrained,
     describe_norms,
     is_taken,
     judge_norms,
@@ -17,18 +17,18 @@ from areal_hpc.trainer.untrained import (
 def judge(
     norms: list[float],
     step: int,
-    earlier: list[Untrained],
+    earlier: list[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"] = "skip",
-) -> list[Untrained]:
+) -> list[UntrainedRecord]:
     return judge_norms(
         norms, step, earlier, on_nonfinite,
         section="trainer.optimizer", name="batch {}".format, way_out="try something",
     )  # fmt: skip
 
 
-def streak(norms: list[float]) -> list[Untrained]:
+def streak(norms: list[float]) -> list[UntrainedRecord]:
     """What a run of batches of one optimizer step leaves untrained."""
-    found: list[Untrained] = []
+    found: list[UntrainedRecord] = []
     for step, norm in enumerate(norms, 1):
         found += judge([norm], step, found)
     return found
@@ -51,7 +51,7 @@ def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
 
 
 def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
-    earlier = [Untrained(1, "unsound", [4]), Untrained(2, "unsound", [5])]
+    earlier = [UntrainedRecord(1, "unsound", [4]), UntrainedRecord(2, "unsound", [5])]
     assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
 
 

@@ -4,11 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.cluster.queue import Look, QueuedJob
 from areal_hpc.cluster.states import parse_state
-from areal_hpc.cluster.submissions import Submission
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jobs import Submission, TaskExit
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
@@ -24,7 +23,7 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
 
 
 def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
-    layout = RunLayout(place)
+    layout = RunPaths(place)
     look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)
@@ -60,7 +59,7 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
             },
         ),
         last_words=(
-            LastWord("trainer", 3, NOW + 6, Outcome(1, "trainer", "ValueError", "/x.log")),
+            LastWord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
         ),
     )
     diagnosis = diagnose(found)
@@ -103,7 +102,7 @@ def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
 
 def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
-    word = LastWord("cell-0", 0, NOW, Outcome(79, "driver", "nothing to do", "/x.log"))
+    word = LastWord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
     found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), last_words=(word,))
     diagnosis = diagnose(found)
     assert "comes back with the trainer" in diagnosis.headline
@@ -162,7 +161,7 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
 
 
 def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None:
-    outcome = Outcome(78, "trainer", "expected tp 2, got 3", "/x.log")
+    outcome = TaskExit(78, "trainer", "expected tp 2, got 3", "/x.log")
     found = evidence(
         tmp_path,
         job("trainer", "FAILED", "1", end=NOW, exit_code=78),

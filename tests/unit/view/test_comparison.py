@@ -5,10 +5,10 @@ from pathlib import Path
 import yaml
 
 from areal_hpc.cluster.queue import Queue
-from areal_hpc.json_lines import append_line
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.paths import RunPaths, find_runs
 from areal_hpc.view.columns import span
-from areal_hpc.view.comparison import compare, differing_keys, find_runs
+from areal_hpc.view.comparison import compare, differing_keys
 
 
 def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
@@ -25,8 +25,8 @@ def test_two_keys_of_one_name_are_told_apart() -> None:
     assert [short for _, short in differing_keys(recipes)] == ["a.lr", "b.lr"]
 
 
-def make_run(root: Path, trial: str, lr: float) -> RunLayout:
-    layout = RunLayout(root / "exp" / trial)
+def make_run(root: Path, trial: str, lr: float) -> RunPaths:
+    layout = RunPaths(root / "exp" / trial)
     layout.root.mkdir(parents=True)
     layout.recipe.write_text(
         yaml.safe_dump(
@@ -39,7 +39,7 @@ def make_run(root: Path, trial: str, lr: float) -> RunLayout:
 
 def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     make_run(tmp_path, "a", 0.25)
-    make_run(tmp_path, "b", 0.75).finished.touch()
+    make_run(tmp_path, "b", 0.75).finished_marker.touch()
     rows = [line.split() for line in compare(find_runs(tmp_path), Queue())]
     assert rows == [
         ["run", "state", "step", "reward", "held-out", "lr"],

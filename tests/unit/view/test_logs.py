@@ -5,12 +5,12 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.logs import Follower, last_lines, log_files, records_of, tail
 
 
-def make_run(place: Path) -> RunLayout:
-    layout = RunLayout(place / "exp" / "one")
+def make_run(place: Path) -> RunPaths:
+    layout = RunPaths(place / "exp" / "one")
     logs = layout.log_dir(1)
     for name, text in {
         "trainer/restart_00/trainer-0.log": "node n01 job 7 restart 0\n"

@@ -21,7 +21,7 @@ from areal_hpc.weights.disk import WeightsFolder
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 CPU = torch.device("cpu")
 DTYPES = ["float64", "float32", "bfloat16", "float16", "uint8"]

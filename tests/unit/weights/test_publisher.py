@@ -10,7 +10,7 @@ from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.version import WeightVersion
+from areal_hpc.wire.weight_version import WeightVersion
 
 SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
 

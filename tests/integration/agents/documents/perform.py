@@ -18,13 +18,13 @@ from typing import Any
 import msgspec
 
 import areal_hpc.compat  # noqa: F401  the blocks import `areal`
-from areal_hpc.layout import RunLayout
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episode import EpisodeSpec, run_episode
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.travelling import packed
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
 
@@ -65,7 +65,7 @@ class Reader:
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._layout = RunLayout(Path(order.run_dir))
+        self._layout = RunPaths(Path(order.run_dir))
         self._tickets = iter(range(order.first_ticket, order.first_ticket + 1000))
 
     def names(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tickets, or their rows, that will not be trained, and why: `drops.jsonl`, one object a line."""
+"""Dropped tickets, or rows of them, and why: `drops.jsonl`, one object a line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Literal
 
 import msgspec
 
-from areal_hpc.json_lines import append_line, read_lines
-from areal_hpc.layout import RunLayout
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import DropRequest, TicketRef
 
 DropKind = Literal["failed", "filtered", "stale", "requeued"]
 
 
-class Drop(msgspec.Struct, frozen=True):
+class DroppedTicket(msgspec.Struct, frozen=True):
     """A decision that nothing revokes."""
 
     ref: TicketRef
@@ -25,12 +25,12 @@ class Drop(msgspec.Struct, frozen=True):
     """Of the episodes of a `filtered` group."""
 
     @classmethod
-    def asked(cls, request: DropRequest) -> Drop:
+    def asked(cls, request: DropRequest) -> DroppedTicket:
         """What a driver asks for."""
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def append_drop(layout: RunLayout, drop: Drop) -> None:
+def append_drop(layout: RunPaths, drop: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 
     Raises:
@@ -39,6 +39,6 @@ def append_drop(layout: RunLayout, drop: Drop) -> None:
     append_line(layout.drops, drop, sync=True)
 
 
-def read_drops(layout: RunLayout) -> list[Drop]:
+def read_drops(layout: RunPaths) -> list[DroppedTicket]:
     """Every drop in order."""
-    return read_lines(layout.drops, Drop)
+    return read_lines(layout.drops, DroppedTicket)

@@ -1,4 +1,4 @@
-"""What the ledger keeps on disk: batch manifests, evaluation results, its incarnation."""
+"""Batch manifests, evaluation results and ledger state on disk."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.durable import sync_path, write_beside, write_durably
 from areal_hpc.errors import ShardError
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger.evaluation import Evaluation
-from areal_hpc.shards.index import read_index
-from areal_hpc.weights.version import Fork
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.rundir.atomic import fsync_path, write_atomic, write_temporary
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import GenerationFork
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
 
 
 class LedgerState(msgspec.Struct, frozen=True):
@@ -28,13 +26,13 @@ class LedgerState(msgspec.Struct, frozen=True):
     """The newest epoch a trainer opened."""
     version_step: int = 0
     """The last step that trainer published, or resumed from."""
-    forks: tuple[Fork, ...] = ()
+    forks: tuple[GenerationFork, ...] = ()
     """Every epoch opened so far, with the step it began from."""
 
     def opened(self, epoch: int, base_step: int) -> LedgerState:
         """The state once the trainer of `epoch` resumes after `base_step`."""
         earlier = (fork for fork in self.forks if fork.epoch != epoch)
-        forks = (*earlier, Fork(epoch, base_step))
+        forks = (*earlier, GenerationFork(epoch, base_step))
         return LedgerState(self.incarnation, epoch, base_step, forks)
 
     def keeps(self, result: EvaluationResult) -> bool:
@@ -56,14 +54,8 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     epoch: int = 0
     """The epoch whose weights these were; 0 in files that do not say."""
 
-    @classmethod
-    def of(cls, done: Evaluation, mean_reward: float) -> EvaluationResult:
-        """What is kept of an evaluation that is done."""
-        rewards = [done.rewards[index] for index in range(done.n_tasks)]
-        return cls(done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch)
 
-
-def write_manifest(layout: RunLayout, manifest: BatchManifest) -> BatchManifest:
+def write_manifest(layout: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
     A manifest is never replaced, because commits name batches by their step alone.
@@ -76,18 +68,18 @@ def write_manifest(layout: RunLayout, manifest: BatchManifest) -> BatchManifest:
         OSError: The file system refused.
     """
     path = layout.manifest(manifest.step)
-    partial = write_beside(path, msgspec.json.encode(manifest))
+    partial = write_temporary(path, msgspec.json.encode(manifest))
     try:
         path.hardlink_to(partial)
     except FileExistsError:
         return read_manifest(layout, manifest.step)
     finally:
         partial.unlink()
-    sync_path(path.parent)
+    fsync_path(path.parent)
     return manifest
 
 
-def read_manifest(layout: RunLayout, step: int) -> BatchManifest:
+def read_manifest(layout: RunPaths, step: int) -> BatchManifest:
     """The batch of `step` exactly as it was handed out.
 
     Raises:
@@ -103,51 +95,43 @@ def read_manifest(layout: RunLayout, step: int) -> BatchManifest:
     return manifest
 
 
-def read_manifests(layout: RunLayout) -> Iterator[BatchManifest]:
+def read_manifests(layout: RunPaths) -> Iterator[BatchManifest]:
     """Every batch handed out, in the order of steps. Files left by a crash are skipped.
 
     Raises:
         ShardError: One of them is damaged.
     """
-    for step in manifest_steps(layout):
+    for step in list_manifest_steps(layout):
         yield read_manifest(layout, step)
 
 
-def manifest_steps(layout: RunLayout) -> list[int]:
+def list_manifest_steps(layout: RunPaths) -> list[int]:
     """The steps whose batches were handed out, in order."""
     names = (path.stem.removeprefix("batch_") for path in layout.manifests_dir.glob("batch_*.json"))
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def read_settled(layout: RunLayout) -> Iterator[SettledTicket]:
-    """Every ticket of every sealed shard, those of old batches and of lost races included."""
-    for shard in read_index(layout.index_dir):
-        for ticket in shard.tickets:
-            ref = TicketRef(ticket.ticket_id, ticket.attempt)
-            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
-
-
-def write_state(layout: RunLayout, state: LedgerState) -> None:
+def write_state(layout: RunPaths, state: LedgerState) -> None:
     """Make the ledger's own state durable."""
-    write_durably(layout.ledger_state, msgspec.json.encode(state))
+    write_atomic(layout.ledger_state, msgspec.json.encode(state))
 
 
-def read_state(layout: RunLayout) -> LedgerState:
+def read_state(layout: RunPaths) -> LedgerState:
     """The state last written; that of a ledger never started when there is none."""
     return _read(layout.ledger_state, LedgerState) or LedgerState()
 
 
-def write_evaluation(layout: RunLayout, result: EvaluationResult) -> None:
+def write_evaluation(layout: RunPaths, result: EvaluationResult) -> None:
     """Make the result of an evaluation durable."""
-    write_durably(layout.evaluation(result.step), msgspec.json.encode(result))
+    write_atomic(layout.evaluation(result.step), msgspec.json.encode(result))
 
 
-def read_evaluation(layout: RunLayout, step: int) -> EvaluationResult | None:
+def read_evaluation(layout: RunPaths, step: int) -> EvaluationResult | None:
     """The result of evaluating `step`; None if there is none yet."""
     return _read(layout.evaluation(step), EvaluationResult)
 
 
-def _read(path: Path, kind: type[Record]) -> Record | None:
+def _read(path: Path, kind: type[RecordT]) -> RecordT | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except FileNotFoundError:

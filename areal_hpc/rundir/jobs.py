@@ -1,10 +1,16 @@
-"""What a job is before Slurm sees it: processes, their Python, their restart rules. Pure data."""
+"""Files under `jobs/`: job specifications, launches, exit statuses, submissions, held jobs."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 from msgspec import Struct, field
+
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import HELD, JobPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -30,7 +36,7 @@ class ProcessSpec(Struct, frozen=True):
     ends_job: bool = False
     """Its clean exit ends the job."""
     uses_gpus: bool = False
-    """It computes on its task's GPUs, where `Launch.gpus` names them; others see none."""
+    """It computes on its task's GPUs, where `LaunchFile.gpus` names them; others see none."""
 
 
 class JobSpec(Struct, frozen=True):
@@ -47,11 +53,11 @@ class JobSpec(Struct, frozen=True):
     """GPUs that each task needs."""
 
 
-class SlurmLaunch(Struct, frozen=True):
+class SlurmLaunchInfo(Struct, frozen=True):
     """What a job under Slurm knows of its own submission."""
 
     submissions: str
-    """Where a job that submits itself again says so; see `cluster/submissions.py`."""
+    """Where a job that submits itself again says so."""
     script: str
     """The sbatch script that this job was submitted with."""
     excluded_nodes: str
@@ -73,7 +79,7 @@ class SlurmLaunch(Struct, frozen=True):
     """Within this a task has started on every node, and each sees what the others wrote."""
 
 
-class Launch(Struct, frozen=True):
+class LaunchFile(Struct, frozen=True):
     """A job as it is handed to its supervisors: the spec plus what this launch adds."""
 
     job: JobSpec
@@ -92,11 +98,16 @@ class Launch(Struct, frozen=True):
     gpus: list[list[str]] | None = None
     """GPUs of each task, by rank, as CUDA_VISIBLE_DEVICES spells them; None leaves what the
     environment of the job says, as Slurm made it."""
-    slurm: SlurmLaunch | None = None
+    slurm: SlurmLaunchInfo | None = None
     """None for jobs of this machine."""
 
+    @property
+    def paths(self) -> JobPaths:
+        """The job's folder."""
+        return JobPaths(Path(self.job_dir))
 
-class Outcome(Struct, frozen=True):
+
+class TaskExit(Struct, frozen=True):
     """How one task of a job ended: the supervisor's last word, as a file in the job's folder."""
 
     exit_code: int
@@ -113,3 +124,66 @@ class Outcome(Struct, frozen=True):
     def is_crash(self) -> bool:
         """True unless the work was done, the task was told to stop, or it had nothing to do."""
         return self.exit_code not in (0, STOPPED_EXIT_CODE, IDLE_EXIT_CODE)
+
+
+def write_task_exit(job: JobPaths, rank: int, task_exit: TaskExit) -> None:
+    """Leave a task's last word: whole or not at all, as others look often."""
+    write_atomic(job.task_exit(rank), msgspec.json.encode(task_exit))
+
+
+def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | None:
+    """What a task of one start of a job ended with; None while it has not."""
+    try:
+        content = job.task_exit(rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    task_exit = msgspec.json.decode(content, type=TaskExit)
+    return task_exit if task_exit.incarnation == incarnation else None
+
+
+def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
+    """How the tasks of a job that have ended did so, by rank, in order."""
+    return {
+        rank: msgspec.json.decode(path.read_bytes(), type=TaskExit)
+        for rank, path in job.task_exits().items()
+    }
+
+
+class Submission(Struct, frozen=True):
+    """One job id that Slurm gave out. A requeue keeps the id and adds no line."""
+
+    job: str
+    """Name within the run: `trainer`, `cell-0`, `warmup`."""
+    job_id: str
+    """Slurm's; `123_4` for a member of an array."""
+    attempt: int
+    """The run's attempt, which also names the folder of its logs."""
+    submitted_at: float
+    """Unix time, seconds."""
+    script: str
+    """The sbatch script."""
+
+
+def record_submission(path: Path, submission: Submission) -> None:
+    """Append one line, whole or not at all.
+
+    Raises:
+        OSError: The storage refused it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    append_line(path, submission)
+
+
+def read_submissions(path: Path) -> list[Submission]:
+    """All jobs that were ever submitted, oldest first; none before the first."""
+    return read_lines(path, Submission)
+
+
+def latest_by_name(submissions: list[Submission]) -> dict[str, Submission]:
+    """The submission that counts for each name: the last one."""
+    return {submission.job: submission for submission in submissions}
+
+
+def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
+    """The jobs that gave their nodes back and wait to be released."""
+    return [JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD).glob("*"))]

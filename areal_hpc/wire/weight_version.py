@@ -47,14 +47,16 @@ class WeightVersion:
 
 
 @dataclass(frozen=True, slots=True)
-class Fork:
+class GenerationFork:
     """Epoch `epoch` began from the committed step `base_step`."""
 
     epoch: int
     base_step: int
 
 
-def staleness(current: WeightVersion, sampled: WeightVersion, forks: Sequence[Fork]) -> int:
+def compute_staleness(
+    current: WeightVersion, sampled: WeightVersion, forks: Sequence[GenerationFork]
+) -> int:
     """How many optimizer steps lie between the weights that sampled a token and the current ones.
 
     Steps of an abandoned epoch that were never committed do not count: they are measured from

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.json_lines import append_line, read_lines
-from areal_hpc.telemetry import EventLog
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import append_line, read_lines
 
 FIRST, SECOND = {"node": "n01", "step": 1}, {"node": "n02", "step": 2}
 

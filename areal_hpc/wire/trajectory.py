@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-LARGEST_REWARD = float(np.finfo(np.float32).max)
+MAX_REWARD = float(np.finfo(np.float32).max)
 """Rewards are stored as 32-bit floats."""
 
 MAX_TEMPERATURE: float = 100
@@ -35,7 +35,7 @@ class Trajectory:
     All four arrays have length T. Prompt, tool and user tokens have `loss_mask` 0,
     `logprobs` 0 and `versions` -1; tokens the model sampled have `loss_mask` 1, the
     engine's log-probability under the sampling temperature, and the packed weight version
-    (`weights.version.WeightVersion.packed`) they were sampled from.
+    (`WeightVersion.packed`) they were sampled from.
     """
 
     ticket_id: int
@@ -95,7 +95,7 @@ def find_defect(row: Trajectory, vocab_size: int = MAX_TOKEN_IDS) -> str | None:
         return "expected finite log-probabilities, got inf or nan"
     if (row.versions_T[mask_T == 1] < 0).any():
         return "expected a weight version for every sampled token, got a negative one"
-    if not abs(row.reward) <= LARGEST_REWARD:
+    if not abs(row.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {row.reward}"
     if not 0 <= row.temperature <= MAX_TEMPERATURE:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {row.temperature}"

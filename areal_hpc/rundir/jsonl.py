@@ -1,4 +1,4 @@
-"""Files of JSON lines: one append that repairs a torn end, one reader that skips a torn line.
+"""JSON-lines files: one append that repairs a torn end, one reader that skips a torn line.
 
 A crash or a full disk leaves a fragment without a newline at the end of a file. The next append
 ends that line first, so that it costs one line and not two; readers leave the fragment out.
@@ -12,14 +12,18 @@ import functools
 import json
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
 import msgspec
 
-from areal_hpc.durable import sync_path
+from areal_hpc.rundir.atomic import fsync_path, write_atomic
 
-Record = TypeVar("Record")
+RecordT = TypeVar("RecordT")
+
+FlatRow = dict[str, int | float | str | None]
+"""The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +53,16 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
     finally:
         os.close(descriptor)
     if sync and size_bytes == 0:
-        sync_path(path.parent)
+        fsync_path(path.parent)
+
+
+def write_lines(path: Path, records: Iterable[object]) -> None:
+    """Put a file with these records in the place of another, whole or not at all.
+
+    Raises:
+        OSError: The storage refused; the old file still stands.
+    """
+    write_atomic(path, b"".join(_encode(record) + b"\n" for record in records))
 
 
 def _encode(record: object) -> bytes:
@@ -64,7 +77,7 @@ def _encode(record: object) -> bytes:
 @overload
 def read_lines(path: Path) -> list[dict[str, Any]]: ...
 @overload
-def read_lines(path: Path, kind: type[Record]) -> list[Record]: ...
+def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]: ...
 def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
@@ -80,7 +93,7 @@ def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
     return decode_lines(content, kind, str(path))
 
 
-def decode_lines(content: bytes, kind: type[Record], source: str = "") -> list[Record]:
+def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[RecordT]:
     """The records in a piece of a file.
 
     Args:

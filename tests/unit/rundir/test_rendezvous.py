@@ -9,26 +9,26 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster import rendezvous
-from areal_hpc.cluster.epochs import newest_epoch, take_next_epoch
 from areal_hpc.cluster.topology import launched_position
 from areal_hpc.errors import ClusterError
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 
 
 def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
-    rendezvous.publish(tmp_path, "ledger", "http://127.0.0.1:1")
+    rendezvous.publish_endpoint(tmp_path, "ledger", "http://127.0.0.1:1")
     found = rendezvous.await_endpoint(tmp_path, "ledger", timeout_s=60)
     assert found.url == "http://127.0.0.1:1"
-    rendezvous.withdraw(tmp_path, "ledger")
-    assert rendezvous.find(tmp_path, "ledger") is None
+    rendezvous.remove_endpoint(tmp_path, "ledger")
+    assert rendezvous.find_endpoint(tmp_path, "ledger") is None
 
 
 def test_a_stopping_role_leaves_the_file_of_its_successor(tmp_path: Path) -> None:
-    rendezvous.publish(tmp_path, "ledger", "http://127.0.0.1:1")
+    rendezvous.publish_endpoint(tmp_path, "ledger", "http://127.0.0.1:1")
     file = tmp_path / "ledger.json"
     file.write_text(file.read_text().replace(f'"pid":{os.getpid()}', '"pid":1'))
-    rendezvous.withdraw(tmp_path, "ledger")
-    assert rendezvous.find(tmp_path, "ledger") is not None
+    rendezvous.remove_endpoint(tmp_path, "ledger")
+    assert rendezvous.find_endpoint(tmp_path, "ledger") is not None
 
 
 def test_a_role_that_never_appears_is_named(tmp_path: Path) -> None:
@@ -45,9 +45,9 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
 
 def test_trainers_that_start_at_once_take_different_epochs(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda _: take_next_epoch(tmp_path / "epochs"), range(8)))
+        taken = list(pool.map(lambda _: claim_next_number(tmp_path / "epochs"), range(8)))
     assert sorted(taken) == list(range(1, 9))
-    assert newest_epoch(tmp_path / "epochs") == 8
+    assert read_newest_number(tmp_path / "epochs") == 8
 
 
 def test_position_is_read_from_slurm_or_from_the_local_executor() -> None:

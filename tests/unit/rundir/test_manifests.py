@@ -6,17 +6,18 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.layout import RunLayout
-from areal_hpc.ledger import manifests
-from areal_hpc.ledger.drops import Drop, append_drop, read_drops
-from areal_hpc.ledger.manifests import LedgerState
+from areal_hpc.ledger.forming import read_settled
+from areal_hpc.rundir import manifests
+from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
+from areal_hpc.rundir.manifests import LedgerState
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
 @pytest.fixture
-def layout(tmp_path: Path) -> RunLayout:
-    return RunLayout(tmp_path)
+def layout(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
 
 
 def batch(step: int) -> BatchManifest:
@@ -24,12 +25,12 @@ def batch(step: int) -> BatchManifest:
     return BatchManifest(step, 2, [ticket])
 
 
-def test_a_manifest_reads_back_as_written(layout: RunLayout) -> None:
+def test_a_manifest_reads_back_as_written(layout: RunPaths) -> None:
     manifests.write_manifest(layout, batch(1))
     assert manifests.read_manifest(layout, 1) == batch(1)
 
 
-def test_a_manifest_is_never_replaced(layout: RunLayout) -> None:
+def test_a_manifest_is_never_replaced(layout: RunPaths) -> None:
     """Two ledgers may think they are the one; the first word counts for both."""
     first = manifests.write_manifest(layout, batch(1))
     other = BatchManifest(1, 3, batch(7).tickets)
@@ -39,7 +40,7 @@ def test_a_manifest_is_never_replaced(layout: RunLayout) -> None:
 
 
 def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
-    layout: RunLayout,
+    layout: RunPaths,
 ) -> None:
     for step in (10, 2, 1):
         manifests.write_manifest(layout, batch(step))
@@ -48,7 +49,7 @@ def test_manifests_come_in_the_order_of_steps_without_the_leftovers_of_crashes(
 
 
 def test_a_write_that_fails_leaves_the_old_content(
-    layout: RunLayout, monkeypatch: pytest.MonkeyPatch
+    layout: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manifests.write_state(layout, LedgerState(1, 1, 1))
 
@@ -61,34 +62,34 @@ def test_a_write_that_fails_leaves_the_old_content(
     assert manifests.read_state(layout) == LedgerState(1, 1, 1)
 
 
-def test_a_damaged_manifest_is_named(layout: RunLayout) -> None:
+def test_a_damaged_manifest_is_named(layout: RunPaths) -> None:
     layout.manifests_dir.mkdir()
     layout.manifest(1).write_bytes(b"{")
     with pytest.raises(ShardError, match=r"batch_00000001\.json is not a BatchManifest"):
         manifests.read_manifest(layout, 1)
 
 
-def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(layout: RunLayout) -> None:
+def test_a_manifest_that_is_gone_is_an_error_and_not_an_endless_wait(layout: RunPaths) -> None:
     with pytest.raises(ShardError, match="its manifest is gone"):
         manifests.read_manifest(layout, 2)
 
 
-def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunLayout) -> None:
+def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunPaths) -> None:
     assert manifests.read_state(layout) == LedgerState(0, 0, 0)
-    assert list(manifests.read_settled(layout)) == []
+    assert list(read_settled(layout)) == []
 
 
-def test_settled_tickets_are_those_of_the_shard_index(layout: RunLayout) -> None:
+def test_settled_tickets_are_those_of_the_shard_index(layout: RunPaths) -> None:
     sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0])
     append_to_index(
         layout.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
     expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0])
-    assert list(manifests.read_settled(layout)) == [expected]
+    assert list(read_settled(layout)) == [expected]
 
 
-def test_a_drop_follows_the_half_line_of_a_crash(layout: RunLayout) -> None:
-    first, second = (Drop(TicketRef(i, 1), "boom\n") for i in range(2))
+def test_a_drop_follows_the_half_line_of_a_crash(layout: RunPaths) -> None:
+    first, second = (DroppedTicket(TicketRef(i, 1), "boom\n") for i in range(2))
     append_drop(layout, first)
     with layout.drops.open("ab") as stream:
         stream.write(b'{"cell":"cell-0","ref":{"ti')

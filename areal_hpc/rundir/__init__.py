@@ -1,0 +1,1 @@
+"""RUN DIRECTORY: the one owner of its paths and of the formats of its files."""

@@ -1,0 +1,68 @@
+"""Atomic, fsynced writes of files and directories."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+
+def fsync_path(path: Path) -> None:
+    """Force one file to disk, or the names in one directory: new files and renames.
+
+    Raises:
+        OSError: The storage refused.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Force every file below, and the directories that name them, to disk."""
+    for path in [*directory.rglob("*"), directory]:
+        fsync_path(path)
+
+
+def write_atomic(path: Path, content: bytes, *, mode: int = 0o644) -> None:
+    """Put a file in place that readers, also after a crash, see whole or not at all.
+
+    Folders on the way to it are made.
+
+    Raises:
+        OSError: The storage refused; the old content, if any, still stands.
+    """
+    write_temporary(path, content, mode=mode).rename(path)
+    fsync_path(path.parent)
+
+
+def write_atomic_private(path: Path, content: bytes) -> None:
+    """The same, for what only its owner may read."""
+    write_atomic(path, content, mode=0o600)
+
+
+def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
+    """The content in a hidden file next to `path`, durable but not in place yet."""
+    with open_temporary(path, mode=mode) as stream:
+        stream.write(content)
+    return Path(stream.name)
+
+
+@contextmanager
+def open_temporary(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+    """The same, to be written bit by bit. An error within the block leaves no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The node is part of the name: on shared storage two processes may have the same number.
+    partial = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
+    try:
+        with open(partial, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+    except BaseException:  # boundary: whatever ended the block is raised again
+        partial.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,151 @@
+"""Checkpoints of a trainer: which of them are complete, and what each says of itself. No torch."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, Problem, ShardError
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.paths import format_step_dir
+from areal_hpc.wire.weight_version import GenerationFork
+
+MARKER = "COMMITTED"
+STATE_FILE = "trainer.json"
+
+
+class UntrainedRecord(msgspec.Struct, frozen=True):
+    """A part of a consumed batch that the weights did not learn from."""
+
+    step: int
+    """The step of the batch."""
+    reason: str
+    tickets: list[int] = []
+    """Those left out for an unsound row. Without any, optimizer steps of the batch were not taken
+    because their gradient was not finite."""
+
+
+class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint stands in the run's history."""
+
+    step: int = 0
+    """Optimizer batches behind these weights."""
+    epoch: int = 0
+    """The start of the trainer that wrote the checkpoint."""
+    seed: int
+    """Of everything random; with `step` it fixes what comes next."""
+    parent: str | None = None
+    """The checkpoint this one was trained from."""
+    consumed: list[int] = []
+    """Steps of the manifests behind these weights, from the first."""
+    forks: list[GenerationFork] = []
+    """Every epoch of this chain of checkpoints, with the step it began from."""
+    untrained: list[UntrainedRecord] = []
+    """What those batches did not teach."""
+    line: FlatRow = {}
+    """The metrics of this step as far as they were known: its line is written after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    state: TrainerState
+
+    @property
+    def written_at(self) -> float:
+        """Unix time at which it became complete.
+
+        Raises:
+            FileNotFoundError: A trainer at work has removed it.
+        """
+        return (self.path / MARKER).stat().st_mtime
+
+
+def is_complete(path: Path) -> bool:
+    """True if this is the directory of a checkpoint whose every byte is on disk."""
+    return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER).exists()
+
+
+def unfinished_path(directory: Path, step: int, epoch: int) -> Path:
+    """Where the trainer of `epoch` puts the parts of a checkpoint together."""
+    return directory / f".{format_step_dir(step)}.epoch_{epoch}"
+
+
+def list_hidden(directory: Path) -> list[tuple[Path, int | None]]:
+    """What interrupted trainers left behind, with the epoch whose trainer may still write it."""
+    found = [(path, re.search(r"\.epoch_(\d+)$", path.name)) for path in directory.glob(".step_*")]
+    return [(path, int(writer[1]) if writer else None) for path, writer in found]
+
+
+def write_trainer_state(path: Path, state: TrainerState) -> None:
+    """Say what the checkpoint in this directory is of. Not forced to disk."""
+    (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
+
+
+def read_trainer_state(path: Path) -> TrainerState:
+    """What the checkpoint in this directory says of itself.
+
+    Raises:
+        FileNotFoundError: It says nothing, or a trainer at work has removed it.
+        ShardError: Its file is damaged.
+    """
+    file = path / STATE_FILE
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=TrainerState)
+    except msgspec.DecodeError as error:
+        hint = f"move {path} away: the checkpoint before it takes its place"
+        raise ShardError(f"the commit cannot be read: {error}", key=str(file), hint=hint) from error
+
+
+def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> list[Checkpoint]:
+    """Every complete checkpoint, oldest first; a later epoch's come after an earlier one's.
+
+    A trainer that was replaced may still complete a higher step. It sorts before the checkpoints
+    of its successor, so the newest epoch's chain is the one that is followed.
+
+    Args:
+        directory: Of the run's, or of its supervised warm-up's.
+        problems: Takes what is wrong with those that cannot be read.
+
+    Raises:
+        ShardError: One is damaged, and nobody takes problems.
+    """
+    found = []
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if not is_complete(path):
+            continue
+        try:
+            found.append(Checkpoint(path, read_trainer_state(path)))
+        except FileNotFoundError:
+            if problems is not None and is_complete(path):  # else it was removed just now
+                message = "the commit does not say what it holds"
+                problems.append(Problem(message, str(path / STATE_FILE)))
+        except ShardError as error:
+            if problems is None:
+                raise
+            problems += error.problems
+    return sorted(found, key=lambda one: (one.state.epoch, one.state.step))
+
+
+def find_latest(directory: Path) -> Checkpoint | None:
+    """The checkpoint that a restarted trainer resumes from; None before the first.
+
+    Raises:
+        ShardError: One of the checkpoints is damaged.
+    """
+    found = list_checkpoints(directory)
+    return found[-1] if found else None
+
+
+def build_checkpoint_error(path: Path, reason: object) -> ClusterError:
+    """The error of a checkpoint that the storage did not take."""
+    return ClusterError(
+        f"a commit could not be written: {reason}",
+        key=str(path),
+        hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
+    )

@@ -1,0 +1,48 @@
+"""Lock of a run: held by its launcher, looked at by its local jobs and by read-only tools."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+
+
+@contextmanager
+def hold_lock(lock: Path) -> Iterator[None]:
+    """Hold the launcher's lock. The kernel drops it however the launcher ends.
+
+    Raises:
+        ClusterError: Another launcher holds it.
+    """
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ClusterError(
+            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_lock_held(lock: str | os.PathLike[str]) -> bool:
+    """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,207 @@
+"""Paths inside a run directory."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROLES = ("serve", "train", "agents")
+"""The three environments a process can run in."""
+RECIPE = "recipe.yaml"
+ADMIN_KEY = "rendezvous/admin.key"
+HELD = "held"
+"""The folder of notes of the jobs that wait to be released, below that of all jobs."""
+
+
+class _Name:
+    """A fixed name in a folder; as an attribute of the folder's object, the path to it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, folder: _Folder, kind: type[_Folder]) -> Path:
+        return folder.root / self.name
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    root: Path
+
+
+class RunPaths(_Folder):
+    """The run directory `<fileroot>/<experiment_name>/<trial_name>` and the names inside it."""
+
+    recipe = _Name(RECIPE)
+    """The resolved recipe, written before the first job starts. Resume reads this one."""
+    provenance = _Name("provenance.json")
+    """Versions, git commit and command line of every launch."""
+    lock = _Name("launcher.lock")
+    """Held (flock) by a foreground launcher; local jobs stop when it is released."""
+    data_dir = _Name("data")
+    """Task sets, demonstrations and the starting model as launched."""
+    workflow_dir = _Name("workflow")
+    """The user's agent, where a script handed it over as an object."""
+    task_counts = _Name("data/train_sources.json")
+    """Rows of each source in the training set, a JSON list; only if there are several."""
+    prefetched = _Name("prefetch.json")
+    """Revisions and digests of what `areal-hpc prefetch` put in place."""
+    tiny_model_dir = _Name("data/model")
+    """The tiny model made for this run, or a link to the hub's model in the cache."""
+    jobs_dir = _Name("jobs")
+    """One folder a job: process configurations and submitit's files."""
+    submissions = _Name("jobs/submissions.jsonl")
+    """Every job that was handed to Slurm: one JSON object a line."""
+    excluded_nodes = _Name("jobs/excluded_nodes.jsonl")
+    """Nodes that failed this run's probe: one JSON object a line."""
+    cancelled_marker = _Name("CANCELLED")
+    """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
+    generations_dir = _Name("epochs")
+    """One empty file per start of the trainer, created exclusively."""
+    rendezvous_dir = _Name("rendezvous")
+    """One file per live role, mode 0600."""
+    admin_key = _Name(ADMIN_KEY)
+    """The run's secret for control routes, mode 0600. Agents never see it."""
+    shards_dir = _Name("shards")
+    """Sealed trajectories."""
+    index_dir = _Name("index")
+    """Append-only index: one file per writer, one line per sealed shard."""
+    manifests_dir = _Name("manifests")
+    """Batches as they were handed out: the arrival log."""
+    drops = _Name("drops.jsonl")
+    """Tickets, or their rows, that will not be trained: one JSON object a line."""
+    curriculum = _Name("curriculum.jsonl")
+    """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
+    ledger_state = _Name("ledger.json")
+    """The ledger's incarnation, newest epoch and published step."""
+    evaluations_dir = _Name("evaluations")
+    """One result file per evaluated step."""
+    sft_dir = _Name("warmup")
+    """Commits of the supervised warm-up."""
+    checkpoints_dir = _Name("checkpoints")
+    """Commits of the reinforcement-learning trainer."""
+    sft_export = _Name("export/warmup")
+    """The warmed-up model in Hugging Face format."""
+    weights_dir = _Name("weights")
+    """One folder: the version that replicas load with `weights.transport=disk`."""
+    metrics = _Name("metrics.jsonl")
+    """One JSON object per trained step; what is known of it later only has lines of its own."""
+    sft_metrics = _Name("warmup_metrics.jsonl")
+    """One JSON object per logged step of the supervised warm-up."""
+    tensorboard_dir = _Name("tensorboard")
+    """TensorBoard event files."""
+    events = _Name("events.jsonl")
+    """What happened, by any role: one JSON object a line."""
+    learning_curve = _Name("learning_curve.png")
+    """The learning curve as a picture."""
+    replay = _Name("replay.json")
+    """What `areal-hpc replay` was asked for, in the directory of a replay."""
+    finished_marker = _Name("FINISHED")
+    """Exists when every step of the recipe has been trained and committed."""
+    logs_dir = _Name("logs")
+    """One folder per attempt."""
+    latest_log = _Name("logs/latest")
+    """Links to the newest attempt's folder."""
+
+    def dataset(self, split: str) -> Path:
+        """The JSON-lines task set of one split (`train`, `valid` or `warmup`)."""
+        return self.data_dir / f"{split}.jsonl"
+
+    def job(self, name: str) -> JobPaths:
+        """The folder of one job."""
+        return JobPaths(self.jobs_dir / name)
+
+    def manifest(self, step: int) -> Path:
+        """The batch manifest consumed by the step that ends at version `step`."""
+        return self.manifests_dir / f"batch_{step:08d}.json"
+
+    def evaluation(self, step: int) -> Path:
+        """Held-out rewards of the weights of `step`."""
+        return self.evaluations_dir / f"{format_step_dir(step)}.json"
+
+    def export(self, name: str) -> Path:
+        """A model in Hugging Face format, under a name such as `step_00000040`."""
+        return self.root / "export" / name
+
+    def log_dir(self, attempt: int) -> Path:
+        """Logs of one launch."""
+        return self.logs_dir / f"attempt_{attempt:02d}"
+
+    def attempts(self) -> list[int]:
+        """Numbers of the launches made so far, oldest first."""
+        if not self.logs_dir.is_dir():
+            return []
+        names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in self.logs_dir.iterdir())
+        return sorted(int(match[1]) for match in names if match)
+
+    def replaced_recipe(self, attempt: int) -> Path:
+        """The recipe of the launches before `attempt`, where that one changed it."""
+        return self.root / f"recipe.before_attempt_{attempt:02d}.yaml"
+
+    def recipes(self) -> Iterator[Path]:
+        """The recipes of all launches."""
+        return self.root.glob("recipe*.yaml")
+
+
+class JobPaths(_Folder):
+    """The folder of one job, `jobs/<name>`, and the names inside it."""
+
+    launch = _Name("launch.json")
+    """The job as its supervisors are told."""
+    script = _Name("job.sbatch")
+    """What sbatch was given."""
+    submitit_dir = _Name("submitit")
+    """Submitit's pickle of the job, and its logs."""
+    starts_dir = _Name("starts")
+    """One numbered file for each start under Slurm, and the notes of its tasks."""
+    failure_count = _Name("fruitless.json")
+    """How many starts in a row have failed without progress."""
+    save_time = _Name("save_time_s")
+    """Seconds that the last checkpoint took."""
+
+    @property
+    def hold_note(self) -> Path:
+        """Exists while the job has given its nodes back; holds its id."""
+        return self.root.parent / HELD / self.root.name
+
+    def process_config(self, process: str) -> Path:
+        """The configuration of one process of the job."""
+        return self.root / f"{process}.json"
+
+    def task_exit(self, rank: int) -> Path:
+        """How one task ended."""
+        return self.root / f"outcome.{rank}.json"
+
+    def task_exits(self) -> dict[int, Path]:
+        """The files of the tasks that have ended, by rank, in order."""
+        found = {int(path.name.split(".")[1]): path for path in self.root.glob("outcome.*.json")}
+        return dict(sorted(found.items()))
+
+
+def get_process_error(config: Path) -> Path:
+    """Where a process leaves the error that it ends with: beside its configuration."""
+    return config.with_suffix(".error")
+
+
+def find_runs(place: Path) -> list[RunPaths]:
+    """The runs of a file root, of an experiment's directory, or the one at `place`."""
+    for levels in ("", "*/", "*/*/"):
+        if found := sorted(place.glob(f"{levels}{RECIPE}")):
+            return [RunPaths(path.parent.resolve()) for path in found]
+    return []
+
+
+def format_step_dir(step: int) -> str:
+    """The folder name of a step: `step_00000040`."""
+    return f"step_{step:08d}"
+
+
+def format_restart_dir(restart: int) -> str:
+    """The folder name of one restart of a job, below its logs: `restart_00`."""
+    return f"restart_{restart:02d}"
+
+
+def list_restart_dirs(job_log_dir: Path) -> list[tuple[int, Path]]:
+    """Number and folder of the restarts of a job that have logs, in order."""
+    return sorted((int(path.name[8:]), path) for path in job_log_dir.glob("restart_*"))

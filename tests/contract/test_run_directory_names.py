@@ -1,0 +1,117 @@
+"""The run directory has one owner: only `areal_hpc/rundir/` spells the names inside it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import areal_hpc
+from areal_hpc.rundir import checkpoints, rendezvous
+from areal_hpc.rundir.paths import HELD, JobPaths, RunPaths, format_restart_dir, format_step_dir
+
+PACKAGE = Path(areal_hpc.__file__).parent
+RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
+
+FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
+         type(one).__name__ == "_Name"}  # fmt: skip
+NAMES = {part for name in FIXED for part in name.split("/")} | {
+    HELD, checkpoints.MARKER, checkpoints.STATE_FILE, RUN.export("x").parent.name,
+    rendezvous.LEDGER, rendezvous.RANK_STORE, rendezvous.EVALUATION_CELL,
+}  # fmt: skip
+"""Every name of a file, a folder or a service: `manifests`, `COMMITTED`, `launch.json`..."""
+UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}
+"""Those that mean nothing else; the others are words too, and count where they make a path."""
+OTHER_MEANINGS = {
+    ("cluster/states.py", "CANCELLED"),  # Slurm's states
+    ("view/causes.py", "CANCELLED"),
+    ("view/causes.py", "CANCELLED AT"),
+    ("view/summary.py", "tensorboard"),  # the program
+}
+
+PREFIXES = {
+    rendezvous.CELL_PREFIX,
+    *(numbered.rstrip("0") for numbered in (
+        rendezvous.format_proxy_name("0"), rendezvous.format_control_proxy_name("0"),
+        format_step_dir(0), format_restart_dir(0), RUN.log_dir(0).name, RUN.manifest(0).stem,
+        RUN.replaced_recipe(0).stem, JOB.task_exit(0).stem)),
+}  # fmt: skip
+"""What numbered names begin with: `cell-`, `relay-`, `step_`, `outcome.`..."""
+_ANY_PREFIX = "|".join(map(re.escape, sorted(PREFIXES)))
+PREFIX = re.compile(rf"(^|/)\.?({_ANY_PREFIX})+($|[\d*?{{%(\[\\])")
+MAKES_A_PATH = {"glob", "rglob", "joinpath", "with_name", "with_suffix"}
+FINDS_A_SERVICE = {"publish_endpoint", "find_endpoint", "await_endpoint", "remove_endpoint", "Peer"}
+
+
+def texts_of(node: ast.AST) -> Iterator[tuple[ast.Constant, str]]:
+    """The strings that a node is, or is put together from."""
+    for one in ast.walk(node):
+        if isinstance(one, ast.Constant) and isinstance(one.value, str):
+            yield one, one.value
+
+
+def spellings(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every string in a program that spells a name of the run directory."""
+    tree = ast.parse(source)
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    in_paths: set[int] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
+            in_paths |= {id(one) for one, _ in texts_of(node.right)}
+        elif isinstance(node, ast.Call):
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            if name in MAKES_A_PATH | FINDS_A_SERVICE:
+                in_paths |= {id(one) for part in node.args for one, _ in texts_of(part)}
+    for node, text in texts_of(tree):
+        if id(node) in documentation:
+            continue
+        known = NAMES if id(node) in in_paths else UNMISTAKABLE
+        if PREFIX.search(text) or not known.isdisjoint(re.split(r"[/\s]", text)):
+            yield node.lineno, text
+
+
+def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
+    found = {
+        (str(path.relative_to(PACKAGE)), text)
+        for path in PACKAGE.rglob("*.py")
+        if path.parent != PACKAGE / "rundir"
+        for _, text in spellings(path.read_text())
+    }
+    assert found - OTHER_MEANINGS == set(), "take it from areal_hpc.rundir"
+    assert found >= OTHER_MEANINGS, "an exception that nothing needs"
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [
+        'marker = path / "COMMITTED"',
+        'state = marker.with_name("trainer.json")',
+        'folder = layout.root / "manifests"',
+        'folder = layout.root / "jobs" / job / "held"',
+        'for marker in directory.glob("step_*/COMMITTED"): pass',
+        'path = f"{folder}/jobs/{job}/launch.json"',
+        'events = open(os.path.join(run_dir, "events.jsonl"))',
+        'name = f"relay-{cell}"',
+        'name = "proxy-cell-0"',
+        'name = "cell-%d" % number',
+        'endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, "ledger")',
+        'hint = "look at fruitless.json"',
+        'found = re.fullmatch(r"step_\\d+", name)',
+    ],
+)
+def test_a_spelling_elsewhere_is_found(mutation: str) -> None:
+    """In a real module, behind text that may say anything."""
+    source = (PACKAGE / "view" / "snapshot.py").read_text()
+    talk = '\n"""Not a spelling: COMMITTED, relay-0."""  # nor is "trainer.json"\n'
+    assert list(spellings(source + talk)) == []
+    assert len(list(spellings(f"{source}{talk}{mutation}\n"))) >= 1
+
+
+@pytest.mark.parametrize(
+    "innocent", ['kind = "ledger"', 'word = "held"', 'keys = {"index": 0, "shards": 1}', "a / b"]
+)
+def test_a_word_that_makes_no_path_is_no_spelling(innocent: str) -> None:
+    assert list(spellings(innocent)) == []
