@@ -1,13 +1,14 @@
 """Cells and a trainer without models: the real driver, peers, seals and reads; episodes that sleep.
 
-What a cell says to the ledger is said by `rollout.driver.Driver` itself. Replaced is only what
-would need a model: running a ticket's episodes is a sleep of log-normal length.
+What a cell says to the ledger is said by `rollout.lease_loop.LeaseLoop` itself. Replaced is only
+what would need a model: running a ticket's episodes is a sleep of log-normal length.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -16,9 +17,11 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.driver import Driver, Peers
-from areal_hpc.rollout.peer import Peer
-from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.lease_loop import LeaseLoop
+from areal_hpc.rollout.peer import Peer, Services
+from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
@@ -152,43 +155,62 @@ def trajectories(ref: TicketRef, rewards: Sequence[float]) -> Iterator[Trajector
         )
 
 
-class SleepingCell(Driver):
+class SleepingRunner(TicketRunner):
+    """The runner of a cell whose episodes are sleeps."""
+
+    def __init__(
+        self, job: RolloutJobConfig, services: Services, tickets: TicketBoard, events: EventLog,
+        stores: Storehouse, tempo: Tempo, tally: Tally,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            job,
+            agents={},
+            tasks={},
+            tickets=tickets,
+            services=services,
+            http_client=None,
+            events=events,
+        )
+        self._stores = stores
+        self._tempo = tempo
+        self._tally = tally
+        self._generator = np.random.default_rng(zlib.crc32(job.cell.encode()))
+
+    async def _generate(self, grant: TicketGrant) -> bool:
+        self._tally.granted += 1
+        self._tickets.begin(grant)
+        sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
+        await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
+        for _ in range(grant.n_samples):
+            self._tickets.end_episode(grant.ref)
+        self._stores.finish(grant.ref)
+        return True
+
+
+class SleepingCell(LeaseLoop):
     """The driver of a cell whose episodes are sleeps."""
 
     def __init__(
         self, number: int, layout: RunPaths, ledger: Peer, stores: Storehouse, tempo: Tempo,
         tally: Tally,
     ) -> None:  # fmt: skip
-        n_samples = tempo.n_samples
-        super().__init__(
-            f"cell-{number}",
-            RolloutConfig(n_samples=n_samples),
-            SamplingConfig(),
-            n_samples * tempo.tickets_at_once,
-            agent=None,
-            tasks={"train": TaskSet(Path(), []), "valid": TaskSet(Path(), [])},
-            peers=Peers(ledger=ledger, proxy=ledger),
-            http_client=None,
-            events=EventLog(layout.events, "cells"),
+        job = RolloutJobConfig(
+            run_dir=layout.root,
+            cell=f"cell-{number}",
+            rollout=RolloutConfig(n_samples=tempo.n_samples),
+            evaluation_sampling=SamplingConfig(),
+            episode_slots=tempo.n_samples * tempo.tickets_at_once,
         )
+        services = Services(ledger=ledger, proxy=ledger)
+        tickets = TicketBoard(job.episode_slots, tempo.n_samples)
+        events = EventLog(layout.events, "cells")
+        runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
+        super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
         self._stores = stores
-        self._tempo = tempo
-        self._tally = tally
-        self._generator = np.random.default_rng(number)
-
-    async def _generate(self, grant: TicketGrant) -> bool:
-        self._tally.granted += 1
-        self._board.begin(grant)
-        sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
-        await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
-        for _ in range(grant.n_samples):
-            self._board.end_episode(grant.ref)
-        self._stores.finish(grant.ref)
-        return True
 
     async def _seal_now(self) -> None:
         await self._stores.seal_now()
-        self._news.set()
+        self._tickets.changed.set()
 
 
 async def run_cells(

@@ -59,16 +59,17 @@ def _proxy(arguments: argparse.Namespace) -> int:
     from areal_hpc.proxy.alone import AloneConfig, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    names = ("tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s")
+    names = ["tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s"]
+    names += ["tool_call_parser", "reasoning_parser"]
     given = {name: getattr(arguments, name) for name in names}
     try:
-        config = AloneConfig(
-            **given,
-            upstreams=arguments.upstream,
-            tool_call_parser=arguments.tool_call_parser,
-            reasoning_parser=arguments.reasoning_parser,
-            serve_python=interpreter_of("serve", arguments.serve_python),
-            proxy=dict(pair.partition("=")[::2] for pair in arguments.set),
+        config = AloneConfig.model_validate(
+            {
+                **given,
+                "upstreams": arguments.upstream,
+                "serve_python": interpreter_of("serve", arguments.serve_python),
+                "proxy": dict(pair.partition("=")[::2] for pair in arguments.set),
+            }
         )
     except ValidationError as error:
         first = error.errors()[0]

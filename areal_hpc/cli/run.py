@@ -161,8 +161,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
-    tasks_of_sources = (0,) * len(recipe.train_dataset.sources)
-    for stage in plan(recipe, layout, Facts(0, 0, "python", (), tasks_of_sources)).stages:
+    for stage in plan(recipe, layout, Facts.before_setup(recipe)).stages:
         print(f"stage {stage.name}: complete when {stage.done_marker} exists")
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")

@@ -16,7 +16,8 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.command import Command, Part, Ports
-from areal_hpc.inference.job import InferenceJobConfig, log_dir_of, replica_command_of
+from areal_hpc.inference.job import log_dir_of, replica_command_of
+from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
 from areal_hpc.rundir import rendezvous

@@ -11,14 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
-from areal_hpc.config import StageConfig
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
@@ -29,25 +27,6 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 
 POLL_S = 0.1
-
-
-class InferenceJobConfig(StageConfig):
-    """What the launcher tells the inference process of one cell."""
-
-    run_dir: Path
-    """The run directory."""
-    cell: str
-    """`cell-0`, `cell-1`, ..."""
-    inference: InferenceConfig
-    """The recipe's section."""
-    model_path: Path
-    """Weights to start with, in Hugging Face format; the trainer sends its own before any use."""
-    serve_python: str
-    """The Python that has SGLang."""
-    serve_variables: dict[str, str] = Field(default_factory=dict)
-    """Added to the environment of SGLang."""
-    seed: int = 0
-    """The run's seed."""
 
 
 def run(config: dict[str, Any]) -> None:

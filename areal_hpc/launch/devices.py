@@ -42,9 +42,8 @@ def assign(stage: Stage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
 
 def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
     """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
-    facts = Facts(0, 0, "python", (), (0,) * len(recipe.train_dataset.sources))
     problems: list[Problem] = []
-    for stage in plan(recipe, RunPaths(recipe.run_dir), facts).stages:
+    for stage in plan(recipe, RunPaths(recipe.run_dir), Facts.before_setup(recipe)).stages:
         try:
             assign(stage, visible, recipe)
         except RecipeError as error:

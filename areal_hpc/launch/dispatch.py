@@ -175,8 +175,7 @@ def place_of(
 
 def sketch(recipe: Recipe, layout: RunPaths) -> Plan:
     """The plan without what only the task sets tell; no job's shape depends on that."""
-    counts = (0,) * len(recipe.train_dataset.sources)
-    return plan(recipe, layout, Facts(0, 0, pythons_of(recipe)["serve"], (), counts))
+    return plan(recipe, layout, Facts.before_setup(recipe, pythons_of(recipe)["serve"]))
 
 
 def requests_of(

@@ -1,18 +1,26 @@
 """Recipe -> jobs. Pure: the same recipe and facts always give the same plan.
 
-Entry points are strings, so that a plan can be made where neither torch nor SGLang is installed.
+Every process gets a configuration that it declares in its package's `job_config`, which imports
+neither torch nor SGLang: a plan is made where neither is installed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
+from msgspec.structs import replace
+
+from areal_hpc.inference.job_config import FOLLOWER_ENTRY, InferenceJobConfig
+from areal_hpc.ledger.job_config import LedgerJobConfig
+from areal_hpc.ledger.stream import TaskSource
+from areal_hpc.proxy.job_config import ProxyJobConfig
 from areal_hpc.recipe import Recipe
+from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.trainer.job_config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20
@@ -30,6 +38,11 @@ class Facts:
     """Folders from which the agent is imported."""
     tasks_of_sources: tuple[int, ...] = ()
     """Training tasks of each source, if there are several."""
+
+    @classmethod
+    def before_setup(cls, recipe: Recipe, serve_python: str = "python") -> Facts:
+        """Facts while no task set is read. They give every job its shape, not its configuration."""
+        return cls(1, 0, serve_python, (), (1,) * len(recipe.train_dataset.sources))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,84 +94,72 @@ def policy_model(recipe: Recipe, layout: RunPaths) -> Path:
 
 def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
     assert recipe.warmup is not None
-    config = {
-        "run_dir": str(layout.root),
-        "model_path": str(starting_model(recipe, layout)),
-        "dataset_path": str(layout.dataset("warmup")),
-        "seed": recipe.seed,
-        "warmup": recipe.warmup.model_dump(mode="json", exclude={"dataset"}),
-        "parallel": recipe.trainer.parallel.model_dump(mode="json"),
-        "device": recipe.trainer.device,
-        "dtype": recipe.trainer.dtype,
-    }
-    process = ProcessSpec(
-        "warmup", "train", "areal_hpc.trainer.sft_job:run", config, ends_job=True, uses_gpus=True
+    config = SftJobConfig(
+        run_dir=layout.root,
+        model_path=starting_model(recipe, layout),
+        dataset_path=layout.dataset("warmup"),
+        seed=recipe.seed,
+        warmup=recipe.warmup,  # a WarmupConfig: its data set is written already
+        parallel=recipe.trainer.parallel,
+        device=recipe.trainer.device,
+        dtype=recipe.trainer.dtype,
     )
+    process = config.build_process("warmup", ends_job=True, uses_gpus=True)
+    return build_training_job("warmup", recipe, [process])
+
+
+def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
+    """A job with a task per rank of the trainer, and a GPU per task unless it computes on the CPU.
+
+    `trainer.device=auto` means a GPU: who plans does not see the nodes.
+    """
     return JobSpec(
-        "warmup",
+        name,
         "train",
-        [process],
+        processes,
         tasks=recipe.trainer.parallel.world_size,
-        gpus_per_task=gpus_of_a_rank(recipe),
+        gpus_per_task=0 if recipe.trainer.device == "cpu" else 1,
     )
-
-
-def gpus_of_a_rank(recipe: Recipe) -> int:
-    """GPUs of one rank. `auto` means one: who plans does not see the nodes."""
-    return 0 if recipe.trainer.device == "cpu" else 1
 
 
 def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
-    evaluated = min(recipe.evaluation.tasks, facts.valid_tasks)
-    trainer = {
-        "run_dir": str(layout.root),
-        "model_path": str(policy_model(recipe, layout)),
-        "seed": recipe.seed,
-        "trainer": recipe.trainer.model_dump(mode="json"),
-        "weights": recipe.weights.model_dump(mode="json"),
-        "cells": recipe.inference.cells,
-        "n_samples": recipe.rollout.n_samples,
-        "evaluation_every_steps": recipe.evaluation.every_steps,
-        "evaluation_tasks": evaluated,
-        "evaluation_cell": recipe.evaluation.separate_job,
-        "stop_grace_s": recipe.cluster.stop_grace_s,
-    }
-    ledger = {
-        "run_dir": str(layout.root),
-        "batch_size": recipe.trainer.batch_size,
-        "n_samples": recipe.rollout.episodes_per_ticket,
-        "max_head_offpolicyness": recipe.rollout.max_head_offpolicyness,
-        "stale_groups": recipe.rollout.stale_groups,
-        "max_concurrent_rollouts": recipe.rollout.max_concurrent_rollouts,
-        "seed": recipe.seed,
-        "n_train_tasks": facts.train_tasks,
-        "task_sources": [
-            {"n_tasks": n_tasks, "weight": source.weight}
-            for n_tasks, source in zip(
-                facts.tasks_of_sources, recipe.train_dataset.sources, strict=True
-            )
-        ],
-        "n_valid_tasks": facts.valid_tasks,
-        "total_steps": recipe.trainer.total_steps,
-        "curriculum": recipe.rollout.curriculum,
-        "sys_path": list(facts.sys_path) if recipe.rollout.curriculum else [],
-    }
-    return JobSpec(
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
+    ledger = LedgerJobConfig(
+        run_dir=layout.root,
+        batch_size=recipe.trainer.batch_size,
+        n_samples=rollout.episodes_per_ticket,
+        max_head_offpolicyness=rollout.max_head_offpolicyness,
+        stale_groups=rollout.stale_groups,
+        max_concurrent_rollouts=rollout.max_concurrent_rollouts,
+        seed=recipe.seed,
+        n_train_tasks=facts.train_tasks,
+        task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
+        n_valid_tasks=facts.valid_tasks,
+        total_steps=recipe.trainer.total_steps,
+        curriculum=rollout.curriculum,
+        sys_path=facts.sys_path if rollout.curriculum else (),
+    )
+    trainer = TrainerJobConfig(
+        run_dir=layout.root,
+        model_path=policy_model(recipe, layout),
+        seed=recipe.seed,
+        trainer=recipe.trainer,
+        weights=recipe.weights,
+        cells=recipe.inference.cells,
+        n_samples=rollout.n_samples,
+        evaluation_every_steps=evaluation.every_steps,
+        evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
+        evaluation_cell=evaluation.separate_job,
+        stop_grace_s=recipe.cluster.stop_grace_s,
+    )
+    return build_training_job(
         "trainer",
-        "train",
+        recipe,
         [
-            _service(LEDGER, "train", "areal_hpc.ledger.job:run", ledger, tasks="first"),
-            ProcessSpec(
-                "trainer",
-                "train",
-                "areal_hpc.trainer.job:run",
-                trainer,
-                ends_job=True,
-                uses_gpus=True,
-            ),
+            ledger.build_process("ledger", tasks="first", restarts=CRASHES_FORGIVEN),
+            trainer.build_process("trainer", ends_job=True, uses_gpus=True),
         ],
-        tasks=recipe.trainer.parallel.world_size,
-        gpus_per_task=gpus_of_a_rank(recipe),
     )
 
 
@@ -178,83 +179,50 @@ def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec,
 def _cell_job(
     recipe: Recipe, layout: RunPaths, facts: Facts, name: str, splits: tuple[Split, ...]
 ) -> JobSpec:
-    cell = {"run_dir": str(layout.root), "cell": name}
-    model = str(policy_model(recipe, layout))
-    inference = {
-        **cell,
-        "inference": recipe.inference.model_dump(mode="json"),
-        "model_path": model,
-        "serve_python": facts.serve_python,
-        "serve_variables": dict(recipe.cluster.serve.variables),
-        "seed": recipe.seed,
-    }
-    proxy = {
-        **cell,
-        "proxy": recipe.proxy.model_dump(mode="json"),
-        "shards": recipe.shards.model_dump(mode="json"),
-        "model_path": model,
-        "model_name": recipe.experiment_name,
-        "context_tokens": recipe.inference.context_tokens,
-        "tool_call_parser": recipe.inference.tool_call_parser,
-        "reasoning_parser": recipe.inference.reasoning_parser,
-        "serve_python": facts.serve_python,
-        "online": recipe.rollout.agent.mode == "online",
-    }
-    rollout = {
-        **cell,
-        "rollout": recipe.rollout.model_dump(mode="json"),
-        "evaluation_sampling": recipe.evaluation.sampling.model_dump(mode="json"),
-        "evaluation_workflow": recipe.evaluation.workflow,
-        "evaluation_workflow_kwargs": recipe.evaluation.workflow_kwargs,
-        "episode_slots": max(1, recipe.rollout.max_concurrent_rollouts // recipe.inference.cells),
-        "splits": list(splits),
-        "sys_path": list(facts.sys_path),
-        "idle_timeout_s": recipe.cluster.idle_timeout_s,
-    }
-    keeper, driver = "areal_hpc.inference.job:run", "areal_hpc.rollout.job:run"
-    nodes = recipe.inference.nodes_per_replica
-    follower = _service(
-        "follower",
-        "agents",
-        "areal_hpc.inference.follower:run",
-        inference,
-        tasks="others",
-        uses_gpus=True,
-    )
-    gpus = recipe.inference.replicas_per_cell * recipe.inference.tp // nodes
+    inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
+    model = policy_model(recipe, layout)
+    server = InferenceJobConfig(
+        run_dir=layout.root,
+        cell=name,
+        inference=inference,
+        model_path=model,
+        serve_python=facts.serve_python,
+        serve_variables=recipe.cluster.serve.variables,
+        seed=recipe.seed,
+    ).build_process("inference", tasks="first", restarts=CRASHES_FORGIVEN, uses_gpus=True)
+    follower = replace(server, name="follower", entry=FOLLOWER_ENTRY, tasks="others")
+    proxy = ProxyJobConfig(
+        run_dir=layout.root,
+        cell=name,
+        proxy=recipe.proxy,
+        shards=recipe.shards,
+        model_path=model,
+        model_name=recipe.experiment_name,
+        context_tokens=inference.context_tokens,
+        tool_call_parser=inference.tool_call_parser,
+        reasoning_parser=inference.reasoning_parser,
+        serve_python=facts.serve_python,
+        online=rollout.agent.mode == "online",
+    ).build_process("proxy", tasks="first", restarts=CRASHES_FORGIVEN)
+    driver = RolloutJobConfig(
+        run_dir=layout.root,
+        cell=name,
+        rollout=rollout,
+        evaluation_sampling=evaluation.sampling,
+        evaluation_workflow=evaluation.workflow,
+        evaluation_workflow_kwargs=evaluation.workflow_kwargs,
+        episode_slots=max(1, rollout.max_concurrent_rollouts // inference.cells),
+        splits=splits,
+        sys_path=facts.sys_path,
+        idle_timeout_s=recipe.cluster.idle_timeout_s,
+    ).build_process("driver", tasks="first", restarts=CRASHES_FORGIVEN, ends_job=True)
+    nodes = inference.nodes_per_replica
+    gpus = inference.replicas_per_cell * inference.tp // nodes
     return JobSpec(
         name,
         "agents",
-        [
-            _service("inference", "agents", keeper, inference, tasks="first", uses_gpus=True),
-            *([follower] if nodes > 1 else []),
-            _service("proxy", "agents", "areal_hpc.proxy.job:run", proxy, tasks="first"),
-            _service("driver", "agents", driver, rollout, tasks="first", ends_job=True),
-        ],
+        [server, *([follower] if nodes > 1 else []), proxy, driver],
         tasks=nodes,
         is_task_a_node=True,
-        gpus_per_task=0 if recipe.inference.device == "cpu" else gpus,
-    )
-
-
-def _service(
-    name: str,
-    role: str,
-    entry: str,
-    config: dict[str, Any],
-    *,
-    tasks: Literal["all", "first", "others"] = "all",
-    ends_job: bool = False,
-    uses_gpus: bool = False,
-) -> ProcessSpec:
-    """A process that its supervisor restarts when it crashes."""
-    return ProcessSpec(
-        name,
-        role,
-        entry,
-        config,
-        tasks=tasks,
-        restarts=CRASHES_FORGIVEN,
-        ends_job=ends_job,
-        uses_gpus=uses_gpus,
+        gpus_per_task=0 if inference.device == "cpu" else gpus,
     )

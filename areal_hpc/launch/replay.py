@@ -18,16 +18,16 @@ import yaml
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
-from areal_hpc.launch.plan import Stage, gpus_of_a_rank, policy_model
+from areal_hpc.launch.plan import Stage, build_training_job, policy_model
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
-from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
 from areal_hpc.telemetry import read_step_lines
+from areal_hpc.trainer.job_config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTED = (
@@ -143,24 +143,17 @@ class Replay:
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
-        config: dict[str, Any] = {
-            "run_dir": str(self._out.root),
-            "model_path": str(policy_model(recipe, self._run)),
-            "seed": recipe.seed,
-            "trainer": recipe.trainer.model_dump(mode="json"),
-            "first_step": self.start.step + 1,
-            "last_step": last_step,
-            "forks": [[fork.epoch, fork.base_step] for fork in self.start.forks],
-        }
-        entry = "areal_hpc.trainer.replay_job:run"
-        process = ProcessSpec(name, "train", entry, config, ends_job=True, uses_gpus=True)
-        job = JobSpec(
-            name,
-            "train",
-            [process],
-            tasks=recipe.trainer.parallel.world_size,
-            gpus_per_task=gpus_of_a_rank(recipe),
+        config = ReplayJobConfig(
+            run_dir=self._out.root,
+            model_path=policy_model(recipe, self._run),
+            seed=recipe.seed,
+            trainer=recipe.trainer,
+            first_step=self.start.step + 1,
+            last_step=last_step,
+            forks=[(fork.epoch, fork.base_step) for fork in self.start.forks],
         )
+        process = config.build_process(name, ends_job=True, uses_gpus=True)
+        job = build_training_job(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
         stage = Stage(name, job, (), done_marker)
         here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)

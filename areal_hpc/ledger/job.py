@@ -9,22 +9,19 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import uvicorn
 import uvloop
-from pydantic import Field
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.requeue import release_held
 from areal_hpc.cluster.topology import advertised_host
-from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.curriculum import KEY, Curriculum
 from areal_hpc.ledger.forming import read_settled
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.job_config import LedgerJobConfig
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
 from areal_hpc.rundir import rendezvous
@@ -32,7 +29,6 @@ from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.user_function import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
-from areal_hpc.wire.ledger import StaleGroups
 
 log = logging.getLogger(__name__)
 
@@ -40,51 +36,6 @@ STOP_POLL_S = 0.1
 SWEEPS_PER_TIMEOUT = 30
 RELEASE_PERIOD_S = 20.0
 """Cells that are held look for a ledger no more: it looks for them."""
-
-
-class LedgerJobConfig(StageConfig):
-    """What the ledger needs to know of a recipe."""
-
-    run_dir: Path
-    """The run directory."""
-    batch_size: Annotated[int, Field(ge=1)]
-    """Tickets per batch."""
-    n_samples: Annotated[int, Field(ge=1)]
-    """Episodes started for a training ticket."""
-    max_head_offpolicyness: Annotated[int, Field(ge=0)]
-    """How many versions old a ticket's first weights may be when it is trained on."""
-    stale_groups: StaleGroups = "train_with_correction"
-    """What becomes of a ticket that is older than that when its batch is formed."""
-    max_concurrent_rollouts: Annotated[int, Field(ge=1)]
-    """Episodes in flight over all cells."""
-    seed: int
-    """Decides the order of tasks and the seed of every ticket."""
-    n_train_tasks: Annotated[int, Field(ge=1)]
-    """Lines of the training set."""
-    task_sources: tuple[TaskSource, ...] = ()
-    """Its parts in the order of lines, if there are several."""
-    n_valid_tasks: Annotated[int, Field(ge=0)]
-    """Lines of the held-out set."""
-    total_steps: Annotated[int, Field(ge=1)]
-    """Batches of the run."""
-    cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
-    """A cell silent for longer has lost its tickets."""
-    curriculum: str = ""
-    """`package.module:function` that weighs the tasks; empty: each has its turn."""
-    sys_path: tuple[str, ...] = ()
-    """Folders from which it is imported."""
-
-    @property
-    def policy(self) -> TicketPolicy:
-        """Admission in units of tickets."""
-        return TicketPolicy(
-            batch_size=self.batch_size,
-            max_head_offpolicyness=self.max_head_offpolicyness,
-            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
-            total_steps=self.total_steps,
-            cell_timeout_s=self.cell_timeout_s,
-            stale_groups=self.stale_groups,
-        )
 
 
 def run(config: dict[str, Any]) -> None:

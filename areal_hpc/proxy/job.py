@@ -16,9 +16,8 @@ from urllib.parse import urlsplit
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import advertised_host
-from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.config import ProxyConfig
+from areal_hpc.proxy.job_config import ProxyJobConfig
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
 from areal_hpc.proxy.sealing import Sealer
@@ -27,35 +26,12 @@ from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
 from areal_hpc.proxy.visits import Visits
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.config import ShardConfig
 
 log = logging.getLogger(__name__)
 
 LAST_SEAL_TIMEOUT_S = 2.0
 DRAIN_S = 1
 """A preempted job has little time, and most of it belongs to the last seal."""
-
-
-class ProxyJobConfig(StageConfig):
-    """What one cell's proxy must know."""
-
-    run_dir: Path
-    cell: str
-    """Also the writer name of its shards."""
-    proxy: ProxyConfig = ProxyConfig()
-    shards: ShardConfig = ShardConfig()
-    model_path: Path
-    """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
-    model_name: str
-    """What `/v1/models` calls the model."""
-    context_tokens: int | None = None
-    """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
-    tool_call_parser: str | None = None
-    reasoning_parser: str | None = None
-    serve_python: str = ""
-    """Interpreter of SGLang's environment; its parsers run there."""
-    online: bool = False
-    """Programs open sessions themselves, and play the tickets' episodes in them."""
 
 
 def run(config: dict[str, Any]) -> None:

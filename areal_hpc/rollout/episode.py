@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from areal_hpc.errors import AgentError, encodable
@@ -14,12 +14,9 @@ from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import placed
 from areal_hpc.session.rewards import RewardRefused, check_reward
 from areal_hpc.wire.http import HttpRefused
-from areal_hpc.wire.ledger import Empty, TicketRef
+from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
     EndSessionReply,
-    ExportSettings,
-    SamplingDefaults,
-    SessionLimits,
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
@@ -30,28 +27,25 @@ CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""
 TRACEBACK_CHARS = 1500
 
+EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSpec:
     """What to run: one task, for one place in a ticket's group."""
 
-    task_id: str
+    session: StartSessionRequest
+    """The session that it is played in."""
     data: dict[str, Any]
-    ref: TicketRef | None
-    """None: the session is kept nowhere (evaluation)."""
-    episode: int
-    sampling: SamplingDefaults
-    seed: int
+    """The task: the agent's own copy."""
     timeout_s: float
-    export: ExportSettings = field(default_factory=ExportSettings)
-    limits: SessionLimits = field(default_factory=SessionLimits)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
     """How an episode ended."""
 
-    status: Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
+    status: EpisodeStatus
     """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
     session, or a program that had come left without a reward; `unserved`: it ended badly while no
     replica of the cell served."""
@@ -79,42 +73,23 @@ async def run_episode(
         HttpRefused: The proxy refused to open a session.
     """
     async with placed(agent) as one:
-        return await _run_placed(spec, one, proxy, http_client)
-
-
-def session_of(spec: EpisodeSpec) -> StartSessionRequest:
-    """The session that an episode is played in."""
-    return StartSessionRequest(
-        spec.task_id,
-        spec.ref,
-        spec.episode,
-        spec.sampling,
-        spec.seed,
-        spec.export,
-        disposable=spec.ref is None,
-        limits=spec.limits,
-    )
-
-
-async def _run_placed(
-    spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
-) -> EpisodeOutcome:
-    session = await proxy.call("/rl/start_session", session_of(spec), StartSessionReply)
-    incarnation = proxy.incarnation
-    try:
-        returned = await _run_agent(spec, session, agent, proxy.url, http_client)
-        reward = await _record(checked_rewards(returned), session, proxy)
-    except (AgentError, TimeoutError) as error:
-        is_served = await _close(session, proxy)
-        timed_out = isinstance(error, TimeoutError)
-        status: Literal["timed_out", "failed", "unserved"] = "timed_out" if timed_out else "failed"
-        status = status if is_served else "unserved"
-        reason = f"took longer than {spec.timeout_s:g} s" if timed_out else encodable(str(error))
-    else:
-        return EpisodeOutcome("ok", session.session_id, reward=reward)
-    if proxy.incarnation != incarnation:
-        return EpisodeOutcome("interrupted", session.session_id, reason=reason)
-    return EpisodeOutcome(status, session.session_id, reason=reason)
+        session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
+        incarnation = proxy.incarnation
+        try:
+            returned = await _run_agent(spec, session, one, proxy.url, http_client)
+            reward = await _record(checked_rewards(returned), session, proxy)
+        except (AgentError, TimeoutError) as error:
+            is_served = await _close(session, proxy)
+            is_late = isinstance(error, TimeoutError)
+            reason = f"took longer than {spec.timeout_s:g} s" if is_late else encodable(str(error))
+        else:
+            return EpisodeOutcome("ok", session.session_id, reward=reward)
+        status: EpisodeStatus = "timed_out" if is_late else "failed"
+        if not is_served:
+            status = "unserved"
+        if proxy.incarnation != incarnation:
+            status = "interrupted"
+        return EpisodeOutcome(status, session.session_id, reason=reason)
 
 
 def checked_rewards(returned: object) -> dict[str | None, float]:
@@ -161,7 +136,7 @@ async def _run_agent(
             api_key=session.api_key,
             http_client=http_client,
             session_id=session.session_id,
-            seed=spec.seed,
+            seed=spec.session.seed,
         )
     )
     try:

@@ -64,10 +64,3 @@ def _failure(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
         return error
     assert error is not None
     raise error
-
-
-def first_error(group: BaseException) -> BaseException:
-    """The first error of nested groups."""
-    while isinstance(group, BaseExceptionGroup):
-        group = group.exceptions[0]
-    return group

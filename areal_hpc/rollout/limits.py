@@ -6,21 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
-from areal_hpc.config import StageConfig
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.config import RolloutConfig
+from areal_hpc.rollout.config import LimitsConfig, RolloutConfig
 
 TASK_KEY = "limits"
 """Where the row of a task has limits of its own."""
 
 
-class EpisodeLimits(StageConfig):
+class EpisodeLimits(LimitsConfig):
     """Limits of one episode."""
 
-    max_turns: Annotated[int, Field(ge=0)]
-    """Replies of the model; 0: any number."""
-    max_tokens: Annotated[int, Field(ge=0)]
-    """Tokens that the model samples in all; 0: any number."""
     timeout_s: Annotated[float, Field(gt=0)]
     """How long it may take."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -111,3 +112,16 @@ class Peer:
         """Close every connection."""
         for client in (*self._retired, *([self._client] if self._client else [])):
             await client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The services that a driver calls."""
+
+    ledger: Peer
+    proxy: Peer
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.ledger.close()
+        await self.proxy.close()

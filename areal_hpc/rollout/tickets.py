@@ -1,17 +1,27 @@
-"""Which tickets a driver holds, and how many episodes it can still take. Pure."""
+"""Which tickets a driver holds, and how many episodes it can still take."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 
 class TicketBoard:
-    """The driver's side of the leases."""
+    """The driver's side of the leases.
 
-    def __init__(self, episode_slots: int) -> None:
-        self._slots = episode_slots
+    Args:
+        episode_slots: Episodes that may run at once.
+        episodes_per_ticket: Of a training ticket. A cell with fewer slots could never start one,
+            and gets as many.
+    """
+
+    def __init__(self, episode_slots: int, episodes_per_ticket: int) -> None:
+        self._slots = max(episode_slots, episodes_per_ticket)
+        self._episodes_per_ticket = episodes_per_ticket
+        self.changed = asyncio.Event()
+        """Set when a ticket ends, or there is room for a further one."""
         self._open_episodes: dict[TicketRef, int] = {}
         self._finished: dict[TicketRef, None] = {}  # in order
 
@@ -53,6 +63,8 @@ class TicketBoard:
     def end_episode(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""
         self._open_episodes[ref] -= 1
+        if self.capacity >= self._episodes_per_ticket:
+            self.changed.set()
 
     def finish(self, ref: TicketRef) -> None:
         """A held training ticket is in the proxy's journal."""
@@ -67,3 +79,4 @@ class TicketBoard:
     def release(self, ref: TicketRef) -> None:
         """A held ticket was dropped or evaluated: it is the driver's no more."""
         del self._open_episodes[ref]
+        self.changed.set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, session_of
+from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.proxy import AwaitSessionReply, AwaitSessionRequest, OfferReply, OfferRequest
@@ -43,7 +43,7 @@ async def await_visit(spec: EpisodeSpec, proxy: Peer) -> EpisodeOutcome:
 
 async def _offered(spec: EpisodeSpec, proxy: Peer) -> str:
     """The session of the program that came."""
-    offer = OfferRequest(session_of(spec), spec.data, WAIT_S)
+    offer = OfferRequest(spec.session, spec.data, WAIT_S)
     while True:
         reply = await proxy.call("/rl/offer_session", offer, OfferReply, timeout_s=CALL_TIMEOUT_S)
         if reply.session_id is not None:

@@ -9,16 +9,13 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.starts import own_stop_note
-from areal_hpc.config import StageConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.events import EventLog
@@ -26,64 +23,22 @@ from areal_hpc.rundir.generations import claim_next_number, make_generation_chec
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.job_config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
-from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.rank_main import run_rank
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 
 logger = logging.getLogger(__name__)
 
-STOP_MARGIN_S = 4.0
-"""A step or checkpoint that is not over this long before the job is killed is given up."""
 STOP_POLL_S = 0.5
-
-
-class TrainerJobConfig(StageConfig):
-    """What the launcher tells the trainer."""
-
-    run_dir: Path
-    """The run directory."""
-    model_path: Path
-    """The model that training starts from."""
-    seed: int
-    """Recorded in commits."""
-    trainer: TrainerConfig
-    """How the policy learns."""
-    weights: WeightsConfig
-    """How replicas get new weights."""
-    cells: Annotated[int, Field(ge=1)]
-    """Cells to send them to, that of evaluation not counted."""
-    n_samples: Annotated[int, Field(ge=1)]
-    """Episodes per ticket."""
-    evaluation_every_steps: Annotated[int, Field(ge=0)]
-    """Steps between evaluations; 0 evaluates only the first and the last weights."""
-    evaluation_tasks: Annotated[int, Field(ge=0)]
-    """Held-out tasks per evaluation; 0 never evaluates."""
-    evaluation_cell: bool = False
-    """A cell of their own plays them, and training does not wait for it."""
-    stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
-    """Time from a stop signal to the kill."""
-
-    @property
-    def schedule(self) -> Schedule:
-        """Which steps get what."""
-        return Schedule(
-            total_steps=self.trainer.total_steps,
-            commit_every_steps=self.trainer.commit_every_steps,
-            export_every_steps=self.trainer.export_every_steps,
-            evaluation_every_steps=self.evaluation_every_steps,
-            evaluation_tasks=self.evaluation_tasks,
-        )
 
 
 def run(config: dict[str, Any]) -> None:
@@ -131,7 +86,7 @@ def _train(
         fsync_path(layout.finished_marker.parent)
         coordinator.source.finish()
     if coordinator:
-        coordinator.source.close()
+        coordinator.close()
     learner.close()
     return finished
 

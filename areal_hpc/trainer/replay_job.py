@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 import torch
 import torch.distributed as dist
-from pydantic import Field
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.config import StageConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.config import TrainerConfig
+from areal_hpc.trainer.job_config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.wire.weight_version import GenerationFork
-
-
-class ReplayJobConfig(StageConfig):
-    """What `areal-hpc replay` tells the trainer."""
-
-    run_dir: Path
-    """Where commits and metrics go; leads to the recorded manifests and shards."""
-    model_path: Path
-    """The model that the recorded run started from."""
-    seed: int
-    """Recorded in commits."""
-    trainer: TrainerConfig
-    """How the policy learns."""
-    first_step: Annotated[int, Field(ge=1)]
-    """The first step to train."""
-    last_step: Annotated[int, Field(ge=1)]
-    """The last step to train; it is committed."""
-    forks: list[tuple[int, int]]
-    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
 
 
 def run(config: dict[str, Any]) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import gc
 import logging
 import time
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.config import StageConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.collectives import any_true
-from areal_hpc.trainer.config import ParallelConfig, WarmupConfig
+from areal_hpc.trainer.job_config import SftJobConfig
 from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
@@ -38,27 +36,6 @@ logger = logging.getLogger(__name__)
 KEPT_CHECKPOINTS = 2
 SFT_GENERATION = 0
 """The warm-up samples nothing: its weights need no version, and its starts no generation."""
-
-
-class SftJobConfig(StageConfig):
-    """What the launcher tells the warm-up."""
-
-    run_dir: Path
-    """The run directory."""
-    model_path: Path
-    """The model to start from."""
-    dataset_path: Path
-    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    seed: int
-    """Of the order of demonstrations."""
-    warmup: WarmupConfig
-    """How long and how fast."""
-    parallel: ParallelConfig = ParallelConfig()
-    """How model and batch are split."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto` takes the GPU when the node has one."""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Parameters and activations."""
 
 
 def run(config: dict[str, Any]) -> None:

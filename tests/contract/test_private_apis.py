@@ -150,7 +150,7 @@ def test_submitits_local_job_keeps_its_process() -> None:
 
 def test_omegaconf_keeps_the_type_of_an_absent_section() -> None:
     config = omegaconf.OmegaConf.create({"section": None})
-    assert hasattr(config._get_node("section")._metadata, "ref_type")  # type: ignore[union-attr]
+    assert hasattr(config._get_node("section")._metadata, "ref_type")
 
 
 def test_a_jinja_template_renders_from_a_context() -> None:

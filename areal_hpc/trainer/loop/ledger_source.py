@@ -89,7 +89,7 @@ class LedgerSource(BatchSource):
 
         Raises:
             AgentError: Agents do nothing but fail, so that no batch will form.
-            SupersededError: A newer trainer owns the run.
+            SupersededTrainerError: A newer trainer owns the run.
             ClusterError: The ledger stays away.
         """
         with self._record.timer.phase("wait"):

@@ -304,3 +304,8 @@ class Coordinator:
     def on_exported(self) -> None:
         """The weights have been written as a Hugging Face model."""
         self._exported_step = self._record.version.step
+
+    def close(self) -> None:
+        """Leave the replicas and the files."""
+        self.source.close()
+        self._record.metrics.close()

@@ -21,7 +21,7 @@ from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
+from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
 TIMEOUT_S = 90.0
 
@@ -72,16 +72,14 @@ async def play(order: Order) -> list[Played]:
 
 async def _play_one(episode: Episode, peer: Peer, http_client: Any) -> Played:
     heard: list[str] = []
-    spec = EpisodeSpec(
-        task_id=episode.workflow,
-        data=episode.data,
-        ref=TicketRef(episode.ticket_id, 0),
-        episode=0,
+    session = StartSessionRequest(
+        episode.workflow,
+        TicketRef(episode.ticket_id, 0),
         sampling=SamplingDefaults(max_new_tokens=episode.max_new_tokens),
         seed=7,
-        timeout_s=TIMEOUT_S,
         export=episode.export,
     )
+    spec = EpisodeSpec(session, episode.data, TIMEOUT_S)
     agent: Agent
     if episode.subproc:
         agent = SubprocessAgent(episode.workflow, episode.kwargs, 1)

@@ -15,10 +15,13 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.driver import BLOCKED_S, Driver, Peers
 from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
+from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
@@ -70,33 +73,39 @@ class Cell:
         tasks = TaskSet(
             Path("tasks.jsonl"), [json.dumps({"task": i}).encode() for i in range(N_TASKS)]
         )
-        peers = Peers(
+        services = Services(
             ledger=Peer(self.run_dir, "ledger", KEY), proxy=Peer(self.run_dir, "proxy-cell-0", KEY)
         )
         http_client = open_http_client(60.0)
-        driver = Driver(
-            "cell-0",
-            self.rollout,
-            SamplingConfig(temperature=0.0),
-            slots,
-            agent=self.agent,
-            evaluation_agent=self.evaluation_agent,
-            tasks={"train": tasks, "valid": tasks},
-            peers=peers,
-            http_client=http_client,
-            events=EventLog(self.run_dir / "events.jsonl", "driver"),
+        job = RolloutJobConfig(
+            run_dir=self.run_dir,
+            cell="cell-0",
+            rollout=self.rollout,
+            evaluation_sampling=SamplingConfig(temperature=0.0),
+            episode_slots=slots,
         )
+        leased = TicketBoard(slots, self.rollout.episodes_per_ticket)
+        events = EventLog(self.run_dir / "events.jsonl", "driver")
+        runner = TicketRunner(
+            job,
+            agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},
+            tasks={"train": tasks, "valid": tasks},
+            tickets=leased,
+            services=services,
+            http_client=http_client,
+            events=events,
+        )
+        loop = LeaseLoop(job, runner=runner, tickets=leased, services=services, events=events)
         await self.proxy.start()
         await self.ledger.start()
         try:
             async with asyncio.TaskGroup() as group:
                 if meanwhile is not None:
                     group.create_task(_as_coroutine(meanwhile()))
-                await driver.run()
+                await loop.run()
         finally:
             await http_client.aclose()
-            await peers.ledger.close()
-            await peers.proxy.close()
+            await services.close()
             await self.ledger.kill()
             await self.proxy.kill()
 
@@ -399,7 +408,7 @@ def test_agent_that_blocks_the_loop_is_reported(tmp_path: Path) -> None:
         async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
             await ask(extra_kwargs)
             while not cell.was_blocked:  # a block that began within a call goes unseen
-                time.sleep(BLOCKED_S + cell.script.pause_s + 0.1)
+                time.sleep(EVENT_LOOP_STALL_S + cell.script.pause_s + 0.1)
                 await asyncio.sleep(0.05)
             return 1.0
 

@@ -14,7 +14,7 @@ from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import SamplingDefaults
+from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
 from examples.quickstart.agent import ArithmeticAgent
 from tests.integration.rollout.standins import KEY, StandInProxy
 
@@ -77,9 +77,8 @@ class Sleeps:
 
 
 def spec(timeout_s: float = 60.0) -> EpisodeSpec:
-    return EpisodeSpec(
-        "train-3-0-1", dict(TASK), TicketRef(3, 0), 1, SamplingDefaults(0.7), 11, timeout_s
-    )
+    session = StartSessionRequest("train-3-0-1", TicketRef(3, 0), 1, SamplingDefaults(0.7), 11)
+    return EpisodeSpec(session, dict(TASK), timeout_s)
 
 
 async def play(

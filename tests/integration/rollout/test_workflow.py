@@ -18,7 +18,11 @@ from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest, SamplingDefaults
+from areal_hpc.wire.proxy import (
+    ExportSettings,
+    FinishTicketRequest,
+    StartSessionRequest,
+)
 from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import CELL
 
@@ -34,16 +38,9 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 
 
 def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
-    spec = EpisodeSpec(
-        task_id="train",
-        data=dict(TASK),
-        ref=TicketRef(ticket_id, 0),
-        episode=0,
-        sampling=SamplingDefaults(),
-        seed=1,
-        timeout_s=60.0,
-        export=ExportSettings("individual", turn_discount=0.0),  # as a driver asks for workflows
-    )
+    export = ExportSettings("individual", turn_discount=0.0)  # as a driver asks for workflows
+    session = StartSessionRequest("train", TicketRef(ticket_id, 0), seed=1, export=export)
+    spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
         peer = Peer(stage.layout.rendezvous_dir, f"proxy-{CELL}", stage.admin_key)

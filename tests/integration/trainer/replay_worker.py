@@ -36,13 +36,14 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.trainer.job_config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
-from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
+from areal_hpc.trainer.sft_job import SftTrainer
 from tests.integration.trainer.recorded_run import TRAINER
 
 Scenario = dict[str, Any]

@@ -48,7 +48,7 @@ def test_tasks_are_spread_over_whole_nodes(
     tasks_per_node: int,
     gpus_per_node: int,
 ) -> None:
-    shape = shape_of(job(tasks=tasks, gpus=gpus), JobOptions(**options))
+    shape = shape_of(job(tasks=tasks, gpus=gpus), JobOptions.model_validate(options))
     assert shape == Shape(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_MIN)
 
 

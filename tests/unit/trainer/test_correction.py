@@ -92,12 +92,11 @@ def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behaviour = torch.tensor([-1.0, -2.0, -1.0, -1.1])
     rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
-    settings = {"correction": "mask", "correction_low": 0.5, "correction_high": 1.5}
-    by_token = correct_off_policy(proximal, behaviour, rows, ObjectiveConfig(**settings))
+    settings = ObjectiveConfig(correction="mask", correction_low=0.5, correction_high=1.5)
+    by_token = correct_off_policy(proximal, behaviour, rows, settings)
     assert by_token.outside_N.tolist() == [False, True, False, False]
-    by_row = correct_off_policy(
-        proximal, behaviour, rows, ObjectiveConfig(**settings, correction_level="sequence")
-    )
+    by_sequence = settings.model_copy(update={"correction_level": "sequence"})
+    by_row = correct_off_policy(proximal, behaviour, rows, by_sequence)
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
 

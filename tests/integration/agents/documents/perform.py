@@ -26,7 +26,7 @@ from areal_hpc.rollout.subproc import SubprocessAgent
 from areal_hpc.rollout.travelling import packed
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults
+from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
 TIMEOUT_S = 100.0
 FAR_TOKENS = 1000
@@ -100,16 +100,14 @@ class Reader:
         order = self._order
         peer = Peer(self._layout.rendezvous_dir, f"proxy-{order.cell}", order.admin_key)
         http_client = open_http_client(TIMEOUT_S)
-        spec = EpisodeSpec(
-            task_id="document",
-            data=dict(self.names()["data"]),
-            ref=TicketRef(next(self._tickets), 0),
-            episode=0,
+        session = StartSessionRequest(
+            "document",
+            TicketRef(next(self._tickets), 0),
             sampling=SamplingDefaults(max_new_tokens=FAR_TOKENS),
             seed=7,
-            timeout_s=TIMEOUT_S,
             export=ExportSettings("individual", turn_discount=0.0),
         )
+        spec = EpisodeSpec(session, dict(self.names()["data"]), TIMEOUT_S)
         try:
             outcome = await run_episode(spec, agent, peer, http_client)
         finally:

@@ -1,0 +1,42 @@
+"""Base of the configurations that the launcher gives to the processes of a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from areal_hpc.config import StageConfig
+from areal_hpc.rundir.jobs import ProcessSpec
+
+
+class JobConfig(StageConfig):
+    """Configuration of one process, constructed by `launch` and parsed by the process."""
+
+    ENTRY: ClassVar[str]
+    """`package.module:function` that parses it."""
+    ROLE: ClassVar[Literal["train", "agents"]]
+    """Which environment's Python runs the process."""
+
+    run_dir: Path
+    """The run directory."""
+
+    def build_process(
+        self,
+        name: str,
+        *,
+        tasks: Literal["all", "first", "others"] = "all",
+        restarts: int = 0,
+        ends_job: bool = False,
+        uses_gpus: bool = False,
+    ) -> ProcessSpec:
+        """The process with this configuration; `ProcessSpec` explains the arguments."""
+        return ProcessSpec(
+            name,
+            self.ROLE,
+            self.ENTRY,
+            self.model_dump(mode="json"),
+            tasks=tasks,
+            restarts=restarts,
+            ends_job=ends_job,
+            uses_gpus=uses_gpus,
+        )

@@ -1,0 +1,58 @@
+"""Configuration of the ledger's process."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.stream import TaskSource
+from areal_hpc.wire.ledger import StaleGroups
+
+
+class LedgerJobConfig(JobConfig):
+    """What the ledger needs to know of a recipe."""
+
+    ENTRY = "areal_hpc.ledger.job:run"
+    ROLE = "train"
+
+    batch_size: Annotated[int, Field(ge=1)]
+    """Tickets per batch."""
+    n_samples: Annotated[int, Field(ge=1)]
+    """Episodes started for a training ticket."""
+    max_head_offpolicyness: Annotated[int, Field(ge=0)]
+    """How many versions old a ticket's first weights may be when it is trained on."""
+    stale_groups: StaleGroups = "train_with_correction"
+    """What becomes of a ticket that is older than that when its batch is formed."""
+    max_concurrent_rollouts: Annotated[int, Field(ge=1)]
+    """Episodes in flight over all cells."""
+    seed: int
+    """Decides the order of tasks and the seed of every ticket."""
+    n_train_tasks: Annotated[int, Field(ge=1)]
+    """Lines of the training set."""
+    task_sources: tuple[TaskSource, ...] = ()
+    """Its parts in the order of lines, if there are several."""
+    n_valid_tasks: Annotated[int, Field(ge=0)]
+    """Lines of the held-out set."""
+    total_steps: Annotated[int, Field(ge=1)]
+    """Batches of the run."""
+    cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0
+    """A cell silent for longer has lost its tickets."""
+    curriculum: str = ""
+    """`package.module:function` that weighs the tasks; empty: each has its turn."""
+    sys_path: tuple[str, ...] = ()
+    """Folders from which it is imported."""
+
+    @property
+    def policy(self) -> TicketPolicy:
+        """Admission in units of tickets."""
+        return TicketPolicy(
+            batch_size=self.batch_size,
+            max_head_offpolicyness=self.max_head_offpolicyness,
+            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
+            total_steps=self.total_steps,
+            cell_timeout_s=self.cell_timeout_s,
+            stale_groups=self.stale_groups,
+        )

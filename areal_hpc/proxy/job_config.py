@@ -1,0 +1,33 @@
+"""Configuration of a cell's proxy process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.proxy.config import ProxyConfig
+from areal_hpc.shards.config import ShardConfig
+
+
+class ProxyJobConfig(JobConfig):
+    """What one cell's proxy must know."""
+
+    ENTRY = "areal_hpc.proxy.job:run"
+    ROLE = "agents"
+
+    cell: str
+    """Also the writer name of its shards."""
+    proxy: ProxyConfig = ProxyConfig()
+    shards: ShardConfig = ShardConfig()
+    model_path: Path
+    """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
+    model_name: str
+    """What `/v1/models` calls the model."""
+    context_tokens: int | None = None
+    """Longest prompt plus reply that the replicas accept; the model's own limit when null."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    serve_python: str = ""
+    """Interpreter of SGLang's environment; its parsers run there."""
+    online: bool = False
+    """Programs open sessions themselves, and play the tickets' episodes in them."""

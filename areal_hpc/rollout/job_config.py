@@ -1,0 +1,37 @@
+"""Configuration of a cell's rollout driver."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
+from areal_hpc.wire.ledger import Split
+
+
+class RolloutJobConfig(JobConfig):
+    """All a driver needs to know."""
+
+    ENTRY = "areal_hpc.rollout.job:run"
+    ROLE = "agents"
+
+    cell: str
+    """The cell it drives: `cell-0`, `cell-1`, ..., or `evaluation`."""
+    rollout: RolloutConfig
+    """The agent and its limits."""
+    evaluation_sampling: SamplingConfig
+    """Generation parameters of evaluation episodes."""
+    evaluation_workflow: str = ""
+    """Dotted path of the agent that plays them, if it is another one."""
+    evaluation_workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    episode_slots: int
+    """Episodes this cell runs at once."""
+    splits: tuple[Split, ...] = ("train", "valid")
+    """What it takes tickets of."""
+    sys_path: tuple[str, ...] = ()
+    """Folders from which the agent is imported."""
+    idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """Under Slurm: without a ledger and without an episode for so long, the cell goes."""

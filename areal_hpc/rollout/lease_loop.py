@@ -1,0 +1,136 @@
+"""Lease loop of a cell's driver: takes tickets from the ledger until the run is over."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.peer import Services
+from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.tickets import TicketBoard
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
+from areal_hpc.wire.proxy import SealReply
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 2.0
+"""How long the ledger may keep the request of a driver that has nothing to do."""
+MIN_PAUSE_S = 0.05
+LEASE_TIMEOUT_S = 5.0
+SEAL_TIMEOUT_S = 300.0
+FAILED_SEAL_PAUSE_S = 2.0
+EVENT_LOOP_STALL_S = 2.0
+"""An event loop that stood still for longer is reported: heartbeats depend on it."""
+
+
+class LeaseLoop:
+    """Keeps the episode slots of one cell busy until the ledger says stop.
+
+    One lease request is under way at a time, so that the ledger can take `held` and `finished`
+    for the truth. A driver with work under way asks briefly and waits here, where it hears
+    at once of a ticket that ended; an idle one lets the ledger keep its request.
+
+    Args:
+        job: The cell, and the task sets of which it takes tickets.
+        runner: Runs each ticket.
+        tickets: Those that the cell holds; shared with `runner`.
+        services: The ledger and the cell's proxy.
+        events: Log for a blocked event loop.
+        job_start: Which start of its Slurm job the cell is in; 0 where starts are not counted.
+    """
+
+    def __init__(
+        self,
+        job: RolloutJobConfig,
+        *,
+        runner: TicketRunner,
+        tickets: TicketBoard,
+        services: Services,
+        events: EventLog,
+        job_start: int = 0,
+    ) -> None:
+        self._cell, self._splits, self._job_start = job.cell, job.splits, job_start
+        self._runner, self._tickets = runner, tickets
+        self._ledger, self._proxy = services.ledger, services.proxy
+        self._events = events
+        self._seal: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Lease tickets and start them until told to stop. Cancelling it cancels every episode.
+
+        Raises:
+            HttpRefused: The ledger refuses this driver.
+        """
+        async with asyncio.TaskGroup() as group:
+            under_way = set[asyncio.Task[None]]()
+            while not (reply := await self._lease()).stop:
+                self._tickets.forget(reply.over)
+                for grant in reply.grants:
+                    if self._tickets.accept(grant):
+                        under_way.add(task := group.create_task(self._runner.run(grant)))
+                        task.add_done_callback(under_way.discard)
+                if reply.seal_now and not self._sealing:
+                    self._seal = group.create_task(self._seal_now())
+                await self._pause(reply.pause_s if self._busy else MIN_PAUSE_S)
+            for task in (*under_way, *([self._seal] if self._seal else [])):
+                task.cancel()
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True while no episode is under way."""
+        return self._tickets.is_at_rest
+
+    @property
+    def _sealing(self) -> bool:
+        return self._seal is not None and not self._seal.done()
+
+    @property
+    def _busy(self) -> bool:
+        return bool(self._tickets.held) or self._sealing
+
+    async def _lease(self) -> LeaseReply:
+        self._tickets.changed.clear()
+        request = LeaseRequest(
+            cell=self._cell,
+            capacity=self._tickets.capacity,
+            held=self._tickets.held,
+            finished=self._tickets.finished,
+            wait_s=0.0 if self._busy else IDLE_WAIT_S,
+            job_start=self._job_start,
+            splits=self._splits,
+        )
+        return await self._ledger.call(
+            "/lease", request, LeaseReply, timeout_s=LEASE_TIMEOUT_S + request.wait_s
+        )
+
+    async def _pause(self, pause_s: float) -> None:
+        """Wait for news from a ticket, or until the next heartbeat is due."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        try:
+            async with asyncio.timeout(pause_s):
+                await self._tickets.changed.wait()
+        except TimeoutError:
+            late_s = clock() - began - pause_s
+            if late_s > EVENT_LOOP_STALL_S:
+                self._events.record("event_loop_blocked", seconds=round(late_s, 2))
+                log.warning(
+                    "an agent blocked the event loop for %.1f s; use `await asyncio.to_thread(...)`"
+                    " for work that does not await",
+                    late_s,
+                )
+
+    async def _seal_now(self) -> None:
+        """Let the proxy seal what is finished: the trainer waits for it."""
+        finished = self._tickets.finished
+        try:
+            await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
+            # Settled, or lost with the proxy's journal: then the ledger must issue them again.
+            self._tickets.forget(finished)
+        except HttpRefused as refusal:
+            log.error("the proxy could not seal: %s", refusal)
+            await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
+        self._tickets.changed.set()

@@ -1,0 +1,225 @@
+"""Runner of a cell's tickets: their groups of episodes, and the reports of how they ended."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
+from areal_hpc.rollout.acceptance import Acceptance
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
+from areal_hpc.rollout.group import run_group
+from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.limits import limits_of
+from areal_hpc.rollout.peer import Services
+from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.tickets import TicketBoard
+from areal_hpc.rollout.visit import await_visit
+from areal_hpc.rollout.workflow import RolloutWorkflow
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    DropRequest,
+    EvaluatedRequest,
+    Split,
+    TicketGrant,
+    TicketRef,
+)
+from areal_hpc.wire.proxy import (
+    FinishTicketReply,
+    FinishTicketRequest,
+    SamplingDefaults,
+    SessionLimits,
+    StartSessionRequest,
+)
+
+log = logging.getLogger(__name__)
+
+MIN_RETRY_PAUSE_S = 0.25
+MAX_RETRY_PAUSE_S = 10.0
+"""An agent that fails because of an outage must not use up its tries in a moment."""
+
+
+class TicketRunner:
+    """Runs the tickets of one cell, any number of them at once.
+
+    Args:
+        job: The cell, the recipe's section and the generation parameters of evaluation.
+        agents: Agents of training and of evaluation; None where programs elsewhere play the
+            episodes.
+        tasks: Their tasks.
+        tickets: Those that the cell holds; told of every episode and ticket that ends.
+        services: The ledger and the cell's proxy.
+        http_client: Shared by the agents.
+        events: Log of what went wrong.
+
+    Raises:
+        RecipeError: The filter of groups cannot be imported.
+    """
+
+    def __init__(
+        self,
+        job: RolloutJobConfig,
+        *,
+        agents: Mapping[Split, Agent | None],
+        tasks: Mapping[Split, TaskSet],
+        tickets: TicketBoard,
+        services: Services,
+        http_client: Any,
+        events: EventLog,
+    ) -> None:
+        self._cell, self._rollout = job.cell, job.rollout
+        self._sampling: dict[Split, SamplingDefaults] = {
+            "train": SamplingDefaults(**job.rollout.sampling.model_dump()),
+            "valid": SamplingDefaults(**job.evaluation_sampling.model_dump()),
+        }
+        self._agents, self._tasks, self._tickets = agents, tasks, tickets
+        # The clients of a workflow have passed rewards back already.
+        self._export = {
+            split: job.rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
+            for split, one in agents.items()
+        }
+        self._acceptance = Acceptance(job.rollout)
+        self._ledger, self._proxy = services.ledger, services.proxy
+        self._http_client, self._events = http_client, events
+
+    async def run(self, grant: TicketGrant) -> None:
+        """Run a ticket until it is finished, evaluated, filtered or dropped."""
+        is_finished = False
+        try:
+            if grant.ref.eval_step >= 0:
+                await self._evaluate(grant)
+            else:
+                is_finished = await self._generate(grant)
+        except (AgentError, RecipeError) as error:
+            await self._drop(grant, error)
+        if is_finished:
+            self._tickets.finish(grant.ref)
+        else:
+            self._tickets.release(grant.ref)
+
+    async def _generate(self, grant: TicketGrant) -> bool:
+        """Run a training ticket and have the proxy take it into its journal.
+
+        Returns:
+            False if its group was not accepted: then the proxy and the ledger forget it.
+        """
+        while True:
+            incarnation = self._proxy.incarnation
+            outcomes = await self._run_group(grant, "train")
+            task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
+            rejection_reason = self._acceptance.refusal(task, rewards)
+            try:
+                await self._finish(
+                    grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
+                )
+            except HttpRefused as refusal:
+                if self._proxy.incarnation == incarnation:
+                    raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
+                log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
+                continue
+            if rejection_reason:
+                self._record("ticket_filtered", grant, rejection_reason)
+                drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
+                await self._report("/drop", drop)
+            return not rejection_reason
+
+    async def _evaluate(self, grant: TicketGrant) -> None:
+        """Run an evaluation ticket and report its rewards."""
+        outcomes = await self._run_group(grant, "valid")
+        request = EvaluatedRequest(self._cell, grant.ref, [one.reward for one in outcomes])
+        await self._report("/evaluated", request)
+
+    async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
+        reason = encodable(str(error))
+        self._record("ticket_dropped", grant, reason)
+        log.error("dropped %s: %s", grant.ref, reason)
+        await self._report("/drop", DropRequest(self._cell, grant.ref, reason))
+        if grant.ref.eval_step < 0:
+            try:  # threads of a cancelled agent may still ask in its sessions
+                await self._finish(grant.ref, [])
+            except HttpRefused as refusal:
+                log.warning("the proxy keeps the sessions of %s: %s", grant.ref, refusal)
+
+    async def _run_group(self, grant: TicketGrant, split: Split) -> list[EpisodeOutcome]:
+        """Run the ticket's episodes side by side, each until it ends well.
+
+        Raises:
+            AgentError: Too many failed for good, the others were cancelled.
+            RecipeError: There is no such task.
+        """
+        self._tickets.begin(grant)
+        wanted = least = grant.n_samples
+        if split == "train":
+            wanted -= self._rollout.extra_samples
+            least = min(wanted, self._rollout.least_samples)
+        episodes = [self._run_until_ok(grant, split, episode) for episode in range(grant.n_samples)]
+        group = await run_group(episodes, wanted, least)
+        if group.cut:
+            self._record("episodes_cut", grant, "enough others ended well", count=group.cut)
+        if group.failed:
+            self._record("episodes_missing", grant, str(group.failed[-1]), count=len(group.failed))
+        return group.outcomes
+
+    async def _run_until_ok(self, grant: TicketGrant, split: Split, episode: int) -> EpisodeOutcome:
+        """Repeat one episode until it ends well.
+
+        Raises:
+            AgentError: It failed `max_episode_tries` times; says how it failed last.
+            RecipeError: There is no such task.
+        """
+        failures = outages = 0
+        while True:
+            spec = self._spec(grant, split, episode, failures)
+            if (agent := self._agents[split]) is None:
+                outcome = await await_visit(spec, self._proxy)
+            else:
+                outcome = await run_episode(spec, agent, self._proxy, self._http_client)
+            if outcome.status == "ok":
+                self._tickets.end_episode(grant.ref)
+                return outcome
+            self._record(f"episode_{outcome.status}", grant, outcome.reason, episode=episode)
+            failures += outcome.status in ("failed", "timed_out")
+            outages += outcome.status == "unserved"
+            doublings = min(failures + outages, 16)
+            await asyncio.sleep(min(MIN_RETRY_PAUSE_S * 2**doublings, MAX_RETRY_PAUSE_S))
+            if failures == self._rollout.max_episode_tries:
+                self._tickets.end_episode(grant.ref)
+                raise AgentError(
+                    f"episode {episode} of task {grant.task_index} failed {failures} times; "
+                    f"at last: {outcome.reason}"
+                )
+
+    def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
+        ref, task = grant.ref, self._tasks[split][grant.task_index]
+        limits = limits_of(self._rollout, task)
+        session = StartSessionRequest(
+            f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            ref if split == "train" else None,
+            episode,
+            self._sampling[split],
+            episode_seed(grant.seed, episode, failures),
+            self._export[split],
+            disposable=split == "valid",
+            limits=SessionLimits(limits.max_turns, limits.max_tokens),
+        )
+        return EpisodeSpec(session, task, limits.timeout_s)
+
+    async def _finish(self, ref: TicketRef, sessions: list[str]) -> None:
+        """Have the proxy keep these sessions of a training ticket, and close all its others."""
+        request = FinishTicketRequest(ref, sessions, discard=not sessions)
+        await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
+
+    async def _report(self, route: str, request: DropRequest | EvaluatedRequest) -> None:
+        try:
+            await self._ledger.call(route, request, Acknowledged)
+        except HttpRefused as refusal:  # it was re-issued elsewhere meanwhile
+            log.warning("the ledger does not want %s: %s", request.ref, refusal)
+
+    def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
+        from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}
+        self._events.record(event, **from_ref, task=grant.task_index, **facts, reason=reason)

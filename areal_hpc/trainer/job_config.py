@@ -1,0 +1,93 @@
+"""Configurations of the trainer's processes: training, replay and supervised warm-up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.trainer.config import ParallelConfig, TrainerConfig, WarmupConfig
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.weights.config import WeightsConfig
+
+STOP_MARGIN_S = 4.0
+"""A step or commit that is not over this long before the job is killed is given up."""
+
+
+class RankJobConfig(JobConfig):
+    """What every rank of a training job is told."""
+
+    ROLE = "train"
+
+    model_path: Path
+    """The model that training starts from."""
+    seed: int
+    """Recorded in commits; decides the order of demonstrations."""
+
+
+class TrainerJobConfig(RankJobConfig):
+    """What the launcher tells the trainer."""
+
+    ENTRY = "areal_hpc.trainer.job:run"
+
+    trainer: TrainerConfig
+    """How the policy learns."""
+    weights: WeightsConfig
+    """How replicas get new weights."""
+    cells: Annotated[int, Field(ge=1)]
+    """Cells to send them to, that of evaluation not counted."""
+    n_samples: Annotated[int, Field(ge=1)]
+    """Episodes per ticket."""
+    evaluation_every_steps: Annotated[int, Field(ge=0)]
+    """Steps between evaluations; 0 evaluates only the first and the last weights."""
+    evaluation_tasks: Annotated[int, Field(ge=0)]
+    """Held-out tasks per evaluation; 0 never evaluates."""
+    evaluation_cell: bool = False
+    """A cell of their own plays them, and training does not wait for it."""
+    stop_grace_s: Annotated[float, Field(gt=STOP_MARGIN_S)] = 12.0
+    """Time from a stop signal to the kill."""
+
+    @property
+    def schedule(self) -> Schedule:
+        """Which steps get what."""
+        return Schedule(
+            total_steps=self.trainer.total_steps,
+            commit_every_steps=self.trainer.commit_every_steps,
+            export_every_steps=self.trainer.export_every_steps,
+            evaluation_every_steps=self.evaluation_every_steps,
+            evaluation_tasks=self.evaluation_tasks,
+        )
+
+
+class ReplayJobConfig(RankJobConfig):
+    """What `areal-hpc replay` tells the trainer; its run directory leads to recorded batches."""
+
+    ENTRY = "areal_hpc.trainer.replay_job:run"
+
+    trainer: TrainerConfig
+    """How the policy learns."""
+    first_step: Annotated[int, Field(ge=1)]
+    """The first step to train."""
+    last_step: Annotated[int, Field(ge=1)]
+    """The last step to train; it is committed."""
+    forks: list[tuple[int, int]]
+    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
+
+
+class SftJobConfig(RankJobConfig):
+    """What the launcher tells the warm-up."""
+
+    ENTRY = "areal_hpc.trainer.sft_job:run"
+
+    dataset_path: Path
+    """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+    warmup: WarmupConfig
+    """How long and how fast."""
+    parallel: ParallelConfig = ParallelConfig()
+    """How model and batch are split."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto` takes the GPU when the node has one."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Parameters and activations."""
