@@ -34,8 +34,8 @@ class GPTWithSelectedStates(GPTModel):  # type: ignore[misc]
     """
 
     def select_states(self, hidden_states: torch.Tensor, packed_seq_params: Any) -> torch.Tensor:
-        """The hidden states that the output layer is applied to. Called on the last stage only."""
-        raise NotImplementedError
+        """The hidden states that the output layer is applied to: all, unless overridden."""
+        return hidden_states
 
     def _postprocess(
         self, hidden_states: torch.Tensor, *, packed_seq_params: Any, **others: Any

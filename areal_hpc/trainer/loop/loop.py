@@ -27,6 +27,7 @@ weights that it judges, training goes on, and the reward gets a row of its own.
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Literal
 
@@ -86,19 +87,19 @@ Delivery = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
 
 
-class BatchSource:
+class BatchSource(ABC):
     """Where rank 0 gets batches, and whom it serves with the weights that come of them.
 
     A source overrides what applies to it: by itself it serves nobody.
     """
 
+    @abstractmethod
     def next_batch(self, step: int) -> BatchManifest | None:
         """The batch that leads to `step`; None when it is not there yet.
 
         Raises:
             ArealError: There will be none.
         """
-        raise NotImplementedError
 
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
