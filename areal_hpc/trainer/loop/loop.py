@@ -27,9 +27,9 @@ weights that it judges, training goes on, and the reward gets a row of its own.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -87,7 +87,7 @@ Delivery = Literal["publish", "wait", "done"]
 """What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
 
 
-class BatchSource(ABC):
+class BatchSource(Protocol):
     """Where rank 0 gets batches, and whom it serves with the weights that come of them.
 
     A source overrides what applies to it: by itself it serves nobody.
