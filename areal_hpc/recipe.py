@@ -304,17 +304,6 @@ def _engine_and_trainer_agree(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _a_copy_reaches_all_ranks(recipe: Recipe) -> Iterator[Problem]:
-    nodes = recipe.inference.nodes_per_replica
-    if recipe.weights.delta and nodes > 1:
-        yield Problem(
-            f"with delta the whole weights are on a cell's first node alone, and the ranks of a "
-            f"replica are on {nodes}",
-            "weights.delta",
-            "use weights.delta=false",
-        )
-
-
 def _sessions_outlive_episodes(recipe: Recipe) -> Iterator[Problem]:
     longest_s = recipe.rollout.episode_timeout_s * recipe.rollout.max_episode_tries
     if recipe.proxy.session_timeout_s < longest_s:
@@ -338,7 +327,6 @@ CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
     _episodes_fit_the_cells,
     _sampling_can_be_trained_on,
     _engine_and_trainer_agree,
-    _a_copy_reaches_all_ranks,
     _sessions_outlive_episodes,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""

@@ -29,6 +29,7 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import shard_name
 from areal_hpc.shards.writer import seal
 from areal_hpc.wire.ledger import (
+    NO_VERSION,
     Acknowledged,
     BatchManifest,
     BatchReply,
@@ -134,7 +135,7 @@ class Storehouse:
             )
             file = shard.file
         return [
-            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards)
+            SettledTicket(ref, file, [*range(first, first + n_samples)], rewards, NO_VERSION)
             for first, ref in zip(range(0, len(refs) * n_samples, n_samples), refs, strict=True)
         ]
 
@@ -181,7 +182,7 @@ class SleepingRunner(TicketRunner):
         self._tickets.begin(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
         await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
-        for _ in range(grant.n_samples):
+        for _ in range(grant.n_episodes):
             self._tickets.end_episode(grant.ref)
         self._stores.finish(grant.ref)
         return True

@@ -55,7 +55,7 @@ def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
     config = {
         "run_dir": str(layout.root),
         "batch_size": settings.batch_size,
-        "n_samples": settings.tempo.n_samples,
+        "episodes_per_ticket": settings.tempo.n_samples,
         "max_head_offpolicyness": BOUND,
         "max_concurrent_rollouts": settings.nodes
         * settings.tempo.tickets_at_once

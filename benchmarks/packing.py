@@ -79,7 +79,13 @@ class Ours:
     def __init__(self, trajectories: Sequence[Trajectory], folder: Path) -> None:
         shard = seal(trajectories, folder, folder / "index", "bench")
         tickets = [
-            SettledTicket(TicketRef(one.ticket_id, one.attempt), shard.file, one.rows, one.rewards)
+            SettledTicket(
+                TicketRef(one.ticket_id, one.attempt),
+                shard.file,
+                one.rows,
+                one.rewards,
+                one.oldest_version,
+            )
             for one in shard.tickets
         ]
         self.manifest = BatchManifest(step=1, epoch=1, tickets=tickets)

@@ -7,8 +7,7 @@
   checksums. `into_sglang_over_bare` counts what is on the way or being loaded; the table has all
   that the stall consists of, as the sender sees it, and what the clients saw. `unchecked` is the
   same without checksums: on CPUs they are SHA-256, which takes longer than the way itself.
-- disk, delta: `weights.transport=disk`, into the same replica, from the first byte until it serves;
-  of the second, only the 2 % of the values that differ from the version before.
+- disk: `weights.transport=disk`, into the same replica, from the first byte until it serves.
 
 Codec and bare transfers alternate; so do the transports. NCCL is used where there are two GPUs,
 else gloo over loopback.
@@ -51,8 +50,8 @@ from benchmarks._pairs import (
 from benchmarks._weights_peer import TIMEOUT_S
 from benchmarks._weights_replica import Update, measure, running_replica
 
-PHASES = ("write", "fetch", "pause", "transfer", "load", "verify", "flush", "resume")
-STALLED = PHASES[2:]
+PHASES = ("write", "pause", "transfer", "load", "verify", "flush", "resume")
+STALLED = PHASES[1:]
 """Generation stands still."""
 
 
@@ -211,16 +210,14 @@ def print_updates(updates: Mapping[str, Sequence[Update]]) -> None:
 
 def figures_of(updates: Mapping[str, Sequence[Update]], bare_s: float) -> dict[str, float]:
     """The figures of updates into SGLang."""
-    sent, unchecked, loaded, changed = updates.values()
+    sent, unchecked, loaded = updates.values()
     return {
         "into_sglang_over_bare": bare_s / moved_s(sent),
         "into_sglang_unchecked_over_bare": bare_s / moved_s(unchecked),
         "disk_over_broadcast": publish_s(loaded) / publish_s(sent),
-        "delta_over_broadcast": publish_s(changed) / publish_s(sent),
         "stall_ms": 1e3 * statistics.median(one.silence_s for one in sent),
         "unchecked_stall_ms": 1e3 * statistics.median(one.silence_s for one in unchecked),
         "disk_stall_ms": 1e3 * statistics.median(one.silence_s for one in loaded),
-        "delta_stall_ms": 1e3 * statistics.median(one.silence_s for one in changed),
         **{f"{name}_ms": phase_ms(sent, name) for name in STALLED},
         "reprefill_ms": 1e3 * statistics.median(one.reprefill_s for one in sent),
         "recomputed_tokens": statistics.median(one.recomputed_tokens for one in sent),

@@ -187,7 +187,10 @@ ROLLOUT_RULES = (
     renamed("rollout.setup_timeout", "inference.startup_timeout_s", only_if_given=True),
     renamed("rollout.request_timeout", "proxy.request_timeout_s", only_if_given=True),
     lost("rollout.request_retries", _RETRIED),
-    lost("rollout.pause_grace_period", "an update waits for nothing: see `weights.on_update`"),
+    lost(
+        "rollout.pause_grace_period",
+        "an update waits for nothing: generations stop and go on under the new weights",
+    ),
     lost("rollout.routing_strategy", "a session stays with its replica while that serves"),
     lost("rollout.schedule_policy", "a session stays with its replica while that serves"),
     always("rollout.return_routed_experts", False, "experts are routed anew in training"),

@@ -1,7 +1,7 @@
 """SGLang's parsers for in-process clients: one process for all that ask for the same formats.
 
 It starts with the first reply that has to be parsed, which then takes some seconds longer, and
-ends with this process, or by `close_parsers`.
+ends with this process.
 """
 
 from __future__ import annotations
@@ -35,9 +35,3 @@ def shared_parsers(
         python = interpreter_of("serve", serve_python)
         of_loop[key] = SGLangParsers(python, tool_call_parser, reasoning_parser)
     return of_loop[key]
-
-
-async def close_parsers() -> None:
-    """End the processes that clients of the running event loop share."""
-    for parsers in _shared.pop(asyncio.get_running_loop(), {}).values():
-        await parsers.close()

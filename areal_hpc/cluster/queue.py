@@ -20,6 +20,7 @@ from areal_hpc.cluster.commands import (
 )
 from areal_hpc.cluster.states import UNKNOWN, JobState, Phase, parse_state
 from areal_hpc.errors import ClusterError
+from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (
     ("JobArrayID", 60),
@@ -35,9 +36,8 @@ SQUEUE_COLUMNS = (
 )
 """Name and width: squeue cuts what is longer."""
 SACCT_COLUMNS = ("JobID", "State", "ExitCode", "NodeList", "Start", "End", "Reason")
-FIRST_PAUSE_S = 2.0
-LONGEST_PAUSE_S = 60.0
-"""Pauses between questions to a Slurm that does not answer: each is twice the one before."""
+BACKOFF = Backoff(2.0, 60.0)
+"""Pauses between questions to a Slurm that does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,7 @@ class Queue:
     @property
     def pause_s(self) -> float:
         """How long to wait before the next question."""
-        return float(min(FIRST_PAUSE_S * 2 ** min(self._silences, 10), LONGEST_PAUSE_S))
+        return BACKOFF.get_pause_s(self._silences)
 
     @property
     def has_accounting(self) -> bool:

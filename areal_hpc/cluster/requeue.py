@@ -1,4 +1,4 @@
-"""What becomes of a job that has stopped: decided in a pure function, then asked of Slurm.
+"""What becomes of a job that has stopped: `restart_policy` decides, here Slurm is asked.
 
 A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
 must ask for that itself, or outlast the warning.
@@ -18,11 +18,11 @@ from msgspec import Struct
 
 from areal_hpc.cluster import scontrol
 from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.cluster.restart_policy import SLURM_POLICY, count_failures_without_progress
 from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
-    IDLE_EXIT_CODE,
     LaunchFile,
     SlurmLaunchInfo,
     TaskExit,
@@ -33,54 +33,14 @@ from areal_hpc.rundir.paths import JobPaths
 
 log = logging.getLogger(__name__)
 
-HEALTHY_S = 600.0
-"""A start that lived this long was of use, whatever the run did meanwhile."""
-FRUITLESS_CRASHES = 1
-"""Crashes in a row, before which the run got no further, that are answered by another start."""
-FRUITLESS_LETDOWNS = 2
-"""The same for what the cluster did to the job."""
 MOST_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
-Verdict = Literal["done", "again", "hold", "fail"]
 Departure = Literal[
     "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
 ]
-
-
-def judge(outcomes: Sequence[TaskExit], fruitless: int) -> Verdict:
-    """What the ends of a job's tasks mean.
-
-    Args:
-        outcomes: Of the tasks that said anything.
-        fruitless: Starts in a row, this one included, that crashed without having been of use.
-
-    Returns:
-        The work is done; another start may help; it would have nothing to do as yet; or the job
-        has to end here.
-    """
-    codes = {outcome.exit_code for outcome in outcomes} - {0}
-    if not codes:
-        return "done"
-    if RecipeError.exit_code in codes:
-        return "fail"
-    crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
-    if not crashes and IDLE_EXIT_CODE in codes:
-        return "hold"
-    if not crashes or any(outcome.faulty_node for outcome in outcomes):
-        return "again"
-    allowed = FRUITLESS_LETDOWNS if crashes == {ClusterError.exit_code} else FRUITLESS_CRASHES
-    return "again" if fruitless <= allowed else "fail"
-
-
-def count_fruitless(before: int, outcomes: Sequence[TaskExit], *, was_of_use: bool) -> int:
-    """Starts in a row that were of no use, when this one has ended. A stop counts for nothing."""
-    if was_of_use:
-        return 0
-    crashed = any(outcome.is_crash and not outcome.faulty_node for outcome in outcomes)
-    return before + crashed
 
 
 class _Record(Struct, frozen=True):
@@ -88,7 +48,7 @@ class _Record(Struct, frozen=True):
 
 
 class Usefulness:
-    """Whether this start of a job was of use, and how many before it were not.
+    """Whether the run got further in this start of a job, and how many before it failed in vain.
 
     Args:
         job: Its folder.
@@ -108,15 +68,15 @@ class Usefulness:
             return 0
 
     def close(self, outcomes: Sequence[TaskExit]) -> int:
-        """Count this start; the fruitless ones in a row."""
+        """Count this start; failures in a row without progress."""
         lived_s = time.monotonic() - self._began_at
-        was_of_use = self._bytes() > self._began_bytes or lived_s >= HEALTHY_S
+        made_progress = self._bytes() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
         before = 0
         if self._path.exists():
             before = msgspec.json.decode(self._path.read_bytes(), type=_Record).fruitless
-        fruitless = count_fruitless(before, outcomes, was_of_use=was_of_use)
-        write_atomic(self._path, msgspec.json.encode(_Record(fruitless)))
-        return fruitless
+        failures = count_failures_without_progress(before, outcomes, made_progress=made_progress)
+        write_atomic(self._path, msgspec.json.encode(_Record(failures)))
+        return failures
 
 
 def exclude_faulty(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Slurm's commands, as a job uses them about itself. Thin: decisions are made elsewhere."""
+"""Slurm's commands, as a job uses them about itself. Thin: decisions are made elsewhere.
+
+All that ask Slurm raise SlurmMissingError, SlurmSilentError or SlurmRefusedError of `commands`.
+"""
 
 from __future__ import annotations
 
@@ -56,49 +59,29 @@ def read_job(shown: str) -> JobFacts:
 
 
 def show_job(job_id: str) -> JobFacts:
-    """Ask Slurm about one job.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Ask Slurm about one job."""
     return read_job(_ask("scontrol", "show", "job", job_id, "--oneliner"))
 
 
 def requeue(job_id: str) -> None:
-    """Have Slurm end the job and start it again, under the same number.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Have Slurm end the job and start it again, under the same number."""
     _ask("scontrol", "requeue", job_id)
 
 
 def exclude(job_id: str, excluded_nodes: str) -> None:
-    """Keep a waiting job from nodes. Slurm refuses this for a job that runs.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Keep a waiting job from nodes. Slurm refuses this for a job that runs."""
     _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded_nodes}")
 
 
 def waiting_jobs() -> dict[str, str]:
-    """This user's jobs in the queue, and what each waits for, in sbatch's words.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """This user's jobs in the queue, and what each waits for, in sbatch's words."""
     shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.split(" ", 1) for line in plain.splitlines())
 
 
 def members_of(array_id: str) -> list[str]:
-    """The members of a job array that Slurm still knows, `12_0` and so on.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """The members of a job array that Slurm still knows, `12_0` and so on."""
     shown = _ask(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
     )
@@ -106,38 +89,22 @@ def members_of(array_id: str) -> list[str]:
 
 
 def wait_for(job_id: str, dependency: str) -> None:
-    """Change what a waiting job waits for.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Change what a waiting job waits for."""
     _ask("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
 
 
 def hold_requeued(job_id: str) -> None:
-    """Have Slurm end the job and keep it, until it is released.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Have Slurm end the job and keep it, until it is released."""
     _ask("scontrol", "requeuehold", job_id)
 
 
 def release(job_id: str) -> None:
-    """Let a held job be started.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Let a held job be started."""
     _ask("scontrol", "release", job_id)
 
 
 def submit_script(script: Path, options: Iterable[str]) -> str:
-    """Submit an sbatch script from inside a job; the new job's number.
-
-    Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
-    """
+    """Submit an sbatch script from inside a job; the new job's number."""
     return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
 
 

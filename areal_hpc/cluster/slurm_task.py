@@ -22,9 +22,9 @@ from areal_hpc.cluster.requeue import (
     Usefulness,
     exclude_faulty,
     forget_hold,
-    judge,
     start_again,
 )
+from areal_hpc.cluster.restart_policy import decide_restart
 from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.events import EventLog
@@ -273,21 +273,21 @@ class SlurmTask:
     def _speak_for_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather(own), *self._absent]
         faulty = exclude_faulty(self._slurm, outcomes, self._job_id)
-        fruitless = self._usefulness.close(outcomes)
-        verdict = judge(outcomes, fruitless)
+        failures = self._usefulness.close(outcomes)
+        decision = decide_restart(outcomes, failures)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
         decisive = next(iter(crashes), own)
         if self._is_preempted and not crashes:
             decisive = msgspec.structs.replace(decisive, reason=PREEMPTED)
-        if verdict == "done":
+        if decision == "done":
             return own
-        if verdict == "fail":
+        if decision == "fail":
             self._events.record(
-                "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=fruitless
+                "job_failed", job_id=self._job_id, reason=decisive.reason, fruitless=failures
             )
             return decisive
         give_up_at = self._kill_at + self._slurm.margin_s
-        departure = start_again(self._launch, give_up_at, hold=verdict == "hold")
+        departure = start_again(self._launch, give_up_at, hold=decision == "hold")
         self._events.record(
             f"job_{departure.replace(' ', '_')}",
             job_id=self._job_id,

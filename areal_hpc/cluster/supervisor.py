@@ -23,6 +23,7 @@ from areal_hpc.cluster import gpus
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.local_task import LocalTask
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.slurm_task import SlurmTask
 from areal_hpc.cluster.topology import (
     TaskPosition,
@@ -42,13 +43,12 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import format_restart_dir, get_process_error
 from areal_hpc.telemetry import set_up_logging
+from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LONGEST_BACKOFF_S = 10.0
-HEALTHY_S = 600.0
-"""A process that ran for so long has its earlier crashes forgiven."""
+BACKOFF = Backoff(0.5, 10.0)
 
 
 def run_job(launch_path: str) -> None:
@@ -120,6 +120,7 @@ class _Child:
 
     def __init__(self, spec: ProcessSpec, log_path: Path, config_path: Path) -> None:
         self.spec = spec
+        self.policy = RestartPolicy(spec.restarts)
         self.log_path = log_path
         self.config_path = config_path
         self.starts = 0
@@ -254,7 +255,7 @@ class _Supervisor:
         is_leading = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.look(is_leading=is_leading)) is not None:
             return outcome
-        for child in self._children:
+        for child in list(self._children):  # one that has done its work is removed
             if child.process is None:
                 if time.monotonic() >= child.not_before:
                     self._start(child)
@@ -279,11 +280,12 @@ class _Supervisor:
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()
-        child.crashes = 1 if now - child.started_at >= HEALTHY_S else child.crashes + 1
-        if code == RecipeError.exit_code or child.crashes > spec.restarts:
+        made_progress = now - child.started_at >= child.policy.healthy_s
+        child.crashes = child.policy.count_failures(child.crashes, made_progress=made_progress)
+        if child.policy.decide([code], child.crashes) == "fail":
             return TaskExit(code, spec.name, child.reason(), str(child.log_path))
         child.process = None
-        child.not_before = now + min(0.25 * 2**child.crashes, LONGEST_BACKOFF_S)
+        child.not_before = now + BACKOFF.get_pause_s(child.crashes - 1)
         return None
 
     def _stop_all(self, outcome: TaskExit) -> None:

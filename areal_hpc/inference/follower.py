@@ -70,9 +70,7 @@ class Chief:
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._rendezvous_dir = rendezvous_dir
         self._cell = cell
-        self._admin_key = admin_key
-        self._url = ""
-        self._client: WireClient | None = None
+        self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
 
     def ask(self, request: FollowRequest) -> FollowReply:
         """What to run.
@@ -85,16 +83,11 @@ class Chief:
         )
         if endpoint is None:
             raise ClusterError(f"the relay of {self._cell} is not published")
-        if self._client is None or self._url != endpoint.url:
-            self.close()
-            self._url = endpoint.url
-            self._client = WireClient(endpoint.url, self._admin_key, timeout_s=CALL_TIMEOUT_S)
-        return self._client.call("/follow", request, FollowReply)
+        return self._client.call(f"{endpoint.url}/follow", request, FollowReply)
 
     def close(self) -> None:
         """Ask no more."""
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
 
 class Follower:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,11 +11,11 @@ from typing import Any
 
 from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job_config import InferenceJobConfig
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
@@ -41,8 +39,7 @@ def run(config: dict[str, Any]) -> None:
     stop = StopRequest.install()
     replicas = make_replicas(job, layout)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    local = LocalWeights(local_weights_dir(layout.root, job.cell, admin_key))
-    app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir, local)
+    app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir)
     relay = RelayServer(app, advertised_host())
     relay.start()
     service = rendezvous.format_control_proxy_name(job.cell)
@@ -60,14 +57,6 @@ def run(config: dict[str, Any]) -> None:
         for replica in replicas:
             replica.kill(max(0.0, gone_by - time.monotonic()))
         relay.stop()
-        local.delete()
-
-
-def local_weights_dir(run_dir: Path, cell: str, run_secret: str) -> Path:
-    """Where a cell keeps its copy of the weights: on the node, under a name nobody can guess."""
-    base = Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
-    run = hashlib.blake2b(f"{run_dir.resolve()}\n{cell}\n{run_secret}".encode(), digest_size=8)
-    return base / f"areal_hpc-{run.hexdigest()}-weights"
 
 
 def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
@@ -93,7 +82,7 @@ def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
             events=events,
             startup_timeout_s=inference.startup_timeout_s,
             health_timeout_s=inference.health_timeout_s,
-            max_restarts=inference.max_restarts,
+            policy=RestartPolicy(inference.max_restarts),
         )
         for index in range(inference.replicas_per_cell)
     ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import http.client
 import threading
 import time
 
-from areal_hpc.inference.command import LOOPBACK
+from areal_hpc.wire.http import is_accepted
 
 PROBES_A_TIMEOUT = 6
 """A server has several chances to answer before it counts as silent."""
@@ -20,12 +19,12 @@ class Pulse:
     `srt/entrypoints/http_server.py`). A paused server says no, so it must not be asked.
 
     Args:
-        http_port: Of the server, on loopback.
+        url: Of the server, on loopback.
         timeout_s: Silence this long is death.
     """
 
-    def __init__(self, http_port: int, timeout_s: float) -> None:
-        self._http_port = http_port
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
         self._timeout_s = timeout_s
         self._probe: threading.Thread | None = None
         self._asked_at = self._alive_at = time.monotonic()
@@ -49,14 +48,5 @@ class Pulse:
         return now - self._alive_at > self._timeout_s
 
     def _ask(self) -> None:
-        connection = http.client.HTTPConnection(
-            LOOPBACK, self._http_port, timeout=self._timeout_s / 2
-        )
-        try:
-            connection.request("GET", "/health_generate")
-            if connection.getresponse().status == http.client.OK:
-                self._alive_at = time.monotonic()
-        except (OSError, http.client.HTTPException):
-            pass  # no sign of life
-        finally:
-            connection.close()
+        if is_accepted("GET", f"{self._url}/health_generate", self._timeout_s / 2):
+            self._alive_at = time.monotonic()

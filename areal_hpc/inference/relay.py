@@ -7,42 +7,35 @@ the run's admin key, and lets through the routes of `wire.replicas` and no other
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 import msgspec
-import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
 
-from areal_hpc.errors import WeightSyncError
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.replica import Caller, CallRefused, Replica
 from areal_hpc.inference.stall import StallWatch
-from areal_hpc.weights.delta import MANIFEST
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
     EPOCH_HEADER,
     INCARNATION_HEADER,
     RELAYED_ROUTES,
     FenceRequest,
-    FetchRequest,
     FollowRequest,
     LoadRequest,
     ReplicaList,
     ServeRequest,
 )
 
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Mapping[str, Any]]]
-Send = Callable[[Mapping[str, Any]], Awaitable[None]]
-Request = TypeVar("Request")
+RequestT = TypeVar("RequestT")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 _PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
@@ -57,16 +50,7 @@ _KEPT_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
-class _Refusal(Exception):
-    """An answer that says no."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
-class RelayApp:
+class RelayApp(JsonApp):
     """The ASGI application.
 
     Args:
@@ -74,105 +58,73 @@ class RelayApp:
         replicas: Its replicas.
         admin_key: The run's secret for control routes.
         weights_dir: The only folder from which replicas may be told to load weights.
-        local: The cell's copy of what lies there.
     """
 
     def __init__(
-        self,
-        cell: str,
-        replicas: Sequence[Replica],
-        admin_key: str,
-        weights_dir: Path,
-        local: LocalWeights,
+        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
     ) -> None:
         self._cell = cell
         self._replicas = replicas
-        self._key = f"Bearer {admin_key}".encode()
-        self._weights_dir, self._local = weights_dir, local
+        self._admin_key = admin_key
+        self._weights_dir = weights_dir
         self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        if scope["type"] != "http":
-            return
-        try:
-            status, body = await self._answer(scope, receive)
-        except CallRefused as refusal:
-            status, body = 409, msgspec.json.encode({"error": str(refusal)})
-        except _Refusal as refusal:
-            status, body = refusal.status, msgspec.json.encode({"error": refusal.reason})
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, CallRefused):
+            return 409, str(error)
+        return super().describe_error(request, error)
 
-    async def _answer(self, scope: Scope, receive: Receive) -> tuple[int, bytes]:
-        headers: dict[bytes, bytes] = dict(scope["headers"])
-        if not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
-            raise _Refusal(401, "the run's admin key is needed")
-        match scope["method"], scope["path"].strip("/").split("/"):
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Check the key, then act or ask SGLang."""
+        if not has_key(request, self._admin_key):
+            raise HTTPException(401, "the run's admin key is needed")
+        match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 views = [replica.view() for replica in self._replicas]
                 return 200, msgspec.json.encode(ReplicaList(self._cell, views))
             case "POST", ["follow"]:
-                return 200, self._follow(_decode(await _body(receive), FollowRequest))
+                return 200, self._follow(await _decode(request, FollowRequest))
             case "POST", ["replicas", index, "fence"]:
-                fence = _decode(await _body(receive), FenceRequest)
-                fenced = self._replica(index).fence(_caller(headers), fence)
+                fence = await _decode(request, FenceRequest)
+                fenced = self._replica(index).fence(_caller(request), fence)
                 return 200, msgspec.json.encode(fenced)
             case "POST", ["replicas", index, "serve"]:
-                serve = _decode(await _body(receive), ServeRequest)
-                serving = self._replica(index).serve(_caller(headers), serve)
+                serve = await _decode(request, ServeRequest)
+                serving = self._replica(index).serve(_caller(request), serve)
                 return 200, msgspec.json.encode(serving)
-            case "POST", ["replicas", index, "fetch"]:
-                self._replica(index).admit(_caller(headers))
-                fetch = _decode(await _body(receive), FetchRequest)
-                await self._copied(self._folder(fetch.folder))
-                return 200, b"{}"
             case "POST", ["replicas", index, "load"]:
-                load = await self._load_body(_decode(await _body(receive), LoadRequest))
+                load = self._load_body(await _decode(request, LoadRequest))
                 replica, route = self._replica(index), "update_weights_from_disk"
-                return await self._relay(replica, route, headers, load, receive)
+                return await self._relay(replica, route, request, load)
             case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
-                replica, body = self._replica(index), await _body(receive)
-                return await self._relay(replica, route, headers, body, receive)
-        raise _Refusal(404, "no such route")
+                replica, body = self._replica(index), await _body(request)
+                return await self._relay(replica, route, request, body)
+        raise HTTPException(404, "no such route")
 
     def _follow(self, request: FollowRequest) -> bytes:
         try:
             return msgspec.json.encode(self._replicas[0].follow(request))
         except ValueError as error:
-            raise _Refusal(400, str(error)) from error
+            raise HTTPException(400, str(error)) from error
 
     def _replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):
-            raise _Refusal(404, "no such replica")
+            raise HTTPException(404, "no such replica")
         return self._replicas[int(index)]
 
     def _folder(self, name: str) -> Path:
         """SGLang would load any path, so none but a folder's name is taken."""
         folder = self._weights_dir / name
         if not _FOLDER.fullmatch(name) or not folder.is_dir():
-            raise _Refusal(400, f"no folder {name!r} in {self._weights_dir}")
+            raise HTTPException(400, f"no folder {name!r} in {self._weights_dir}")
         return folder
 
-    async def _copied(self, folder: Path) -> Path:
-        """The cell's copy of a folder that says how to make one."""
-        try:
-            return await asyncio.to_thread(self._local.take, folder)
-        except (WeightSyncError, OSError, msgspec.DecodeError) as error:
-            raise _Refusal(409, f"no copy of {folder.name}: {error}") from error
-
-    async def _load_body(self, request: LoadRequest) -> bytes:
-        folder = self._folder(request.folder)
-        if (folder / MANIFEST).is_file():
-            folder = await self._copied(folder)
+    def _load_body(self, request: LoadRequest) -> bytes:
         return msgspec.json.encode(
             {
-                "model_path": str(folder),
+                "model_path": str(self._folder(request.folder)),
                 "load_format": "safetensors",
                 "flush_cache": False,  # by a call of its own
                 "weight_version": request.version,
@@ -180,24 +132,19 @@ class RelayApp:
         )
 
     async def _relay(
-        self,
-        replica: Replica,
-        route: str,
-        headers: dict[bytes, bytes],
-        body: bytes,
-        receive: Receive,
+        self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
-        caller = _caller(headers)
+        caller = _caller(request)
         url = replica.called(caller, route)
         accepted, asked_at = False, time.time()
         try:
-            status, content = await self._ask(url, route, body, caller, receive)
+            status, content = await self._ask(url, route, body, caller, request)
             accepted = status < 400
         except TimeoutError:
             replica.gave_no_answer(caller, route)
-            raise _Refusal(504, f"SGLang did not answer {route}") from None
+            raise HTTPException(504, f"SGLang did not answer {route}") from None
         except aiohttp.ClientError as error:
-            raise _Refusal(502, f"SGLang is away: {error}") from error
+            raise HTTPException(502, f"SGLang is away: {error}") from error
         finally:
             replica.answered(caller, route, accepted=accepted)
         if accepted:
@@ -210,7 +157,7 @@ class RelayApp:
             return await answer.read()
 
     async def _ask(
-        self, url: str, route: str, body: bytes, caller: Caller, receive: Receive
+        self, url: str, route: str, body: bytes, caller: Caller, request: Request
     ) -> tuple[int, bytes]:
         """SGLang's answer.
 
@@ -230,7 +177,7 @@ class RelayApp:
             ) as answer:
                 return answer.status, await answer.read()
 
-        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(receive())
+        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(request.receive())
         try:
             async with asyncio.timeout(caller.deadline_s) as limit:
                 await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
@@ -256,45 +203,31 @@ class RelayApp:
             await self._upstream.close()
 
 
-def _caller(headers: dict[bytes, bytes]) -> Caller:
+def _caller(request: Request) -> Caller:
     return Caller(
-        incarnation=int(_number(headers, INCARNATION_HEADER, None)),
-        epoch=int(_number(headers, EPOCH_HEADER, None)),
-        deadline_s=_number(headers, DEADLINE_HEADER, _DEFAULT_DEADLINE_S),
+        incarnation=int(_number(request, INCARNATION_HEADER)),
+        epoch=int(_number(request, EPOCH_HEADER)),
+        deadline_s=_number(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 
 
-def _decode(body: bytes, request: type[Request]) -> Request:
+async def _decode(request: Request, form: type[RequestT]) -> RequestT:
     try:
-        return msgspec.json.decode(body, type=request)
+        return msgspec.json.decode(await _body(request), type=form)
     except msgspec.DecodeError as error:
-        raise _Refusal(400, str(error)) from error
+        raise HTTPException(400, str(error)) from error
 
 
-def _number(headers: dict[bytes, bytes], name: str, default: float | None) -> float:
-    text = headers.get(name.encode())
-    if text is None and default is not None:
-        return default
+def _number(request: Request, name: str, default: str = "") -> float:
     try:
-        return float(text or b"")
+        return float(request.headers.get(name, default))
     except ValueError:
-        raise _Refusal(400, f"the header {name} must be a number") from None
+        raise HTTPException(400, f"the header {name} must be a number") from None
 
 
-async def _body(receive: Receive) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    more = True
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise _Refusal(400, "the caller left")
-        parts.append(message.get("body", b""))
-        size += len(parts[-1])
-        if size > MAX_BODY_BYTES:
-            raise _Refusal(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
-        more = message.get("more_body", False)
-    return b"".join(parts)
+async def _body(request: Request) -> bytes:
+    too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
+    return await read_body(request, MAX_BODY_BYTES, too_large)
 
 
 class RelayServer:
@@ -308,18 +241,7 @@ class RelayServer:
         self._socket.bind((host, 0))
         self._socket.listen()  # from here on callers wait, and none is refused
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
-        self._server = uvicorn.Server(
-            uvicorn.Config(
-                app,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                # Longer than trainers keep a connection: one closed just as it is used again
-                # would leave a replica out of an update.
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-            )
-        )
+        self._server = ServiceServer(app)
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:

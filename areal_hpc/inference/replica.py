@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
@@ -26,6 +27,7 @@ from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.inference.span import Span
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
+from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     FenceRequest,
     FollowReply,
@@ -38,10 +40,8 @@ from areal_hpc.wire.replicas import (
 
 log = logging.getLogger(__name__)
 
-_LONGEST_BACKOFF_S = 30.0
+_BACKOFF = Backoff(0.5, 30.0)
 _PORT_RACES_FORGIVEN = 5
-CRASHES_FORGIVEN_AFTER_S = 600.0
-"""A server that has been up for so long owes nothing to the crashes before it."""
 
 Launch = Callable[[int, Ports], Command]
 """(incarnation, ports) to the command of that start."""
@@ -79,8 +79,7 @@ class Replica:
         events: EventLog,
         startup_timeout_s: float,
         health_timeout_s: float,
-        max_restarts: int,
-        crashes_forgiven_after_s: float = CRASHES_FORGIVEN_AFTER_S,
+        policy: RestartPolicy,
     ) -> None:
         self.index = index
         self._tp = tp
@@ -90,8 +89,7 @@ class Replica:
         self._events = events
         self._startup_timeout_s = startup_timeout_s
         self._health_timeout_s = health_timeout_s
-        self._max_restarts = max_restarts
-        self._crashes_forgiven_after_s = crashes_forgiven_after_s
+        self._policy = policy
         self._lock = threading.Lock()
         self._server: ServerProcess | None = None
         self._state: ReplicaState = "starting"
@@ -136,7 +134,7 @@ class Replica:
 
         Raises:
             RecipeError: SGLang does not understand its arguments.
-            ClusterError: It died more often than `max_restarts`.
+            ClusterError: It died more often than the policy allows.
         """
         now = time.monotonic()
         if self._server is None:
@@ -152,8 +150,6 @@ class Replica:
             self._end_update(self._server)
         elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
             self._bury(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
-        elif now - self._ready_at > self._crashes_forgiven_after_s:
-            self._crashes = self._port_races = 0
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, free_ports()
@@ -173,7 +169,7 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._pulse = Pulse(server.http_port, self._health_timeout_s)
+            self._pulse = Pulse(server.url, self._health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
@@ -201,7 +197,7 @@ class Replica:
     def _bury(self, server: ServerProcess, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
-        An end that was not the server's own fault does not count towards `max_restarts`.
+        An end that was not the server's own fault does not count.
         """
         usage_error, starting = server.usage_error, self._state == "starting"
         self._span.end()
@@ -219,19 +215,22 @@ class Replica:
         if starting and server.lost_port_race() and self._port_races < _PORT_RACES_FORGIVEN:
             self._port_races += 1  # other ports, at once; nobody's fault
             return
-        self._crashes += is_crash
+        is_healthy = not starting and time.monotonic() - self._ready_at >= self._policy.healthy_s
+        self._port_races = 0 if is_healthy else self._port_races
+        self._crashes = self._policy.count_failures(
+            self._crashes, made_progress=is_healthy, has_failed=is_crash
+        )
         self._failures_in_a_row += 1
-        if self._crashes > self._max_restarts:
+        if self._policy.decide([ClusterError.exit_code], self._crashes) == "fail":
             with self._lock:
                 self._state = "failed"
             raise ClusterError(
-                f"replica {self.index} {reason}, after {self._max_restarts} restarts; "
+                f"replica {self.index} {reason}, after {self._policy.max_failures} restarts; "
                 f"its log ends:\n{server.log_tail()}",
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
-        backoff_s = min(0.25 * 2**self._failures_in_a_row, _LONGEST_BACKOFF_S)
-        self._not_before = time.monotonic() + backoff_s
+        self._not_before = time.monotonic() + _BACKOFF.get_pause_s(self._failures_in_a_row - 1)
 
     def request_stop(self) -> None:
         """Ask the server to end."""
@@ -272,11 +271,6 @@ class Replica:
             ValueError: The cell has no such node.
         """
         return self._span.follow(request, time.monotonic())
-
-    def admit(self, caller: Caller) -> None:
-        """A call came in that concerns what the replicas of the cell share."""
-        with self._lock:
-            self._check(caller)
 
     def called(self, caller: Caller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be relayed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import os
 import secrets
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.inference.command import LOOPBACK, Command, Ports
+from areal_hpc.wire.http import is_accepted
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
@@ -68,7 +68,7 @@ class ServerProcess:
         self.url = f"http://{LOOPBACK}:{ports.http}"
         self.log_path = log_path
         self.started_at = time.monotonic()
-        self.http_port = ports.http
+        self._http_port = ports.http
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_PERIOD_S
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
@@ -91,29 +91,17 @@ class ServerProcess:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        if not self._is_accepted("GET", "/ready", _PROBE_TIMEOUT_S):
+        if not is_accepted("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
             return False
         if self._members is None:
-            if not _listens(self.pid, self.http_port):
+            if not _listens(self.pid, self._http_port):
                 return False  # it was another process that said yes
             self._members = _engine_children(self.pid)
         return True
 
     def continue_generation(self) -> bool:
         """End a pause; false when SGLang does not answer."""
-        return self._is_accepted("POST", "/continue_generation", _CONTINUE_TIMEOUT_S, b"{}")
-
-    def _is_accepted(
-        self, method: str, route: str, timeout_s: float, body: bytes | None = None
-    ) -> bool:
-        connection = http.client.HTTPConnection(LOOPBACK, self.http_port, timeout=timeout_s)
-        try:
-            connection.request(method, route, body, {"content-type": "application/json"})
-            return connection.getresponse().status == http.client.OK
-        except (OSError, http.client.HTTPException):
-            return False
-        finally:
-            connection.close()
+        return is_accepted("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
 
     def death(self) -> str:
         """Why the server is dead, in words; empty while it lives.

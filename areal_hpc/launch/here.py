@@ -7,36 +7,30 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from areal_hpc.cluster.gpus import visible_gpus
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
-from areal_hpc.errors import ArealError, ClusterError, RecipeError
+from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.launch import prepare
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import prepared, pythons_of
 from areal_hpc.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
-from areal_hpc.rundir.jobs import (
-    JobSpec,
-    LaunchFile,
-    TaskExit,
-)
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL, is_cell_name
+from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.telemetry import read_step_lines
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
 
 
-FRUITLESS_ENDS = 2
-"""Times in a row that a job may be ended from outside without having been of use: the run got no
-further. After a crash of its own it must have been of use every time."""
-HEALTHY_S = 600.0
-"""A cell that lived this long was of use, whatever the run did meanwhile."""
+POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
+"""Of a job of this machine. Progress: see `made_progress`."""
 
 
 class Reporter(Protocol):
@@ -118,8 +112,8 @@ def run_stage(
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
-def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
-    """What a job was submitted for came of it, in part; pure.
+def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
+    """Whether something came of what a job was submitted for; pure.
 
     Args:
         job: Its name.
@@ -129,32 +123,14 @@ def has_been_of_use(job: str, *, steps_taken: int, steps_left: int, lived_s: flo
     """
     if job == EVALUATION_CELL and steps_left > 0:
         return True  # before the last step there is nothing that its loss could hold up
-    is_cell = is_cell_name(job)
-    return steps_taken > 0 or (is_cell and lived_s >= HEALTHY_S)
+    is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
+    return steps_taken > 0 or (is_cell and lived_s >= POLICY.healthy_s)
 
 
-def stand_ins_of(job: str, jobs: Sequence[str]) -> int:
+def count_other_cells(job: str, jobs: Sequence[str]) -> int:
     """How many of `jobs` could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
-
-
-def decide(code: int, fruitless: int, other_cells: int) -> Literal["again", "without", "fail"]:
-    """What to do about a job that ended too early.
-
-    Args:
-        code: What it ended with; ClusterError's for an end from outside.
-        fruitless: Ends in a row, this one included, before which it was of no use.
-        other_cells: Cells that could do its work (`stand_ins_of`).
-
-    Returns:
-        To submit it again, to go on without it, or to let the run fail.
-    """
-    if code == RecipeError.exit_code:
-        return "fail"
-    if fruitless <= (FRUITLESS_ENDS if code == ClusterError.exit_code else 0):
-        return "again"
-    return "without" if other_cells else "fail"
 
 
 def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
@@ -179,8 +155,8 @@ class _Job:
     handle: JobHandle
     begun_at_step: int
     submitted_at: float
-    fruitless: int = 0
-    """Submissions in a row that were of no use."""
+    failures: int = 0
+    """Submissions in a row that failed without progress."""
 
 
 class _Foreground:
@@ -263,15 +239,15 @@ class _Foreground:
             JobFailedError: The recipe is at fault, or the run gets no further.
         """
         step, now = self._step(), time.monotonic()
-        was_of_use = has_been_of_use(
+        progress = made_progress(
             job.spec.name,
             steps_taken=step - job.begun_at_step,
             steps_left=self._recipe.trainer.total_steps - step,
             lived_s=now - job.submitted_at,
         )
-        job.fruitless = 0 if was_of_use else job.fruitless + 1
-        stand_ins = stand_ins_of(job.spec.name, [other.spec.name for other in self._jobs])
-        decision = decide(failure.code, job.fruitless, stand_ins)
+        job.failures = POLICY.count_failures(job.failures, made_progress=progress)
+        others = count_other_cells(job.spec.name, [other.spec.name for other in self._jobs])
+        decision = POLICY.decide([failure.code], job.failures, is_dispensable=others > 0)
         if decision == "fail":
             raise failure
         self._reporter.say(f"{decision:8} {failure.problems[0].message.splitlines()[0]}")

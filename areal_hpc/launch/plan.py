@@ -19,7 +19,7 @@ from areal_hpc.recipe import Recipe
 from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
 from areal_hpc.trainer.job_config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import Split
 
@@ -128,7 +128,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
     ledger = LedgerJobConfig(
         run_dir=layout.root,
         batch_size=recipe.trainer.batch_size,
-        n_samples=rollout.episodes_per_ticket,
+        episodes_per_ticket=rollout.episodes_per_ticket,
         max_head_offpolicyness=rollout.max_head_offpolicyness,
         stale_groups=rollout.stale_groups,
         max_concurrent_rollouts=rollout.max_concurrent_rollouts,
@@ -147,7 +147,6 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         trainer=recipe.trainer,
         weights=recipe.weights,
         cells=recipe.inference.cells,
-        n_samples=rollout.n_samples,
         evaluation_every_steps=evaluation.every_steps,
         evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
         evaluation_cell=evaluation.separate_job,
@@ -157,7 +156,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         "trainer",
         recipe,
         [
-            ledger.build_process("ledger", tasks="first", restarts=CRASHES_FORGIVEN),
+            ledger.build_process(LEDGER, tasks="first", restarts=CRASHES_FORGIVEN),
             trainer.build_process("trainer", ends_job=True, uses_gpus=True),
         ],
     )

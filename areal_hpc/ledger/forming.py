@@ -90,7 +90,7 @@ def too_old(
 
 
 def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:
-    """Steps from the oldest weights that sampled one of its tokens to `current`; 0 if unknown."""
+    """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0
     return compute_staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)

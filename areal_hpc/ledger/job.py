@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import socket
 import sys
 import time
-from collections.abc import Iterator
 from typing import Any
 
-import uvicorn
 import uvloop
 
 from areal_hpc.cluster.preemption import StopRequest
@@ -28,7 +25,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.user_function import load_function
-from areal_hpc.wire.http import KEEP_ALIVE_S
+from areal_hpc.wire.asgi import ServiceServer
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +58,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
             config.policy,
             TaskStream(
                 config.task_sources or (TaskSource(config.n_train_tasks),),
-                config.n_samples,
+                config.episodes_per_ticket,
                 config.seed,
                 curriculum_of(config, layout) if config.curriculum else None,
             ),
@@ -77,18 +74,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
         ) from error
     app = LedgerApp(service, key, time.monotonic)
     listener = socket.create_server((advertised_host(), 0), backlog=1024)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=1,
-        )
-    )
+    server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
@@ -135,11 +121,3 @@ def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
     for drop in read_drops(layout):
         curriculum.note(drop.ref.ticket_id, drop.rewards)
     return curriculum
-
-
-class _Server(uvicorn.Server):
-    """Leaves the signals to `StopRequest`."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield

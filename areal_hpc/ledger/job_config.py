@@ -20,7 +20,7 @@ class LedgerJobConfig(JobConfig):
 
     batch_size: Annotated[int, Field(ge=1)]
     """Tickets per batch."""
-    n_samples: Annotated[int, Field(ge=1)]
+    episodes_per_ticket: Annotated[int, Field(ge=1)]
     """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """How many versions old a ticket's first weights may be when it is trained on."""
@@ -51,7 +51,7 @@ class LedgerJobConfig(JobConfig):
         return TicketPolicy(
             batch_size=self.batch_size,
             max_head_offpolicyness=self.max_head_offpolicyness,
-            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.n_samples),
+            max_concurrent_tickets=max(1, self.max_concurrent_rollouts // self.episodes_per_ticket),
             total_steps=self.total_steps,
             cell_timeout_s=self.cell_timeout_s,
             stale_groups=self.stale_groups,

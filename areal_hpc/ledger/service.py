@@ -266,7 +266,7 @@ class LedgerService:
         if self._evaluation is not None and "valid" in request.splits:
             refs = self._evaluation.lease(request.cell, request.capacity, now_s)
         if "train" in request.splits:
-            groups = (request.capacity - len(refs)) // self._stream.n_samples
+            groups = (request.capacity - len(refs)) // self._stream.episodes_per_ticket
             refs += self._tickets.lease(request.cell, groups, now_s)
         return self._stream.grants(refs)
 

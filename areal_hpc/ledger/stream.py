@@ -99,8 +99,8 @@ class TaskStream:
 
     sources: tuple[TaskSource, ...]
     """The training set, part by part."""
-    n_samples: int
-    """Episodes of one training ticket."""
+    episodes_per_ticket: int
+    """Episodes started for a training ticket."""
     seed: int
     curriculum: Curriculum | None = None
     """Chooses the tasks in place of the passes."""
@@ -123,7 +123,8 @@ class TaskStream:
         if ref.eval_step >= 0:
             return TicketGrant(ref, ref.ticket_id, seed_of("eval", ref.ticket_id, self.seed), 1)
         task = self._task_of(ref.ticket_id)
-        return TicketGrant(ref, task, seed_of("train", ref.ticket_id, self.seed), self.n_samples)
+        seed = seed_of("train", ref.ticket_id, self.seed)
+        return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 
     def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
         """The group of a training ticket is over."""

@@ -1,6 +1,6 @@
 """The state machine of training tickets: admission, staleness, batches. Pure: no I/O, no clock.
 
-A ticket is the permission to run `n_samples` episodes of one task. Its id is its position in
+A ticket is the permission to run a group of episodes of one task. Its id is its position in
 the task stream. It is in exactly one of these states:
 
     unissued -> leased -> finished -> settled -> batched -> trained
@@ -107,11 +107,6 @@ class Tickets:
         return tickets
 
     # What is where ---------------------------------------------------------------------------
-
-    @property
-    def issued(self) -> int:
-        """Ids below this have been issued at least once."""
-        return self._next_id
 
     @property
     def leased(self) -> int:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
-Receive = Callable[[], Awaitable[Any]]
-
-
-class CallerGone(Exception):
-    """The caller hung up: nobody would get the answer."""
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
 
 
 class News:
@@ -59,7 +56,7 @@ class Patience:
         """True after news; False once `until_s` has come or the server stops.
 
         Raises:
-            CallerGone: The caller hung up. A ticket granted to it now would be lost.
+            ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
         """
         left_s = until_s - self._clock()
         if left_s <= 0 or self._closing.done():
@@ -76,7 +73,7 @@ class Patience:
         finally:
             news.unsubscribe(sleeper)
         if self._hang_up.done():
-            raise CallerGone
+            raise ClientDisconnect
         return sleeper.done()
 
     def end(self) -> None:

@@ -82,7 +82,7 @@ class ModelCaller:
         try:
             prompt = await self._prompts.prepare(session, call, answer_id)
             generations = await _together(
-                [self._generate(prompt, choice) for choice in range(call.n)]
+                [self._routed(prompt, choice, self._generate) for choice in range(call.n)]
             )
             said = [await self._parsed(prompt, generation.text) for generation in generations]
             return [
@@ -104,28 +104,14 @@ class ModelCaller:
         """Token ids of a text (`PromptMaker.encode`)."""
         return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
 
-    async def _generate(self, prompt: Prompt, choice: int) -> Generation:
-        """One choice, whole. What a replica said before it broke the call off is gone on from.
-
-        Sampling it anew would favour short replies: those are broken off more rarely.
-        """
-        resumption = Resumption(self._encoder)
-
-        async def generate(
-            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
-        ) -> Generation:
-            nonlocal resumption
-            request = resumption.request(whole)
-            self.resumed += resumption.has_begun
-            generation = await self._upstream.generate(replica.url, request, timeout_s)
-            if generation.finish_reason == ABORTED:
-                resumption.aborted(generation, request)
-                if not resumption.is_possible:  # nobody has seen any of it
-                    resumption = Resumption(self._encoder)
-                raise UpstreamLost(f"{replica.url} broke the call off")
-            return resumption.whole(generation)
-
-        return await self._routed(prompt, choice, generate)
+    async def _generate(
+        self, replica: ReplicaView, request: GenerateRequest, timeout_s: float
+    ) -> Generation:
+        """One choice, whole."""
+        generation = await self._upstream.generate(replica.url, request, timeout_s)
+        if generation.finish_reason == ABORTED:
+            raise UpstreamLost(f"{replica.url} broke the call off")
+        return generation
 
     async def _parsed(self, prompt: Prompt, text: str) -> Said:
         if self._parsers is None or prompt.parsed_tools is None:
@@ -178,7 +164,7 @@ class ModelCaller:
                 resumption.broken_off(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
-                resumption.aborted(generation, request)
+                resumption.is_possible &= not generation.output_ids
                 raise UpstreamLost(f"{url} broke the call off")
             return resumption.whole(generation)
 

@@ -38,26 +38,18 @@ class CellReplicas:
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
         self._relay_name = rendezvous.format_control_proxy_name(cell)
-        self._admin_key = admin_key
-        self._client: AsyncWireClient | None = None
-        self._client_url = ""
+        self._client = AsyncWireClient("", admin_key, timeout_s=RELAY_TIMEOUT_S)
 
     async def look(self) -> list[ReplicaView]:
         """What the relay answers; nothing before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
         if endpoint is None:
             return []
-        if self._client is None or endpoint.url != self._client_url:
-            await self.close()
-            self._client_url = endpoint.url
-            self._client = AsyncWireClient(endpoint.url, self._admin_key, timeout_s=RELAY_TIMEOUT_S)
-        return (await self._client.get("/replicas", ReplicaList)).replicas
+        return (await self._client.get(f"{endpoint.url}/replicas", ReplicaList)).replicas
 
     async def close(self) -> None:
         """Close pooled connections."""
-        if self._client is not None:
-            await self._client.close()
-            self._client = None
+        await self._client.close()
 
 
 class _ModelInfo(msgspec.Struct):

@@ -61,15 +61,7 @@ class Resumption:
         if partial is None or partial.versions != {replica.version}:
             self.is_possible = False
             return
-        self._take(partial.generation(replica.url, replica.version), request)
-
-    def aborted(self, generation: Generation, request: GenerateRequest) -> None:
-        """A replica ended the call by itself, and said what came until then."""
-        if generation.output_ids:
-            self._take(generation, request)
-
-    def _take(self, generation: Generation, request: GenerateRequest) -> None:
-        sampling = request.sampling
+        generation, sampling = partial.generation(replica.url, replica.version), request.sampling
         text = self._encoder.decode(
             generation.output_ids, skip_special_tokens=sampling.skip_special_tokens
         )

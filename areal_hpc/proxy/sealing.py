@@ -26,6 +26,7 @@ from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal
+from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -39,8 +40,7 @@ from areal_hpc.wire.trajectory import Trajectory, find_defect
 log = logging.getLogger(__name__)
 
 CHECK_S = 0.2
-SHORTEST_BACKOFF_S = 0.2
-LONGEST_BACKOFF_S = 5.0
+BACKOFF = Backoff(0.2, 5.0)
 LEDGER_TIMEOUT_S = 10.0
 
 
@@ -60,13 +60,10 @@ class Sealer:
         self._layout = layout
         self._cell = cell
         self._config = config
-        self._admin_key = admin_key
-        self._ledger: AsyncWireClient | None = None
-        self._ledger_url = ""
+        self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
         self._look = asyncio.Event()
-        self._backoff_s = SHORTEST_BACKOFF_S
         self._not_before = 0.0
 
     def recover(self) -> None:
@@ -88,6 +85,7 @@ class Sealer:
 
     async def run(self) -> None:
         """Seal and settle until cancelled."""
+        pauses = iter(BACKOFF)
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look.wait(), CHECK_S)
@@ -98,11 +96,11 @@ class Sealer:
                 if self._is_due():
                     await self._seal()
                 await self._settle()
-                self._backoff_s = SHORTEST_BACKOFF_S
+                pauses = iter(BACKOFF)
             except ClusterError as error:
-                log.warning("again in %.1f s: %s", self._backoff_s, error)
-                self._not_before = time.monotonic() + self._backoff_s
-                self._backoff_s = min(2 * self._backoff_s, LONGEST_BACKOFF_S)
+                pause_s = next(pauses)
+                log.warning("again in %.1f s: %s", pause_s, error)
+                self._not_before = time.monotonic() + pause_s
 
     async def seal_now(self) -> int:
         """Seal what is finished, settle it if the ledger answers; how many tickets were sealed.
@@ -164,31 +162,21 @@ class Sealer:
             tickets, dropped = list(self._book.sealed.values()), dict(self._book.dropped)
             if not (tickets or dropped):
                 return
-            client = await self._client()
+            ledger = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
+            if ledger is None:
+                raise ClusterError("the ledger has not been published")
             if tickets:
-                await client.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
+                settle = SettleRequest(self._cell, tickets)
+                await self._ledger.call(f"{ledger.url}/settle", settle, Acknowledged)
             for ref, reason in dropped.items():
-                await client.call("/drop", DropRequest(self._cell, ref, reason), Acknowledged)
+                drop = DropRequest(self._cell, ref, reason)
+                await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
             self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
             await self._recorder.tidy()
 
-    async def _client(self) -> AsyncWireClient:
-        endpoint = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
-        if endpoint is None:
-            raise ClusterError("the ledger has not been published")
-        if self._ledger is None or endpoint.url != self._ledger_url:
-            await self.close()
-            self._ledger_url = endpoint.url
-            self._ledger = AsyncWireClient(
-                endpoint.url, self._admin_key, timeout_s=LEDGER_TIMEOUT_S
-            )
-        return self._ledger
-
     async def close(self) -> None:
         """Close pooled connections."""
-        if self._ledger is not None:
-            await self._ledger.close()
-            self._ledger = None
+        await self._ledger.close()
 
 
 def _build_rows(

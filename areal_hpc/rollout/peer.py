@@ -13,14 +13,11 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import RETRIED_STATUSES, AsyncWireClient, HttpRefused
+from areal_hpc.wire.http import BACKOFF, RETRIED_STATUSES, AsyncWireClient, HttpRefused
 
 log = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply")
-
-FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 1.0
 
 
 class Peer:
@@ -29,10 +26,8 @@ class Peer:
     def __init__(self, directory: Path, name: str, key: str) -> None:
         self._directory = directory
         self._name = name
-        self._key = key
+        self._client = AsyncWireClient("", key)
         self._endpoint: rendezvous.ServiceEndpoint | None = None
-        self._client: AsyncWireClient | None = None
-        self._retired: list[AsyncWireClient] = []
         self._answered_at = time.monotonic()
 
     @property
@@ -71,14 +66,15 @@ class Peer:
         Raises:
             HttpRefused: The peer answered with an error that repeating will not mend.
         """
-        pause_s = FIRST_PAUSE_S
+        pauses = iter(BACKOFF)
         while True:
-            if self._client is None:
+            pause_s = next(pauses)
+            if self._endpoint is None:
                 self._look_up()
-            if self._client is not None:
+            if self._endpoint is not None:
                 try:
                     answer = await self._client.call(
-                        route, request, reply, key=key, timeout_s=timeout_s
+                        f"{self.url}{route}", request, reply, key=key, timeout_s=timeout_s
                     )
                     self._answered_at = time.monotonic()
                     return answer
@@ -90,28 +86,21 @@ class Peer:
                     trouble: ClusterError = refusal
                 except ClusterError as error:
                     trouble = error
-                if pause_s == LONGEST_PAUSE_S:
+                if pause_s == BACKOFF.max_s:
                     log.warning("still trying to reach %s: %s", self._name, trouble)
             await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
             self._look_up()
 
     def _look_up(self) -> None:
         """Turn to the newest incarnation, if it is another one."""
         found = rendezvous.find_endpoint(self._directory, self._name)
-        if found is None or found == self._endpoint:
-            return
-        if self._client is not None:
-            # Calls may still be under way on it; they end by themselves.
-            self._retired.append(self._client)
-        self._endpoint = found
-        self._client = AsyncWireClient(found.url, self._key)
-        log.info("%s is at %s", self._name, found.url)
+        if found is not None and found != self._endpoint:
+            self._endpoint = found
+            log.info("%s is at %s", self._name, found.url)
 
     async def close(self) -> None:
         """Close every connection."""
-        for client in (*self._retired, *([self._client] if self._client else [])):
-            await client.close()
+        await self._client.close()
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,11 +153,11 @@ class TicketRunner:
             RecipeError: There is no such task.
         """
         self._tickets.begin(grant)
-        wanted = least = grant.n_samples
+        wanted = least = grant.n_episodes
         if split == "train":
-            wanted -= self._rollout.extra_samples
-            least = min(wanted, self._rollout.least_samples)
-        episodes = [self._run_until_ok(grant, split, episode) for episode in range(grant.n_samples)]
+            wanted, least = self._rollout.n_samples, self._rollout.least_samples
+        numbers = range(grant.n_episodes)
+        episodes = [self._run_until_ok(grant, split, number) for number in numbers]
         group = await run_group(episodes, wanted, least)
         if group.cut:
             self._record("episodes_cut", grant, "enough others ended well", count=group.cut)

@@ -53,12 +53,12 @@ class TicketBoard:
         """Hold a granted ticket. False if it is here already (the grant was repeated)."""
         if grant.ref in self._open_episodes or grant.ref in self._finished:
             return False
-        self._open_episodes[grant.ref] = grant.n_samples
+        self._open_episodes[grant.ref] = grant.n_episodes
         return True
 
     def begin(self, grant: TicketGrant) -> None:
         """All episodes of a held ticket start, or start over."""
-        self._open_episodes[grant.ref] = grant.n_samples
+        self._open_episodes[grant.ref] = grant.n_episodes
 
     def end_episode(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""

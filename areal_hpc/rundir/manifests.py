@@ -49,10 +49,10 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     mean_reward: float
     rewards: list[float]
     """By task index."""
-    failures: dict[int, str] = {}
+    failures: dict[int, str]
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
-    epoch: int = 0
-    """The epoch whose weights these were; 0 in files that do not say."""
+    epoch: int
+    """The epoch whose weights these were."""
 
 
 def write_manifest(layout: RunPaths, manifest: BatchManifest) -> BatchManifest:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -43,19 +42,6 @@ def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> I
             f"no interaction {interaction_id!r} in this session; it has: {known}"
         )
     return tree[interaction_id]
-
-
-def set_rewards(tree: InteractionTree, rewards: Mapping[str, object]) -> None:
-    """Reward several interactions by their ids. An earlier reward of theirs is replaced.
-
-    Raises:
-        RewardRefused: An id is unknown or a reward no finite number; nothing has been set.
-    """
-    found = [
-        (rewarded_interaction(tree, name), check_reward(reward)) for name, reward in rewards.items()
-    ]
-    for interaction, reward in found:
-        interaction.reward = reward
 
 
 def check_reward(reward: object) -> float:

@@ -30,9 +30,8 @@ class ShardTicket(msgspec.Struct, frozen=True):
     """Row numbers in the shard."""
     rewards: list[float]
     """One per row, exactly as stored (float32)."""
-    oldest_version: int = -1
-    """Packed version of the oldest weights that sampled one of its tokens; -1 if the line was
-    written before lines said so."""
+    oldest_version: int
+    """Packed version of the oldest weights that sampled one of its tokens; -1 without any."""
 
 
 class SealedShard(msgspec.Struct, frozen=True):

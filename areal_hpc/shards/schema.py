@@ -60,9 +60,6 @@ DATASETS = (
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
 
-ATTRIBUTES = ("format", "version", "writer", "created")
-"""On the root group: `FORMAT`, `VERSION`, the writer's name, the time (ISO 8601, UTC)."""
-
 _NAME = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 
 

@@ -38,8 +38,6 @@ class TrainerJobConfig(RankJobConfig):
     """How replicas get new weights."""
     cells: Annotated[int, Field(ge=1)]
     """Cells to send them to, that of evaluation not counted."""
-    n_samples: Annotated[int, Field(ge=1)]
-    """Episodes per ticket."""
     evaluation_every_steps: Annotated[int, Field(ge=0)]
     """Steps between evaluations; 0 evaluates only the first and the last weights."""
     evaluation_tasks: Annotated[int, Field(ge=0)]

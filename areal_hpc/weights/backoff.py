@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire import backoff
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 1800.0
@@ -61,8 +62,6 @@ class Backoff:
         past = self._failures.get(key.place)
         if past is None:
             return 0.0
-        pause_s = FIRST_PAUSE_S
-        if past.in_a_row > 1:
-            base_s = max(past.cost_s, FIRST_PAUSE_S) if key == past.key else FIRST_PAUSE_S
-            pause_s = base_s * 2.0 ** min(past.in_a_row - 1, 30)
-        return past.ended_at + min(pause_s, longest_s)
+        is_costly = past.in_a_row > 1 and key == past.key
+        first_s = max(past.cost_s, FIRST_PAUSE_S) if is_costly else FIRST_PAUSE_S
+        return past.ended_at + backoff.Backoff(first_s, longest_s).get_pause_s(past.in_a_row - 1)

@@ -44,12 +44,10 @@ class Census:
         self._rendezvous_dir = rendezvous_dir
         self._cells = [format_cell_name(index) for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
-        self._admin_key = admin_key
+        self._client = WireClient("", admin_key, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
             min(_QUESTIONS_AT_ONCE, max(1, len(self._cells))), thread_name_prefix="census"
         )
-        self._clients: dict[str, WireClient] = {}
-        """By relay address; making one takes tens of milliseconds."""
         self._questions: dict[str, Future[Found | None]] = {}
         self._vanished: set[str] = set()
 
@@ -89,12 +87,8 @@ class Census:
         endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
         if endpoint is None:
             return []
-        client = self._clients.get(endpoint.url)
-        if client is None:
-            client = WireClient(endpoint.url, self._admin_key, timeout_s=_TIMEOUT_S)
-            self._clients[endpoint.url] = client
         try:
-            replicas = client.get("/replicas", ReplicaList).replicas
+            replicas = self._client.get(f"{endpoint.url}/replicas", ReplicaList).replicas
         except ClusterError as error:
             log.info("%s is passed over: %s", cell, error)
             return None
@@ -111,5 +105,4 @@ class Census:
     def close(self) -> None:
         """Ask no more."""
         self._pool.shutdown(wait=False, cancel_futures=True)
-        for client in self._clients.values():
-            client.close()
+        self._client.close()

@@ -14,16 +14,12 @@ class WeightsConfig(StageConfig):
 
     transport: Literal["broadcast", "disk"] = "broadcast"
     """`disk` writes the weights into the run directory, from where replicas load them."""
-    delta: bool = False
-    """From disk: write changed values alone; each cell keeps a whole copy on its node."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 2**20
     """Size of the buckets in which parameters travel, and of the files when they go by disk."""
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
     """Replicas that share one process group, and so one failure."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
-    on_update: Literal["interrupt", "finish", "abort"] = "interrupt"
-    """Generations in flight go on under the new weights, end first, or are cut off and resumed."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
     # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
     # the checksums of all weights, which a CPU takes at more than 1 GB/s.
@@ -31,15 +27,6 @@ class WeightsConfig(StageConfig):
     """Deadline of each wait in an update: the slowest bucket (from disk: all), all checksums."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
-
-    @model_validator(mode="after")
-    def _delta_needs_disk(self) -> Self:
-        if self.delta and self.transport != "disk":
-            raise ValueError(
-                "weights.delta needs weights.transport=disk: SGLang takes whole tensors from a "
-                "broadcast"
-            )
-        return self
 
     @model_validator(mode="after")
     def _groups_need_broadcast(self) -> Self:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -19,18 +17,13 @@ from areal_hpc.wire.replicas import (
     EPOCH_HEADER,
     INCARNATION_HEADER,
     FenceRequest,
-    FetchRequest,
     LoadRequest,
     ReplicaView,
     ServeRequest,
 )
 from areal_hpc.wire.weight_version import WeightVersion
 
-log = logging.getLogger(__name__)
-
 Reply = TypeVar("Reply")
-
-_LOOK_S = 0.05
 
 
 class _ModelInfo(msgspec.Struct):
@@ -48,21 +41,6 @@ class _RankChecksums(msgspec.Struct):
 
 class _CheckReply(msgspec.Struct):
     ranks: list[_RankChecksums]
-
-
-class _Load(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_used_tokens: int
-    """In use by requests, also by one between its prompt and its first token."""
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self.num_running_reqs or self.num_waiting_reqs or self.num_used_tokens)
-
-
-class _Loads(msgspec.Struct):
-    loads: list[_Load]
 
 
 class ReplicaControl:
@@ -104,19 +82,6 @@ class ReplicaControl:
     def resume(self) -> None:
         """Let requests go on."""
         self._post("continue_generation", {}, self._prompt_s)
-
-    def finish(self) -> None:
-        """Wait until no generation is under way, or as long as one wait may take.
-
-        The replica is fenced, so the proxy begins none once it has looked again.
-        """
-        give_up_at = time.monotonic() + self._update_timeout_s
-        while time.monotonic() < give_up_at:
-            loads = self._decode(self._post("loads", {}, self._prompt_s), _Loads).loads
-            if loads and not any(load.is_busy for load in loads):
-                return
-            time.sleep(_LOOK_S)
-        log.info("%s: generations that have not ended are interrupted", self.key)
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
@@ -172,10 +137,6 @@ class ReplicaControl:
                 "weight_version": str(version) if version else None,
             },
         )
-
-    def fetch(self, folder: str) -> None:
-        """Let the cell make its copy of a folder, while the replica still generates."""
-        self._post("fetch", FetchRequest(folder))
 
     def load(self, folder: str, version: WeightVersion) -> None:
         """Load all weights from a folder of the run's shared storage.

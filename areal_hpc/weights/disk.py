@@ -6,7 +6,6 @@ becomes one file: a header, then the bucket as it is. A folder gets its name whe
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 import os
@@ -15,8 +14,6 @@ import shutil
 import time
 from pathlib import Path
 
-import msgspec
-import numpy as np
 import torch
 
 from areal_hpc.errors import WeightSyncError
@@ -26,9 +23,8 @@ from areal_hpc.weights.attempt import Attempt
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
-from areal_hpc.weights.delta import MANIFEST, Bytes, FileEntry, FolderManifest, encode
 from areal_hpc.weights.pipeline import Wait, send_all
-from areal_hpc.weights.plan import ITEM_BYTES, Bucket
+from areal_hpc.weights.plan import Bucket
 from areal_hpc.weights.swap import Swap
 from areal_hpc.weights.transport import Expected, Order, Transport
 from areal_hpc.wire.weight_version import WeightVersion
@@ -70,46 +66,35 @@ class WeightsFolder:
         root: Where the folders of all versions lie.
         version: The version.
         serial: Tells apart folders of the same version.
-        base: The version that changes may be relative to; none may be if empty.
     """
 
-    def __init__(self, root: Path, version: WeightVersion, serial: int, base: str = "") -> None:
+    def __init__(self, root: Path, version: WeightVersion, serial: int) -> None:
         self.name = f"{version}.{serial}"
         self._root = root
         self._partial = root / f".{self.name}.partial"
-        self._version, self._base = str(version), base
         self._files = 0
-        self._entries: list[FileEntry] = []
         try:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
         except OSError as error:
             raise _refused(self._partial, error) from error
 
-    def write(self, packed: PackedBucket, old: Bytes | None = None) -> None:
+    def write(self, packed: PackedBucket) -> None:
         """Write one bucket and force it to disk.
-
-        Args:
-            packed: The bucket.
-            old: That of `base`: what is written may then be the changes to it. Becomes the new one.
 
         Raises:
             StorageRefusedError: It is full, say.
         """
         self._files += 1
-        new = packed.flat.cpu().numpy()
-        changes = None
-        if old is not None:
-            word_bytes = min(ITEM_BYTES[slot.spec.dtype] for slot in packed.bucket.slots)
-            changes = encode(old, new, word_bytes) if self._base else None
-            old[:] = new
-        suffix = "safetensors" if changes is None else "delta"
-        path = self._partial / f"bucket-{self._files:05d}.{suffix}"
-        parts = (header_of(packed.bucket), new.data) if changes is None else (changes,)
-        if old is not None:
-            digest = hashlib.sha256(new.data).hexdigest()
-            self._entries.append(FileEntry(path.name, changes is not None, digest))
-        _write(path, *parts)
+        path = self._partial / f"bucket-{self._files:05d}.safetensors"
+        try:
+            with path.open("wb") as stream:
+                stream.write(header_of(packed.bucket))
+                stream.write(packed.flat.cpu().numpy().data)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except OSError as error:
+            raise _refused(path, error) from error
 
     def put_in_place(self) -> None:
         """Give the folder its name; those of earlier versions are then of no more use.
@@ -117,9 +102,6 @@ class WeightsFolder:
         Raises:
             StorageRefusedError: It is full, say.
         """
-        if self._entries:
-            manifest = FolderManifest(self._version, self._base, self._entries)
-            _write(self._partial / MANIFEST, msgspec.json.encode(manifest))
         try:
             fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
@@ -144,17 +126,6 @@ def _age(name: str) -> list[int]:
     return [int(part) for part in name.split(".")]
 
 
-def _write(path: Path, *parts: bytes | memoryview) -> None:
-    try:
-        with path.open("wb") as stream:
-            for part in parts:
-                stream.write(part)
-            stream.flush()
-            os.fsync(stream.fileno())
-    except OSError as error:
-        raise _refused(path, error) from error
-
-
 def _refused(path: Path, error: OSError) -> StorageRefusedError:
     return StorageRefusedError(
         f"the storage did not take the weights: {error}",
@@ -168,10 +139,6 @@ class DiskSwap(Swap):
 
     def __init__(self, member: ReplicaControl, config: WeightsConfig) -> None:
         super().__init__([member], config, str(member.key.place))
-
-    def fetch(self, folder: str) -> None:
-        """Have the cell make its copy of a folder."""
-        self._all(lambda member: member.fetch(folder))
 
     def load(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
@@ -198,11 +165,6 @@ class Disk(Transport[DiskSwap]):
         self._buffers = PackingBuffers(device)
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
-        self._old: list[Bytes] = []
-        """With `weights.delta`: the buckets of `_old_version`."""
-        self._old_version = ""
-        self._copies: dict[str, tuple[float, str]] = {}
-        """Per cell: when its relay started, and of which version it has a copy."""
 
     def _carry(self, update: Attempt[DiskSwap], order: Order, timer: PhaseTimer) -> Expected:
         expected = Expected(order.tp_sizes, self._replica_device)
@@ -218,9 +180,6 @@ class Disk(Transport[DiskSwap]):
                 update.failed = dict.fromkeys(order.replicas, error)
                 return expected
         update.live = swaps
-        if self._config.delta:
-            with timer.phase("fetch"):
-                update.each("fetch", lambda swap: swap.fetch(folder.name))
         self._pause(update, timer)
         with timer.phase("load"):
             update.each("load", lambda swap: swap.load(folder.name, order.version))
@@ -228,14 +187,10 @@ class Disk(Transport[DiskSwap]):
 
     def _write(self, order: Order, expected: Expected) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
-        folder = WeightsFolder(self._root, order.version, next(self._serial), self._base_for(order))
-        old, self._old = self._old, []  # until all of it is written
-        if self._config.delta and not old:
-            old = [np.empty(bucket.size_bytes, np.uint8) for bucket in order.buckets]
-        pairs = iter(old)
+        folder = WeightsFolder(self._root, order.version, next(self._serial))
 
         def ship(packed: PackedBucket) -> Wait:
-            return self._pool.submit(folder.write, packed, next(pairs, None)).result
+            return self._pool.submit(folder.write, packed).result
 
         try:
             send_all(
@@ -250,26 +205,11 @@ class Disk(Transport[DiskSwap]):
             folder.discard()
             raise
         self._folder = folder
-        self._old, self._old_version = old, str(order.version)
         return folder
-
-    def _base_for(self, order: Order) -> str:
-        """The version that every cell has a copy of, if the changes to it can be told."""
-        has_all = bool(self._old) and all(
-            self._copies.get(key.cell) == (key.relay_started_at, self._old_version)
-            for key in order.replicas
-        )
-        return self._old_version if has_all else ""
 
     def _keep(self, update: Attempt[DiskSwap]) -> None:
         """Every replica has loaded the newest folder or will get another: the others can go."""
         for swap in update.live:
             swap.close()
-        if self._folder is None:
-            return
-        self._folder.delete_older()
-        for swap in update.live:
-            for key in swap.keys:
-                self._copies[key.cell] = (key.relay_started_at, self._old_version)
-        for key in update.failed:
-            self._copies.pop(key.cell, None)
+        if self._folder is not None:
+            self._folder.delete_older()

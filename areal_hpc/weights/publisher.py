@@ -88,8 +88,8 @@ class Publisher:
     ) -> UpdateReport:
         """Send `version` to `replicas`, verify it there and put them into service.
 
-        What becomes of generation in progress, `weights.on_update` says. A replica that
-        fails takes only its own group out of service; the rest proceeds.
+        Generations in progress stop and go on under the new weights. A replica that fails
+        takes only its own group out of service; the rest proceeds.
 
         Args:
             version: What tokens sampled from now on carry.

@@ -42,14 +42,3 @@ class UpdateReport:
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the phases, see docs/weights.md; generation stands still from `pause` on."""
-
-    def raise_if_failed(self) -> None:
-        """Raise one error that names every replica left out.
-
-        Raises:
-            WeightSyncError: At least one replica failed.
-        """
-        if self.failed:
-            raise WeightSyncError.of(
-                problem for error in self.failed.values() for problem in error.problems
-            )

@@ -1,9 +1,9 @@
 """The update of one group of replicas, step by step.
 
-    join  -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
-    fetch -> pause -> load                      -> verify -> flush -> resume     from disk
+    join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
+            pause -> load                      -> verify -> flush -> resume     from disk
 
-with `finish` before the pause where generations in flight may end. Only a copy is fetched.
+Generations in flight stop at the pause and go on under the new weights.
 
 A replica is fenced before anything else is asked of it, so whichever step raises, its group's
 replicas are out of service. If no sender comes back in time, the cell restarts those whose
@@ -40,7 +40,7 @@ class Swap:
 
     Args:
         members: The replicas.
-        config: What becomes of generations in flight.
+        config: What becomes of the keys and values of generations in flight.
         name: For its threads.
     """
 
@@ -56,17 +56,11 @@ class Swap:
         """Its replicas."""
         return tuple(member.key for member in self._members)
 
-    def finish(self) -> None:
-        """Let generations in flight end, as long as the deadline of a wait allows."""
-        self._all(lambda member: member.fence())
-        self._all(lambda member: member.finish())
-
     def pause(self) -> None:
         """Stop generation."""
-        mode = "abort" if self._config.on_update == "abort" else self._config.pause_mode
         self.load_s = 0.0
         self._all(lambda member: member.fence())
-        self._all(lambda member: member.pause(mode))
+        self._all(lambda member: member.pause(self._config.pause_mode))
 
     def verify(
         self, version: WeightVersion, expected: Mapping[tuple[int, int], Digests] | None

@@ -112,9 +112,6 @@ class Transport(ABC, Generic[SwapT]):
         """Keep what later updates can use, and nothing else."""
 
     def _pause(self, update: Attempt[SwapT], timer: PhaseTimer) -> None:
-        if self._config.on_update == "finish":
-            with timer.phase("finish"):
-                update.each("finish", lambda swap: swap.finish())
         with timer.phase("pause"):
             update.each("pause", lambda swap: swap.pause())
 

@@ -10,6 +10,7 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.wire.backoff import Backoff
 
 Reply = TypeVar("Reply")
 
@@ -17,6 +18,8 @@ KEEP_ALIVE_S = 75
 """For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
 aiohttp after 15), or a request meets the closing of its connection."""
 RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
+BACKOFF = Backoff(0.05, 1.0)
+"""Pauses between the tries of a call."""
 
 
 class HttpRefused(ClusterError):
@@ -24,19 +27,43 @@ class HttpRefused(ClusterError):
 
     def __init__(self, status: int, url: str, body: str) -> None:
         super().__init__(f"{url} answered {status}: {body[:500]}")
-        self.status = status
-        self.body = body
+        self.status, self.url, self.body = status, url, body
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (HttpRefused, (self.status, str(self), self.body))
+        return (HttpRefused, (self.status, self.url, self.body))
+
+
+def is_accepted(method: str, url: str, timeout_s: float) -> bool:
+    """Whether a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
+    body = b"{}" if method == "POST" else None
+    headers = {"Content-Type": "application/json"}
+    try:
+        with httpx.stream(
+            method,
+            url,
+            content=body,
+            headers=headers,
+            timeout=timeout_s,
+            trust_env=False,
+            verify=False,  # no certificate is asked for, and reading those of the system takes long
+        ) as answer:
+            return answer.status_code == httpx.codes.OK
+    except httpx.TransportError:
+        return False
 
 
 class WireClient:
-    """Blocking JSON calls to one peer, retried until a deadline while the peer is away."""
+    """Blocking JSON calls, retried until a deadline while the peer is away.
+
+    Args:
+        base_url: Of the peer; empty for one that moves: each route is then a whole URL.
+        key: The run's secret.
+        timeout_s: Limit of one try.
+    """
 
     def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
+        self._base_url = base_url
         self._client = httpx.Client(
-            base_url=base_url,
             headers={"Authorization": f"Bearer {key}"},
             timeout=timeout_s,
             trust_env=False,
@@ -60,28 +87,25 @@ class WireClient:
             HttpRefused: The peer answered with an error that repeating will not mend.
             ClusterError: The peer could not be reached in time.
         """
-        body = msgspec.json.encode(request)
+        url, body = f"{self._base_url}{route}", msgspec.json.encode(request)
         give_up_at = time.monotonic() + patience_s
-        pause_s = 0.05
+        pauses = iter(BACKOFF)
         while True:
             try:
                 answer = self._client.post(
-                    route, content=body, timeout=timeout_s or self._client.timeout
+                    url, content=body, timeout=timeout_s or self._client.timeout
                 )
-                if answer.status_code < 400:
-                    return msgspec.json.decode(answer.content, type=reply)
                 if answer.status_code not in RETRIED_STATUSES:
-                    raise HttpRefused(answer.status_code, str(answer.url), answer.text)
+                    return _decode(answer.status_code, url, answer.content, reply)
                 trouble = f"answered {answer.status_code}: {answer.text[:200]}"
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
                 raise ClusterError(
-                    f"{self._client.base_url}{route} is silent for {patience_s:.0f} s ({trouble})",
+                    f"{url} is silent for {patience_s:.0f} s ({trouble})",
                     hint="read that role's log in logs/latest",
                 )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 2, 1.0)
+            time.sleep(next(pauses))
 
     def get(self, route: str, reply: type[Reply]) -> Reply:
         """GET and decode.
@@ -90,15 +114,12 @@ class WireClient:
             HttpRefused: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
+        url = f"{self._base_url}{route}"
         try:
-            answer = self._client.get(route)
+            answer = self._client.get(url)
         except httpx.TransportError as error:
-            raise ClusterError(
-                f"{self._client.base_url}{route} is out of reach ({type(error).__name__}: {error})"
-            ) from error
-        if answer.status_code >= 400:
-            raise HttpRefused(answer.status_code, str(answer.url), answer.text)
-        return msgspec.json.decode(answer.content, type=reply)
+            raise _out_of_reach(url, error) from error
+        return _decode(answer.status_code, url, answer.content, reply)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -106,12 +127,13 @@ class WireClient:
 
 
 class AsyncWireClient:
-    """The same calls for event loops, on one shared aiohttp session."""
+    """The same calls for event loops, each made once, on one aiohttp session."""
 
     def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
         self._base_url = base_url.rstrip("/")
         self._key = key
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s))
+        self._timeout_s = timeout_s
+        self._session: aiohttp.ClientSession | None = None  # needs a running loop
 
     async def call(
         self,
@@ -130,38 +152,48 @@ class AsyncWireClient:
             HttpRefused: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
-        limit = aiohttp.ClientTimeout(total=timeout_s) if timeout_s else self._session.timeout
         body = msgspec.json.encode(request)
-        return await self._exchange("POST", route, reply, key or self._key, limit, body)
+        return await self._exchange("POST", route, reply, key, timeout_s, body)
 
     async def get(self, route: str, reply: type[Reply]) -> Reply:
         """GET and decode. Raises as `call` does."""
-        return await self._exchange("GET", route, reply, self._key, self._session.timeout)
+        return await self._exchange("GET", route, reply)
 
     async def _exchange(
         self,
         method: str,
         route: str,
         reply: type[Reply],
-        key: str,
-        limit: aiohttp.ClientTimeout,
+        key: str | None = None,
+        timeout_s: float | None = None,
         body: bytes | None = None,
     ) -> Reply:
         url = f"{self._base_url}{route}"
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key or self._key}"}
+        limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        if self._session is None:
+            self._session = aiohttp.ClientSession()
         try:
             async with self._session.request(
                 method, url, data=body, headers=headers, timeout=limit
             ) as answer:
                 content = await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ClusterError(
-                f"{url} is out of reach ({type(error).__name__}: {error})"
-            ) from error
-        if answer.status >= 400:
-            raise HttpRefused(answer.status, url, content.decode(errors="replace"))
-        return msgspec.json.decode(content, type=reply)
+            raise _out_of_reach(url, error) from error
+        return _decode(answer.status, url, content, reply)
 
     async def close(self) -> None:
         """Close pooled connections."""
-        await self._session.close()
+        if self._session is not None:
+            await self._session.close()
+            self._session = None
+
+
+def _decode(status: int, url: str, content: bytes, reply: type[Reply]) -> Reply:
+    if status >= 400:
+        raise HttpRefused(status, url, content.decode(errors="replace"))
+    return msgspec.json.decode(content, type=reply)
+
+
+def _out_of_reach(url: str, error: Exception) -> ClusterError:
+    return ClusterError(f"{url} is out of reach ({type(error).__name__}: {error})")

@@ -28,7 +28,7 @@ Split = Literal["train", "valid"]
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
 NO_VERSION = -1
-"""In the place of a weight version that is not known."""
+"""In the place of a weight version where no token was sampled."""
 StaleGroups = Literal["train_with_correction", "drop", "requeue"]
 """What becomes of a settled ticket that is older than the bound when its batch is formed."""
 
@@ -43,13 +43,14 @@ class TicketRef(Struct, frozen=True):
 
 
 class TicketGrant(Struct, frozen=True):
-    """Permission to run the `n_samples` episodes of one task."""
+    """Permission to run episodes of one task."""
 
     ref: TicketRef
     task_index: int
     """Line of the task set (`train.jsonl`, or `valid.jsonl` for an evaluation)."""
     seed: int
-    n_samples: int
+    n_episodes: int
+    """To start; of a training ticket the first `rollout.n_samples` that end well are kept."""
 
 
 class LeaseRequest(Struct, frozen=True):
@@ -57,7 +58,7 @@ class LeaseRequest(Struct, frozen=True):
 
     cell: str
     capacity: int
-    """Episodes the driver could start now; a training ticket takes `n_samples` of them."""
+    """Episodes the driver could start now; a training ticket takes `n_episodes` of them."""
     held: list[TicketRef] = field(default_factory=list)
     """Running here."""
     finished: list[TicketRef] = field(default_factory=list)
@@ -94,8 +95,8 @@ class SettledTicket(Struct, frozen=True):
     rows: list[int]
     rewards: list[float]
     """One per row."""
-    oldest_version: Int64 = NO_VERSION
-    """Packed version of the oldest weights that sampled one of its tokens."""
+    oldest_version: Int64
+    """Packed version of the oldest weights that sampled one of its tokens, or `NO_VERSION`."""
 
 
 class SettleRequest(Struct, frozen=True):

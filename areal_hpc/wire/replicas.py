@@ -14,7 +14,6 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | POST /follow                    | FollowReply | FollowRequest: from other nodes of the cell    |
 | POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
-| POST /replicas/<i>/fetch        | empty       | FetchRequest: copy a version to the node       |
 | POST /replicas/<i>/load         | as SGLang   | LoadRequest: all weights, from the run directory |
 | POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
 
@@ -37,11 +36,9 @@ RELAYED_ROUTES = frozenset(
         "init_weights_update_group",
         "destroy_weights_update_group",
         "update_weights_from_distributed",
-        "update_weight_version",
         "weights_checker",
         "flush_cache",
         "model_info",
-        "loads",
     }
 )
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
@@ -125,13 +122,6 @@ class ServeRequest(Struct, frozen=True):
     """The replica holds the verified weights of `version`."""
 
     version: str
-
-
-class FetchRequest(Struct, frozen=True):
-    """The cell shall make its copy of a folder of the run's `weights/`, before it is to load it."""
-
-    folder: str
-    """Its name, which is no path."""
 
 
 class LoadRequest(Struct, frozen=True):

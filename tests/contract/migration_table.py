@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.areal_config.key_table import describe_rules
+from areal_hpc.areal_config.translation import RULES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "migrating-from-areal.md"
 BEGIN, END = "<!-- table: keys -->", "<!-- end of table -->"
+
+
+def describe_rules() -> str:
+    """Every key that is known, with what it becomes, as a Markdown table."""
+    lines = ["| AReaL | here |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULES.values())])
 
 
 def renewed(document: str) -> str:

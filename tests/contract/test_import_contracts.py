@@ -55,7 +55,7 @@ MUTATIONS = [
     ),
     mutation(
         "a medium imports a medium",
-        {"session/__init__.py": "import areal_hpc.wire.proxy"},
+        {"session/__init__.py": "import areal_hpc.shards.config"},
         LAYERS,
     ),
     mutation(
@@ -65,9 +65,10 @@ MUTATIONS = [
         ACYCLIC,
     ),
     mutation(
-        "the base knows a medium",
+        "the run directory knows who writes it",
         {"rundir/paths.py": "import areal_hpc.shards.config"},
         LAYERS,
+        ACYCLIC,
     ),
     mutation(
         "a module without a layer appears",

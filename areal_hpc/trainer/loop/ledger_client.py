@@ -49,10 +49,10 @@ class LedgerClient:
         self, rendezvous_dir: Path, admin_key: str, generation: int, is_stopping: Callable[[], bool]
     ) -> None:
         self._dir = rendezvous_dir
-        self._key = admin_key
+        self._client = WireClient("", admin_key)
+        self._url = ""
         self._generation = generation
         self._is_stopping = is_stopping
-        self._client: WireClient | None = None
 
     def open_generation(self, base_step: int, evaluated_step: int = -1) -> None:
         """This trainer has taken the generation and goes on after `base_step`.
@@ -85,18 +85,17 @@ class LedgerClient:
 
     def close(self) -> None:
         """Close pooled connections."""
-        if self._client is not None:
-            self._client.close()
+        self._client.close()
 
     def _call(
         self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
     ) -> ReplyT:
         give_up_at = float("inf")
         while True:
-            client = self._client or self._connect()
+            url = f"{self._url or self._find()}{route}"
             try:
-                return client.call(
-                    route, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
+                return self._client.call(
+                    url, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
                 )
             except HttpRefused as refusal:
                 if refusal.status == HTTP_CONFLICT:
@@ -107,12 +106,10 @@ class LedgerClient:
                 if time.monotonic() >= give_up_at or self._is_stopping():
                     raise
                 logger.info("looking for the ledger again: %s", error)
-                client.close()
-                self._client = None
+                self._url = ""
 
-    def _connect(self) -> WireClient:
-        endpoint = rendezvous.await_endpoint(
+    def _find(self) -> str:
+        self._url = rendezvous.await_endpoint(
             self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
-        )
-        self._client = WireClient(endpoint.url, self._key)
-        return self._client
+        ).url
+        return self._url

@@ -101,61 +101,6 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
 
 
-def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(
-    stage: Stage, pair: Pair
-) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    versions = [("0.9", 0, 2), ("1.0", 2, 4)]
-    home.script = lambda request: Script(
-        "hello world", fault="abort", finish="length", versions=versions
-    )
-    other.script = lambda request: Script(END)
-    both_serve(stage, home, other)
-    text, error, _ = speak(stage, key)
-    assert error is None
-    assert text == "hello world" + END
-    (recorded,) = stage.journaled(key)
-    count = recorded.output_tokens
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(9, 0, 2), (1 << 32, 2, 4), (1 << 32 | 1, 4, count)]
-
-
-def breaks_off(said: str) -> Callable[[dict[str, Any]], Script]:
-    return lambda request: Script(said, fault="abort", finish="length")
-
-
-def test_a_whole_call_that_a_server_breaks_off_goes_on_from_what_it_said(
-    stage: Stage, pair: Pair
-) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
-    both_serve(stage, home, other)
-    before = resumptions(stage)
-    answer = stage.chat(key, ASK, max_tokens=50)
-    assert answer.json()["choices"][0]["message"]["content"] == "hello world" + END
-    assert resumptions(stage) == before + 1
-    (first,), (second,) = home.requests, other.requests
-    said = stage.tokenizer.encode("hello world", add_special_tokens=False).ids
-    assert second["input_ids"] == first["input_ids"] + said
-    (recorded,) = stage.journaled(key)
-    spans = [(span.version, span.start, span.end) for span in recorded.spans]
-    assert spans == [(1 << 32, 0, len(said)), (1 << 32 | 1, len(said), recorded.output_tokens)]
-
-
-def test_a_whole_call_that_cannot_be_gone_on_with_is_repeated(stage: Stage, pair: Pair) -> None:
-    home, other = pair
-    _, key = stage.open_session()
-    home.script, other.script = breaks_off("hello world"), lambda request: Script(END)
-    both_serve(stage, home, other)
-    answer = stage.chat(key, ASK, frequency_penalty=0.5)
-    assert answer.json()["choices"][0]["message"]["content"] == END
-    assert [one["input_ids"] for one in home.requests] == [
-        one["input_ids"] for one in other.requests
-    ]
-
-
 @pytest.mark.parametrize(
     "more",
     [

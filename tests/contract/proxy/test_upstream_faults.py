@@ -11,7 +11,7 @@ from tests.contract.proxy.proxy_stage import Stage
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
 
 
-@pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])
+@pytest.mark.parametrize("fault", ["hang_up", "500", "garbage", "abort"])
 def test_a_call_that_a_server_loses_is_repeated(stage: Stage, fault: str) -> None:
     faults = iter([fault])
     stage.sglang.script = lambda request: Script(fault=next(faults, ""))

@@ -9,9 +9,9 @@ import httpx
 import psutil
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.follower import Chief, Follower
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
@@ -40,10 +40,9 @@ class Pair:
             events=EventLog(folder / "events.jsonl", "cell-0"),
             startup_timeout_s=60,
             health_timeout_s=60,
-            max_restarts=3,
+            policy=RestartPolicy(3),
         )
-        local = LocalWeights(folder / "local")
-        self.relay = RelayServer(RelayApp("cell-0", [self.head], KEY, folder, local), "127.0.0.1")
+        self.relay = RelayServer(RelayApp("cell-0", [self.head], KEY, folder), "127.0.0.1")
         self.relay.start()
         rendezvous.publish_endpoint(folder, "relay-cell-0", self.relay.url)
         chief = Chief(folder, "cell-0", KEY)

@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.inference.span import Span
@@ -62,7 +62,9 @@ def program(text: str) -> Launch:
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Replica] = []
 
-    def make(launch: Launch, **options: float) -> Replica:
+    def make(
+        launch: Launch, max_restarts: int = 3, healthy_s: float = 600, **options: float
+    ) -> Replica:
         replica = Replica(
             0,
             tp=1,
@@ -70,12 +72,8 @@ def make(tmp_path: Path) -> Iterator[Make]:
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
-            **{  # type: ignore[arg-type]  # all of them numbers
-                "startup_timeout_s": 60,
-                "health_timeout_s": 60,
-                "max_restarts": 3,
-                **options,
-            },
+            policy=RestartPolicy(max_restarts, healthy_s=healthy_s),
+            **{"startup_timeout_s": 60, "health_timeout_s": 60, **options},
         )
         made.append(replica)
         return replica
@@ -259,7 +257,7 @@ def test_silence_in_an_update_is_no_death(make: Make) -> None:
 
 
 def test_old_crashes_are_forgiven(make: Make) -> None:
-    replica = make(server(), max_restarts=1, crashes_forgiven_after_s=0.3)
+    replica = make(server(), max_restarts=1, healthy_s=0.3)
     for incarnation in (1, 2, 3):
         tick_until(replica, lambda view: view.state == "ready")
         assert replica.view().incarnation == incarnation
@@ -372,7 +370,7 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
 ) -> None:
     replica = make(server(POST_S=60.0), max_restarts=0)
     tick_until(replica, is_ready)
-    app = RelayApp("cell-0", [replica], "key", tmp_path, LocalWeights(tmp_path / "local"))
+    app = RelayApp("cell-0", [replica], "key", tmp_path)
     relay_server = RelayServer(app, "127.0.0.1")
     relay_server.start()
     headers = {

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
+from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
@@ -60,10 +60,9 @@ class Stage:
             events=EventLog(directory / "events.jsonl", "cell-0"),
             startup_timeout_s=60,
             health_timeout_s=60,
-            max_restarts=0,
+            policy=RestartPolicy(0),
         )
-        local = LocalWeights(directory / "local")
-        app = RelayApp("cell-0", [self.replica], "key", directory / "weights", local)
+        app = RelayApp("cell-0", [self.replica], "key", directory / "weights")
         self.relay = RelayServer(app, "127.0.0.1")
         self.relay.start()
 
@@ -146,22 +145,3 @@ def test_an_update_from_disk_is_a_change_of_weights_until_it_is_verified(tmp_pat
         if event["event"] == "generation_resumed"
     ]
     assert [event["reprefill_s"] for event in noted] == [stall.reprefill_s]
-
-
-def test_a_superseded_trainer_cannot_change_the_cells_copy(tmp_path: Path) -> None:
-    """Another replica may be loading it for the trainer that has taken over."""
-    (tmp_path / "weights" / "1.3.0").mkdir(parents=True)
-    with running(tmp_path) as stage:
-        stage.call("fence", {}, epoch=2).raise_for_status()
-        answer = stage.call("fetch", {"folder": "1.3.0"}, epoch=1)
-        assert answer.status_code == 409
-        assert "epoch 2 of the trainer has taken over" in answer.text
-
-
-def test_a_folder_whose_manifest_is_torn_is_refused(stage: Stage) -> None:
-    folder = stage.directory / "weights" / "1.4.0"
-    folder.mkdir(parents=True)
-    (folder / "manifest.json").write_bytes(b'{"version": "1.4", "base')
-    answer = stage.call("fetch", {"folder": folder.name})
-    assert answer.status_code == 409
-    assert "no copy of 1.4.0" in answer.text

@@ -19,6 +19,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
+    NO_VERSION,
     Acknowledged,
     BatchReply,
     BatchRequest,
@@ -51,7 +52,7 @@ class LedgerProcess:
         self.config = {
             "run_dir": str(run_dir),
             "batch_size": 2,
-            "n_samples": 4,
+            "episodes_per_ticket": 4,
             "max_head_offpolicyness": 0,
             "max_concurrent_rollouts": 64,
             "seed": 7,
@@ -141,7 +142,7 @@ class LedgerProcess:
         wait_s: float = 0.0,
         splits: tuple[Split, ...] = ("train", "valid"),
     ) -> LeaseReply:
-        capacity = tickets * int(self.config["n_samples"])
+        capacity = tickets * int(self.config["episodes_per_ticket"])
         request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s, splits=splits)
         return self.call("/lease", request, LeaseReply)
 
@@ -166,13 +167,14 @@ class LedgerProcess:
                 2 * len(refs),
                 10,
                 [
-                    ShardTicket(ref.ticket_id, ref.attempt, pair, [0.0, 1.0])
+                    ShardTicket(ref.ticket_id, ref.attempt, pair, [0.0, 1.0], NO_VERSION)
                     for ref, pair in zip(refs, rows, strict=True)
                 ],
             ),
         )
         return [
-            SettledTicket(ref, name, pair, [0.0, 1.0]) for ref, pair in zip(refs, rows, strict=True)
+            SettledTicket(ref, name, pair, [0.0, 1.0], NO_VERSION)
+            for ref, pair in zip(refs, rows, strict=True)
         ]
 
     def settle(self, tickets: list[SettledTicket], cell: str = "cell-0") -> None:

@@ -32,7 +32,7 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 3)
     grants = ledger.lease(tickets=1).grants  # four episodes: three for it, none for a group
     assert [grant.ref.eval_step for grant in grants] == [0, 0, 0]
-    assert [(grant.task_index, grant.n_samples) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
+    assert [(grant.task_index, grant.n_episodes) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
     for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
         request = EvaluatedRequest("cell-0", grant.ref, [reward])
         ledger.call("/evaluated", request, Acknowledged)
@@ -91,7 +91,7 @@ def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProces
     ledger.open_epoch()
     ledger.call("/evaluate", EvaluateRequest(1, 0, 3, 0.0), EvaluateReply)
     trained = ledger.lease("cell-0", splits=("train",)).grants
-    assert [(grant.ref.eval_step, grant.n_samples) for grant in trained] == [(-1, 4), (-1, 4)]
+    assert [(grant.ref.eval_step, grant.n_episodes) for grant in trained] == [(-1, 4), (-1, 4)]
     judged = ledger.lease("evaluation", splits=("valid",)).grants
     assert [(grant.ref.eval_step, grant.task_index) for grant in judged] == [(0, 0), (0, 1), (0, 2)]
     assert ledger.lease("evaluation", held=[one.ref for one in judged], splits=("valid",)) == (

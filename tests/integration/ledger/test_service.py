@@ -16,6 +16,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.job import run
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
+    NO_VERSION,
     Acknowledged,
     BatchReply,
     BatchRequest,
@@ -198,7 +199,8 @@ def test_the_admin_key_is_needed_for_every_route(idle_ledger: LedgerProcess) -> 
 
 def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     refs = [grant.ref for grant in ledger.grants()]
-    good, bad = SettledTicket(refs[0], "s", [0], [1.0]), SettledTicket(refs[1], "s", [1, 2], [1.0])
+    good = SettledTicket(refs[0], "s", [0], [1.0], NO_VERSION)
+    bad = SettledTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
     with pytest.raises(HttpRefused, match="2 rows and 1 rewards"):
         ledger.call("/settle", SettleRequest("cell-0", [good, bad]), Acknowledged)
     assert ledger.status().settled == 0
@@ -208,7 +210,9 @@ def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
     idle_ledger: LedgerProcess,
 ) -> None:
     with pytest.raises(HttpRefused, match="evaluation ticket"):
-        idle_ledger.settle([SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0])])
+        idle_ledger.settle(
+            [SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
+        )
 
 
 def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
@@ -255,7 +259,7 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
     (tmp_path / "file").touch()
     config = {
         "run_dir": str(tmp_path / "file" / "run"),
-        **dict.fromkeys(("batch_size", "n_samples", "max_concurrent_rollouts"), 1),
+        **dict.fromkeys(("batch_size", "episodes_per_ticket", "max_concurrent_rollouts"), 1),
         **dict.fromkeys(("n_train_tasks", "n_valid_tasks", "total_steps"), 1),
         "max_head_offpolicyness": 0,
         "seed": 0,
@@ -275,7 +279,7 @@ def test_a_lease_and_its_settle_cost_little_cpu(tmp_path: Path) -> None:
         for _ in range(rounds):
             (grant,) = ledger.lease(tickets=1).grants
             ticket = SettledTicket(
-                grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0]
+                grant.ref, "cell-0-000000.h5", [0, 1, 2, 3], [0.0, 1.0, 0.0, 1.0], NO_VERSION
             )
             ledger.settle([ticket])
         after = process.cpu_times()
@@ -287,5 +291,7 @@ def test_a_lease_and_its_settle_cost_little_cpu(tmp_path: Path) -> None:
 
 
 def test_an_unknown_ticket_changes_nothing(idle_ledger: LedgerProcess) -> None:
-    idle_ledger.settle([SettledTicket(TicketRef(12345, 1), "cell-0-000000.h5", [0], [1.0])])
+    idle_ledger.settle(
+        [SettledTicket(TicketRef(12345, 1), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
+    )
     assert idle_ledger.status() == LedgerStatus()

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.parsers import close_parsers
+from areal_hpc.client.parsers import shared_parsers
 from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
 from tests.integration.commands import command_of
 from tests.integration.proxy.test_tool_calls import ADD, CALL, QUESTION
@@ -46,8 +46,9 @@ def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
             assert recorded["tool_calls"][0]["function"]["name"] == "add"
         assert "structural_tag" in server.requests[0]["sampling_params"]
         assert parser_processes() == 1
-        await close_parsers()
-        assert parser_processes() == 0
+        parsers = shared_parsers("qwen25", "qwen3", "auto")
+        assert parsers is not None
+        await parsers.close()
         await server.stop()
 
     asyncio.run(asyncio.wait_for(play(), 100))

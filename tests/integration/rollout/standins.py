@@ -122,10 +122,10 @@ class StandInLedger(Service):
                 break
             await asyncio.sleep(0.01)
         grants, room = [], asked.capacity
-        while script.queue and script.queue[0].n_samples <= room:
+        while script.queue and script.queue[0].n_episodes <= room:
             grant = script.queue.pop(0)
             script.leased[grant.ref] = grant
-            room -= grant.n_samples
+            room -= grant.n_episodes
             grants.append(grant)
         stop = script.stop_when_done and not script.open
         return answer(LeaseReply(grants, script.seal_now, stop, pause_s=script.pause_s))

@@ -18,7 +18,7 @@ from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
 from areal_hpc.shards.writer import seal
 from areal_hpc.tiny_model import make_tiny_model
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -76,6 +76,7 @@ def record_run(
                 shard.file,
                 list(range(ticket * SAMPLES, (ticket + 1) * SAMPLES)),
                 [row.reward for row in rows[ticket * SAMPLES : (ticket + 1) * SAMPLES]],
+                NO_VERSION,
             )
             for ticket in range(TICKETS)
         ]

@@ -57,8 +57,6 @@ class Replica:
                 self.join(body)
             case "update_weights_from_distributed":
                 self.receive(body)
-            case "load":
-                self.version = body["version"]
             case "model_info":
                 return 200, {"weight_version": self.version}
         return 200, self.view() if route in ("fence", "serve") else {}

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,7 @@ from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.weight_updates import raise_if_failed
 
 REPOSITORY = Path(__file__).parents[3]
 BUCKET_BYTES = 4096
@@ -38,12 +38,9 @@ def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
 
 
 @contextmanager
-def publishing(directory: Path, update_timeout_s: float, **weights: Any) -> Iterator[Publisher]:
+def publishing(directory: Path, update_timeout_s: float) -> Iterator[Publisher]:
     config = WeightsConfig(
-        bucket_bytes=BUCKET_BYTES,
-        update_timeout_s=update_timeout_s,
-        verify_checksum=False,
-        **weights,
+        bucket_bytes=BUCKET_BYTES, update_timeout_s=update_timeout_s, verify_checksum=False
     )
     publisher = Publisher(
         config, directory, 1, "key", "gloo", torch.device("cpu"), directory / "weights"
@@ -81,7 +78,7 @@ def test_the_next_bucket_is_gathered_while_one_travels_and_no_third_is_held(
         version = WeightVersion(1, 0)
         replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
-        publisher.publish(version, SPECS, gathered(), replicas).raise_if_failed()
+        raise_if_failed(publisher.publish(version, SPECS, gathered(), replicas))
         assert publisher.outdated(version) == []
 
 
@@ -100,7 +97,7 @@ def test_a_replica_is_called_for_a_bucket_while_it_loads_the_one_before(tmp_path
         replicas = await_outdated(publisher, version)
         weights = iter([(spec.name, torch.ones(spec.shape)) for spec in SPECS])
         threading.Thread(target=let_go, daemon=True).start()
-        publisher.publish(version, SPECS, weights, replicas).raise_if_failed()
+        raise_if_failed(publisher.publish(version, SPECS, weights, replicas))
 
 
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:
@@ -112,23 +109,3 @@ def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None
     message = str(report.failed[key])
     assert "rank 1: replica 0 of cell-0 (incarnation 1)" in message
     assert "within 2 s" in message
-
-
-def test_changes_are_written_only_for_cells_that_hold_the_version_before(tmp_path: Path) -> None:
-    def publish(publisher: Publisher, step: int) -> set[str]:
-        """Kinds of the files that were written."""
-        version = WeightVersion(1, step)
-        replicas = await_outdated(publisher, version)
-        weights = ((spec.name, torch.arange(BUCKET_BYTES // 4).float()) for spec in SPECS)
-        publisher.publish(version, SPECS, weights, replicas).raise_if_failed()
-        (folder,) = (tmp_path / "weights").iterdir()
-        return {path.suffix for path in folder.glob("bucket-*")}
-
-    with publishing(tmp_path, 15, transport="disk", delta=True) as publisher:
-        with scripted_relay(tmp_path):
-            assert publish(publisher, 0) == {".safetensors"}, "nobody holds anything yet"
-            assert publish(publisher, 1) == {".delta"}
-        (tmp_path / "relay-cell-0.json").unlink()
-        with scripted_relay(tmp_path):  # a cell that was started anew holds nothing
-            assert publish(publisher, 2) == {".safetensors"}
-            assert publish(publisher, 3) == {".delta"}

@@ -23,6 +23,7 @@ from areal_hpc.weights.report import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
 from tests.integration.weights.fire import Reader, Sender, Trap, gates
+from tests.support.weight_updates import raise_if_failed
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -97,7 +98,7 @@ def test_two_replicas_are_updated_at_once(cell: Cell, replicas_per_group: int) -
         for step in range(2):  # the second update uses the groups that stand
             version, model = WeightVersion(cell.epoch, step), tiny_qwen3(step + 1)
             report = publish(publisher, version, model)
-            report.raise_if_failed()
+            raise_if_failed(report)
             assert [key.place for key in report.ok] == [("cell-0", 0), ("cell-0", 1)]
             for index in range(2):
                 assert_serves(cell, index, model, version)
@@ -106,7 +107,7 @@ def test_two_replicas_are_updated_at_once(cell: Cell, replicas_per_group: int) -
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
     with publishing(cell, pause_mode="in_place") as publisher:
         old, new = WeightVersion(cell.epoch, 0), WeightVersion(cell.epoch, 1)
-        publish(publisher, old, tiny_qwen3(3)).raise_if_failed()
+        raise_if_failed(publish(publisher, old, tiny_qwen3(3)))
         replies: list[dict[str, Any]] = []
         prompt = [next(FIRST_IDS), 7, 8, 9]
         sampling = {"max_new_tokens": 900, "temperature": 1.0, "ignore_eos": True}
@@ -118,7 +119,7 @@ def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
         )
         writer.start()
         assert speaking.wait(60)
-        publish(publisher, new, tiny_qwen3(4)).raise_if_failed()
+        raise_if_failed(publish(publisher, new, tiny_qwen3(4)))
         writer.join()
         meta = replies[0]["meta_info"]
         assert [span["version"] for span in meta["weight_versions"]] == [str(old), str(new)]
@@ -144,7 +145,7 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
         gates([cell], tmp_path / "gates") as (gate,),
         publishing(cell, tmp_path / "gates", replicas_per_group=2) as publisher,
     ):
-        publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(5)).raise_if_failed()
+        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(5)))
         gate.trap = Trap("update_weights_from_distributed", 2, 1, kill_while_it_receives)
         version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(6)
         report = publish(publisher, version, model)
@@ -155,7 +156,7 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
         report = publish(publisher, version, model)
         assert ("cell-0", 0) in {key.place for key in report.ok}, "alone it is well"
         cell.await_replica(lambda view: view.state == "ready", 1)
-        publish(publisher, version, model).raise_if_failed()
+        raise_if_failed(publish(publisher, version, model))
         for index in range(2):
             assert_serves(cell, index, model, version)
     assert cell.replica(0).incarnation == before[0].incarnation
@@ -170,13 +171,13 @@ def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
         gates([cell], tmp_path / "gates") as (gate,),
         publishing(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
     ):
-        publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(7)).raise_if_failed()
+        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(7)))
         gate.trap = Trap("update_weights_from_distributed", 2, 1, lambda forward: gate.lost.add(1))
         version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(8)
         assert [key.place for key in publish(publisher, version, model).ok] == [("cell-0", 0)]
         assert_serves(cell, 0, model, version)
         gate.lost.clear()
-        publish(publisher, version, model).raise_if_failed()
+        raise_if_failed(publish(publisher, version, model))
         assert_serves(cell, 1, model, version)
     assert [cell.replica(index).incarnation for index in range(2)] == [
         past.incarnation for past in before
@@ -188,7 +189,7 @@ def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
 ) -> None:
     old, new = tiny_qwen3(7), tiny_qwen3(8)
     with publishing(cell) as publisher:
-        publish(publisher, WeightVersion(cell.epoch, 0), old).raise_if_failed()
+        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), old))
     before = [cell.replica(index) for index in range(2)]
     models = {f"{cell.epoch}.0": old} | {f"{cell.epoch + one}.1": new for one in (1, 2)}
     readers = [Reader(cell, index, models) for index in range(2)]

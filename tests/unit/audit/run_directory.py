@@ -12,7 +12,7 @@ from areal_hpc.rundir.drops import DroppedTicket, append_drop
 from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 
 SHARD_BYTES = 64
 BATCH = 2
@@ -43,13 +43,21 @@ class RunDirectory:
         self.layout.shards_dir.mkdir(exist_ok=True)
         (self.layout.shards_dir / name).write_bytes(bytes(SHARD_BYTES))
         placed = [
-            ShardTicket(ticket_id, attempt, [N_SAMPLES * place, N_SAMPLES * place + 1], [0.0, 1.0])
+            ShardTicket(
+                ticket_id,
+                attempt,
+                [N_SAMPLES * place, N_SAMPLES * place + 1],
+                [0.0, 1.0],
+                NO_VERSION,
+            )
             for place, ticket_id in enumerate(ticket_ids)
         ]
         rows = N_SAMPLES * len(ticket_ids)
         append_to_index(self.layout.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
         return [
-            SettledTicket(TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards)
+            SettledTicket(
+                TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards, NO_VERSION
+            )
             for one in placed
         ]
 

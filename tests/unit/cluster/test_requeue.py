@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.requeue import Usefulness, count_fruitless, judge
+from areal_hpc.cluster.requeue import Usefulness
+from areal_hpc.cluster.restart_policy import (
+    RestartPolicy,
+    count_failures_without_progress,
+    decide_restart,
+)
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
 from areal_hpc.rundir.paths import JobPaths
 
@@ -17,7 +22,7 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
 
 
 @pytest.mark.parametrize(
-    ("outcomes", "fruitless", "verdict"),
+    ("outcomes", "failures", "decision"),
     [
         ([DONE, DONE], 0, "done"),
         ([STOPPED, DONE], 0, "again"),
@@ -34,16 +39,16 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
     ],
 )
 def test_a_job_is_started_again_while_that_helps(
-    outcomes: list[TaskExit], fruitless: int, verdict: str
+    outcomes: list[TaskExit], failures: int, decision: str
 ) -> None:
-    assert judge(outcomes, fruitless) == verdict
+    assert decide_restart(outcomes, failures) == decision
 
 
 def test_only_crashes_without_progress_count() -> None:
-    assert count_fruitless(1, [CRASHED], was_of_use=False) == 2
-    assert count_fruitless(1, [CRASHED], was_of_use=True) == 0
-    assert count_fruitless(1, [STOPPED, DONE], was_of_use=False) == 1
-    assert count_fruitless(1, [BAD_NODE], was_of_use=False) == 1
+    assert count_failures_without_progress(1, [CRASHED], made_progress=False) == 2
+    assert count_failures_without_progress(1, [CRASHED], made_progress=True) == 0
+    assert count_failures_without_progress(1, [STOPPED, DONE], made_progress=False) == 1
+    assert count_failures_without_progress(1, [BAD_NODE], made_progress=False) == 1
 
 
 def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
@@ -54,3 +59,11 @@ def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
     assert start.close([CRASHED]) == 0
     assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
     assert Usefulness(JobPaths(tmp_path), "").close([CRASHED]) == 2
+
+
+def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:
+    process = RestartPolicy(max_failures=1)
+    job = RestartPolicy(max_failures=1, progress_excuses_failure=True)
+    assert [policy.count_failures(5, made_progress=True) for policy in (process, job)] == [1, 0]
+    assert process.count_failures(1, made_progress=False, has_failed=False) == 1
+    assert [process.decide([75], failures) for failures in (1, 2)] == ["again", "fail"]

@@ -69,15 +69,15 @@ def test_seeds_differ_by_ticket_stream_and_run() -> None:
 
 
 def test_a_re_issued_ticket_is_the_same_task_with_the_same_seed() -> None:
-    stream = TaskStream((TaskSource(10),), n_samples=4, seed=3)
+    stream = TaskStream((TaskSource(10),), episodes_per_ticket=4, seed=3)
     first, again = stream.grant(TicketRef(17, 1)), stream.grant(TicketRef(17, 2))
     assert (first.task_index, first.seed) == (again.task_index, again.seed)
-    assert first.n_samples == 4
+    assert first.n_episodes == 4
 
 
 def test_an_evaluation_ticket_is_one_episode_of_the_task_it_names() -> None:
-    grant = TaskStream((TaskSource(10),), n_samples=4, seed=3).grant(TicketRef(2, 1, 40))
-    assert (grant.task_index, grant.n_samples) == (2, 1)
+    grant = TaskStream((TaskSource(10),), episodes_per_ticket=4, seed=3).grant(TicketRef(2, 1, 40))
+    assert (grant.task_index, grant.n_episodes) == (2, 1)
 
 
 sources = st.lists(
@@ -148,7 +148,7 @@ def test_the_mixed_order_never_changes_between_versions_of_the_package() -> None
 
 
 def test_a_stream_of_several_sources_gives_a_re_issued_ticket_the_same_task() -> None:
-    stream = TaskStream((TaskSource(3, 1.0), TaskSource(2, 2.0)), n_samples=4, seed=1)
+    stream = TaskStream((TaskSource(3, 1.0), TaskSource(2, 2.0)), episodes_per_ticket=4, seed=1)
     first, again = stream.grant(TicketRef(17, 1)), stream.grant(TicketRef(17, 2))
     assert first.task_index == again.task_index
     assert {stream.grant(TicketRef(i, 1)).task_index for i in range(12)} == set(range(5))

@@ -11,7 +11,7 @@ from areal_hpc.ledger.forming import next_batch
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.rundir.drops import DroppedTicket
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 
 
 def policy(
@@ -21,7 +21,7 @@ def policy(
 
 
 def settled(ref: TicketRef) -> SettledTicket:
-    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0])
+    return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION)
 
 
 def form_batch(tickets: Tickets) -> BatchManifest:
@@ -216,7 +216,8 @@ def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
     tickets = Tickets(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
     tickets.report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
-    assert tickets.issued == tickets.leased == tickets.finished == 0
+    assert tickets.leased == tickets.finished == 0
+    assert [tickets.state_of(i) for i in range(6)] == ["unissued"] * 6
 
 
 @pytest.mark.parametrize("steps", [[2], [1, 3], [1, 1]])

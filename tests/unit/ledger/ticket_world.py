@@ -46,7 +46,13 @@ class Disk:
                 rows=len(rows[file]),
                 tokens=0,
                 tickets=[
-                    ShardTicket(one.ref.ticket_id, one.ref.attempt, one.rows, one.rewards)
+                    ShardTicket(
+                        one.ref.ticket_id,
+                        one.ref.attempt,
+                        one.rows,
+                        one.rewards,
+                        one.oldest_version,
+                    )
                     for one in rows[file]
                 ],
             )

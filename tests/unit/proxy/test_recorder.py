@@ -30,7 +30,7 @@ from areal_hpc.proxy.events import (
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import SessionBook, key_digest, new_key
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
 from tests.unit.session.model_stub import say, user
 
@@ -142,7 +142,9 @@ class RecorderMachine(RuleBasedStateMachine):
     def seal(self, draw: int) -> None:
         refs = list(self.book.finished)[: 1 + draw % 2]
         self.recorder.record(
-            TicketsSealed([SettledTicket(ref, "cell-0-000000.h5", [0], [1.0]) for ref in refs])
+            TicketsSealed(
+                [SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
+            )
         )
 
     @precondition(lambda self: self.book.finished)

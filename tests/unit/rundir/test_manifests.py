@@ -21,7 +21,7 @@ def layout(tmp_path: Path) -> RunPaths:
 
 
 def batch(step: int) -> BatchManifest:
-    ticket = SettledTicket(TicketRef(step, 1), "cell-0-000000.h5", [0, 1], [0.1, -1e-7])
+    ticket = SettledTicket(TicketRef(step, 1), "cell-0-000000.h5", [0, 1], [0.1, -1e-7], 7)
     return BatchManifest(step, 2, [ticket])
 
 
@@ -80,11 +80,11 @@ def test_a_run_without_a_ledger_so_far_has_the_state_of_none(layout: RunPaths) -
 
 
 def test_settled_tickets_are_those_of_the_shard_index(layout: RunPaths) -> None:
-    sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0])
+    sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0], 7)
     append_to_index(
         layout.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
-    expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0])
+    expected = SettledTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
     assert list(read_settled(layout)) == [expected]
 
 

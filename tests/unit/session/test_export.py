@@ -11,7 +11,6 @@ from areal_hpc.session.rewards import (
     check_reward,
     final_reward,
     rewarded_interaction,
-    set_rewards,
 )
 from areal_hpc.session.template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
@@ -202,18 +201,13 @@ def test_every_kind_of_number_is_a_reward(reward: object) -> None:
     assert type(check_reward(reward)) is float
 
 
-def test_rewards_by_id_are_all_set_or_none() -> None:
+def test_a_reward_for_an_unknown_id_names_those_that_there_are() -> None:
     tree = InteractionTree()
     first, second = chain(tree, "one", "two")
-    set_rewards(tree, {first.interaction_id: 1, second.interaction_id: 0.5})
-    set_rewards(tree, {first.interaction_id: True})
-    assert [one.reward for one in tree] == [1.0, 0.5]
+    assert rewarded_interaction(tree, first.interaction_id) is first
     known = f"{first.interaction_id}, {second.interaction_id}"
     with pytest.raises(RewardRefused, match=f"no interaction 'resp-1' .*it has: {known}"):
-        set_rewards(tree, {first.interaction_id: 0.0, "resp-1": 1.0})
-    with pytest.raises(RewardRefused, match="finite"):
-        set_rewards(tree, {first.interaction_id: 0.0, second.interaction_id: float("nan")})
-    assert [one.reward for one in tree] == [1.0, 0.5]
+        rewarded_interaction(tree, "resp-1")
 
 
 def test_the_final_reward_is_the_last_one_given() -> None:

@@ -1,4 +1,3 @@
-import re
 import shutil
 from pathlib import Path
 
@@ -96,14 +95,6 @@ def test_a_shard_of_another_size_is_named(layout: RunPaths, change: int) -> None
     assert complaints(layout) == {
         path.name: f"size: expected {size} bytes, got {size + change}",
     }
-
-
-def test_a_line_from_before_lines_told_the_oldest_version_is_sound(layout: RunPaths) -> None:
-    path = layout.index_dir / "cell-0.jsonl"
-    older = re.sub(rb',"oldest_version":-?\d+', b"", path.read_bytes())
-    assert older != path.read_bytes()
-    path.write_bytes(older)
-    assert complaints(layout) == {}
 
 
 def test_an_index_line_that_contradicts_its_shard_is_found(layout: RunPaths) -> None:

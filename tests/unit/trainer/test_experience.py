@@ -16,7 +16,7 @@ from areal_hpc.trainer.batch.training_rows import (
     summarize_batch,
 )
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
@@ -101,7 +101,8 @@ def one_ticket_each(rewards: list[list[float]]) -> tuple[TrajectoryBatch, BatchM
     tickets, first = [], 0
     for number, own in enumerate(rewards):
         places = [*range(first, first + len(own))]
-        tickets.append(SettledTicket(TicketRef(10 + number, 1), "cell-0-000000.h5", places, own))
+        ref = TicketRef(10 + number, 1)
+        tickets.append(SettledTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
         first += len(own)
     flat = [reward for own in rewards for reward in own]
     return TrajectoryBatch(rows, flat), BatchManifest(5, 1, tickets)

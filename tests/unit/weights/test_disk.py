@@ -1,11 +1,9 @@
 import errno
 import os
 import resource
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,10 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.inference.local_weights import LocalWeights
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
 from areal_hpc.weights.config import WeightsConfig
-from areal_hpc.weights.delta import Bytes
 from areal_hpc.weights.disk import WeightsFolder
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
@@ -82,72 +78,6 @@ def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Pa
     folder.delete_older()
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"1.7.2", "2.7.0", ".2.8.0.partial", "notes"}
-
-
-def write_version(root: Path, step: int, base: int | None, change: int, old: list[Bytes]) -> Path:
-    """Version 1.<step> of one bfloat16 bucket, of which `change` values are not those of zeros."""
-    spec = TensorSpec("norm.weight", (4096,), "bfloat16")
-    (bucket,) = plan_buckets([spec], 1 << 20)
-    packed = PackingBuffers(CPU).open(bucket)
-    weights = torch.zeros(4096, dtype=torch.bfloat16)
-    weights[:change] = 1.0
-    packed.place(spec.name, weights)
-    if not old:
-        old.append(np.empty(bucket.size_bytes, np.uint8))
-    base_version = "" if base is None else str(WeightVersion(1, base))
-    folder = WeightsFolder(root, WeightVersion(1, step), 0, base_version)
-    folder.write(packed, old[0])
-    folder.put_in_place()
-    return root / folder.name
-
-
-def ones_in(directory: Path) -> int:
-    with safe_open(directory / "bucket-00001.safetensors", "pt") as file:
-        return int(file.get_tensor("norm.weight").sum())
-
-
-def test_a_cell_makes_the_next_version_of_its_copy_and_the_changes(tmp_path: Path) -> None:
-    local = LocalWeights(tmp_path / "node")
-    old: list[Bytes] = []
-    first = write_version(tmp_path, 1, None, 100, old)
-    second = write_version(tmp_path, 2, 1, 130, old)
-    assert ones_in(local.take(first)) == 100
-    assert ones_in(local.take(second)) == 130
-    sizes = [sum(path.stat().st_size for path in folder.iterdir()) for folder in (first, second)]
-    assert sizes[1] < sizes[0] / 10
-    shutil.rmtree(second)
-    with pytest.raises(FileNotFoundError):
-        local.take(second)
-
-
-def test_changes_to_what_a_cell_does_not_hold_are_refused(tmp_path: Path) -> None:
-    old: list[Bytes] = []
-    first = write_version(tmp_path, 1, None, 100, old)
-    second = write_version(tmp_path, 2, 1, 130, old)
-    third = write_version(tmp_path, 3, 2, 140, old)
-    local = LocalWeights(tmp_path / "node")
-    with pytest.raises(WeightSyncError, match=r"expected to hold 1\.1, hold nothing"):
-        local.take(second)
-    local.take(first)
-    with pytest.raises(WeightSyncError, match=r"expected to hold 1\.2, hold 1\.1"):
-        local.take(third)
-    assert ones_in(local.take(second)) == 130
-
-
-def test_a_copy_that_does_not_come_out_as_meant_is_none_until_all_is_sent(tmp_path: Path) -> None:
-    old: list[Bytes] = []
-    first = write_version(tmp_path, 1, None, 100, old)
-    second = write_version(tmp_path, 2, 1, 130, old)
-    local = LocalWeights(tmp_path / "node")
-    copy = local.take(first) / "bucket-00001.safetensors"
-    content = bytearray(copy.read_bytes())
-    content[-1] ^= 1  # on the node's disk, between two updates
-    copy.write_bytes(content)
-    with pytest.raises(WeightSyncError, match="expected digest"):
-        local.take(second)
-    with pytest.raises(WeightSyncError, match="hold nothing"):
-        local.take(second)
-    assert ones_in(local.take(first)) == 100
 
 
 def test_a_full_disk_leaves_replicas_alone_and_is_said_of_each(tmp_path: Path) -> None:

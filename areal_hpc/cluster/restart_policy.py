@@ -1,0 +1,93 @@
+"""Restart policy: whether a process or a job that has failed is started again. Pure.
+
+Four ask it: the supervisor of a task about its processes, a cell about its replicas, a job under
+Slurm about itself, and the local launcher about its jobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
+
+RestartDecision = Literal["done", "again", "without", "hold", "fail"]
+"""It is done; start it again; go on without it; start it again once there is work; give up."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """Failures in a row, without progress between them, that are answered by another start."""
+
+    max_failures: int
+    max_cluster_failures: int | None = None
+    """The same for failures with the exit code of ClusterError; None: no other limit."""
+    healthy_s: float = 600.0
+    """A start that lived this long made progress, whatever the run did meanwhile."""
+    progress_excuses_failure: bool = False
+    """Progress excuses the failure of its own start too, not only those before it."""
+
+    def count_failures(self, before: int, *, made_progress: bool, has_failed: bool = True) -> int:
+        """Failures in a row without progress, when one more start has ended.
+
+        Args:
+            before: The same when this start began.
+            made_progress: In this start.
+            has_failed: False for an end that was not its fault.
+        """
+        if made_progress and self.progress_excuses_failure:
+            return 0
+        return (0 if made_progress else before) + has_failed
+
+    def decide(
+        self, exit_codes: Collection[int], failures: int, *, is_dispensable: bool = False
+    ) -> RestartDecision:
+        """What to do after a failure.
+
+        Args:
+            exit_codes: Of the processes that failed.
+            failures: In a row without progress, as `count_failures` counts them.
+            is_dispensable: Others can do the work.
+        """
+        if RecipeError.exit_code in exit_codes:
+            return "fail"
+        allowed = self.max_failures
+        if self.max_cluster_failures is not None and set(exit_codes) == {ClusterError.exit_code}:
+            allowed = self.max_cluster_failures
+        if failures <= allowed:
+            return "again"
+        return "without" if is_dispensable else "fail"
+
+
+SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure=True)
+"""Of a job under Slurm. Progress: the run's metrics grew."""
+
+
+def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecision:
+    """What the ends of the tasks of a job under Slurm mean for the job.
+
+    Args:
+        outcomes: Of the tasks that said anything.
+        failures: Starts in a row, this one included, that crashed without progress.
+    """
+    codes = {outcome.exit_code for outcome in outcomes} - {0}
+    if not codes:
+        return "done"
+    if RecipeError.exit_code in codes:
+        return "fail"
+    crashes = {outcome.exit_code for outcome in outcomes if outcome.is_crash}
+    if not crashes and IDLE_EXIT_CODE in codes:
+        return "hold"
+    if not crashes or any(outcome.faulty_node for outcome in outcomes):
+        return "again"
+    return SLURM_POLICY.decide(crashes, failures)
+
+
+def count_failures_without_progress(
+    before: int, outcomes: Sequence[TaskExit], *, made_progress: bool
+) -> int:
+    """The failures of a job under Slurm, when a start has ended. A stop counts for nothing."""
+    has_failed = any(outcome.is_crash and not outcome.faulty_node for outcome in outcomes)
+    return SLURM_POLICY.count_failures(before, made_progress=made_progress, has_failed=has_failed)

@@ -1,0 +1,104 @@
+"""ASGI shell of the run's services: key, body limit, JSON answers and errors, the server.
+
+Of Starlette it uses what reads requests and writes responses. Its routing and its error middleware
+are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import uvicorn
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+from starlette.types import Receive as Receive
+from starlette.types import Scope as Scope
+from starlette.types import Send as Send
+
+from areal_hpc.wire.http import KEEP_ALIVE_S
+
+log = logging.getLogger(__name__)
+
+
+def has_key(request: Request, key: str) -> bool:
+    """Whether a request carries the bearer key; takes equally long for every wrong one."""
+    given = request.headers.get("authorization", "").encode("latin-1")
+    return hmac.compare_digest(given, f"Bearer {key}".encode())
+
+
+async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
+    """The body of a request; nothing of it is read if it is announced to be too large.
+
+    Raises:
+        Exception: `too_large`: it has more than `max_bytes`.
+        ClientDisconnect: The client left before it had sent all.
+    """
+    announced = request.headers.get("content-length", "0")
+    body = bytearray()
+    if announced.isdecimal() and int(announced) > max_bytes:
+        raise too_large
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > max_bytes:
+            raise too_large
+    return bytes(body)
+
+
+class JsonApp(ABC):
+    """ASGI application whose answers are JSON, and whose errors are `{"error": "..."}`."""
+
+    @abstractmethod
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Status and JSON of the answer to a request. May raise whatever it likes."""
+
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, HTTPException):
+            return error.status_code, error.detail
+        log.error("%s failed", request.scope["path"], exc_info=error)
+        return 500, f"{type(error).__name__}: {error}"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] != "http":
+            raise RuntimeError(f"this service speaks HTTP only, not {scope['type']}")
+        request = Request(scope, receive)
+        try:
+            status, content = await self.answer(request)
+        except ClientDisconnect:
+            return
+        except Exception as error:  # boundary: one bad request must not end the service
+            status, text = self.describe_error(request, error)
+            content = msgspec.json.encode({"error": text})
+        await Response(content, status, media_type="application/json")(scope, receive, send)
+
+
+class ServiceServer(uvicorn.Server):
+    """HTTP server of one application. Its owner stops it by `should_exit`, no signal does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                # Longer than clients keep a connection: one closed just as it is used again
+                # would lose a call, such as one of an update of weights.
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave the signals to `StopRequest`."""
+        yield

@@ -1,0 +1,85 @@
+"""What the run's services and their clients share: retries, requests, answers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from itertools import islice
+
+import pytest
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Message
+
+from areal_hpc.wire.asgi import JsonApp, has_key, read_body
+from areal_hpc.wire.backoff import Backoff
+from areal_hpc.wire.http import is_accepted
+
+
+def test_pauses_double_up_to_a_limit() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert list(islice(backoff, 4)) == [0.5, 1.0, 2.0, 3.0]
+    assert backoff.get_pause_s(10**6) == 3.0
+
+
+def test_a_server_that_never_answers_does_not_hold_up_its_probe() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        began = time.monotonic()
+        assert not is_accepted("GET", f"http://127.0.0.1:{listener.getsockname()[1]}/ready", 0.2)
+        assert time.monotonic() - began < 5
+    assert not is_accepted("GET", "http://127.0.0.1:1/ready", 0.2)
+
+
+class Echo(JsonApp):
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        if not has_key(request, "secret"):
+            raise HTTPException(401, "no key")
+        return 200, await read_body(request, 4, HTTPException(413, "too large"))
+
+
+def ask(parts: list[bytes | None], *headers: tuple[bytes, bytes]) -> tuple[list[Message], int]:
+    """What is sent in answer to a body that comes in parts, None for a hang-up; parts not read."""
+    messages: list[Message] = [
+        {"type": "http.disconnect"}
+        if part is None
+        else {"type": "http.request", "body": part, "more_body": index + 1 < len(parts)}
+        for index, part in enumerate(parts)
+    ]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return messages.pop(0)
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": list(headers)}
+    asyncio.run(Echo()(scope, receive, send))
+    return sent, len(messages)
+
+
+KEY = (b"authorization", b"Bearer secret")
+
+
+@pytest.mark.parametrize("key", [b"", b"Bearer", b"Bearer \xff\xfe", b"Bearer secret2"])
+def test_nothing_is_read_without_the_key(key: bytes) -> None:
+    sent, unread = ask([b"1"], (b"authorization", key))
+    assert (sent[0]["status"], json.loads(sent[1]["body"])) == (401, {"error": "no key"})
+    assert unread == 1
+
+
+@pytest.mark.parametrize(
+    ("announced", "unread"), [(b"6", 3), (b"4", 1)], ids=["announced", "found out"]
+)
+def test_a_body_over_the_limit_is_not_read(announced: bytes, unread: int) -> None:
+    asked = ask([b"123", b"45", b"6"], KEY, (b"content-length", announced))
+    assert (asked[0][0]["status"], asked[1]) == (413, unread)
+
+
+def test_a_whole_body_is_answered_and_a_torn_one_is_not() -> None:
+    sent, _ = ask([b"[1", b"]"], KEY)
+    assert (sent[0]["status"], sent[1]["body"]) == (200, b"[1]")
+    assert (b"content-type", b"application/json") in sent[0]["headers"]
+    assert ask([b"[1", None], KEY)[0] == []
