@@ -52,7 +52,11 @@ class PhaseTimer:
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+            self.add(name, time.perf_counter() - began)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere under `name`."""
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""

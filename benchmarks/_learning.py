@@ -13,16 +13,22 @@ import torch
 import transformers
 
 from areal_hpc.cluster.topology import current_task
-from areal_hpc.trainer.batch.experience import ADVANTAGE, BEHAVIOUR
-from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR
 from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.model.architecture import parse_architecture
-from areal_hpc.trainer.model.huggingface import load_hf
+from areal_hpc.trainer.model.families.architecture import parse_architecture
+from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.objective import policy_loss
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.parallel import open_world
-from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, run_passes, train_once
+from areal_hpc.trainer.process_groups import init_process_groups
+from areal_hpc.trainer.step import (
+    LossStats,
+    MicroBatch,
+    make_micro_batches,
+    run_forward_backward,
+    train_step,
+)
 
 RATE = 1e-6
 NO_TARGET = -100
@@ -95,11 +101,13 @@ def make_hf_model(sizes: Sizes, device: torch.device, dtype: torch.dtype) -> Any
     return model.to(device=device, dtype=dtype).train()
 
 
-def make_row(generator: np.random.Generator, length: int, vocab: int, scored_share: float) -> Row:
+def make_row(
+    generator: np.random.Generator, length: int, vocab: int, scored_share: float
+) -> TrainingRow:
     """Random tokens, of which the last `scored_share` are learnt from."""
     mask_T = np.zeros(length, dtype=np.uint8)
     mask_T[length - round(length * scored_share) :] = 1
-    return Row(
+    return TrainingRow(
         generator.integers(0, vocab, length).astype(np.int32),
         mask_T,
         {
@@ -123,28 +131,28 @@ class Trainee:
         self.max_tokens = max_tokens
 
     def pack(
-        self, rows: Sequence[Row], channels: Sequence[str] = (ADVANTAGE, BEHAVIOUR)
+        self, rows: Sequence[TrainingRow], channels: Sequence[str] = (ADVANTAGE, BEHAVIOUR)
     ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
         return make_micro_batches(self.policy, rows, channels, self.max_tokens)
 
-    def step(self, rows: Sequence[Row], rate: float = RATE) -> Tally:
+    def step(self, rows: Sequence[TrainingRow], rate: float = RATE) -> LossStats:
         """What the product does with a batch: pack, forward, loss, backward, reduce, update."""
-        tally, _ = train_once(self.policy, self.optimizer, self.pack(rows), grpo_loss, rate)
+        tally, _ = train_step(self.policy, self.optimizer, self.pack(rows), grpo_loss, rate)
         if self.policy.device.type == "cuda":
             torch.cuda.synchronize()  # the update is still running
         return tally
 
-    def mean_logprob(self, rows: Sequence[Row]) -> float:
+    def mean_logprob(self, rows: Sequence[TrainingRow]) -> float:
         """Over the scored tokens, without a gradient."""
-        sums = run_passes(self.policy, self.pack(rows), grpo_loss, backward=False).sums
+        sums = run_forward_backward(self.policy, self.pack(rows), grpo_loss, backward=False).sums
         return sums["logprob"] / sums["tokens"]
 
 
-def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     """The learner's loss for a batch that is a single part: the proximal policy is the present."""
     held_N = logprobs_N.detach()
-    loss = policy_loss(
+    loss = compute_policy_loss(
         logprobs_N,
         held_N,
         batch.channels_N[BEHAVIOUR],
@@ -154,10 +162,10 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
     )
     sums, weight_max = loss.measured()
     sums |= {"tokens": len(logprobs_N), "places": batch.places, "logprob": held_N.sum().item()}
-    return loss.total, Tally(sums, {"weight": weight_max})
+    return loss.total, LossStats(sums, {"weight": weight_max})
 
 
-def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> float:
+def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: int) -> float:
     """Plain transformers: rows in their order, padded to the longest of a pass; the mean loss.
 
     A pass without padding gets no mask, which lets PyTorch choose its causal kernel.
@@ -189,9 +197,9 @@ def hf_forward_backward(model: Any, rows: Sequence[Row], rows_per_pass: int) -> 
 
 
 def open_lone_world(device: str) -> torch.device:
-    """The trainer's process groups for one rank; its device. `cpu.install` must come first."""
+    """The trainer's process groups for one rank; its device. Patch Megatron first."""
     with tempfile.TemporaryDirectory() as folder:
-        return open_world(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
+        return init_process_groups(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """How long a commit keeps the trainer from training: beside it, against in its own process.
 
-- beside: `CommitStore.begin` copies the state into memory shared with the writer process, the next
-  step is trained while that one writes and syncs, and a poll after the step makes the commit
+- beside: `CheckpointStore.begin` copies the state into memory shared with the writer process, the
+  next step is trained while that one writes and syncs, and a poll after the step makes the commit
   visible. The stall is what `begin` and the poll take.
 - in process: the trainer itself writes and syncs the same files in the same format. The stall is
   the whole of it.
@@ -31,12 +31,14 @@ import msgspec
 import numpy as np
 import torch
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
+
+# isort: split
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits import sharded
-from areal_hpc.trainer.commits.store import CommitStore
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from benchmarks import _learning as learning
 from benchmarks._pairs import add_out, report
 
@@ -75,7 +77,7 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
         with (partial / "__0_0.distcp").open("wb") as stream:
             yield stream
 
-    name = sharded.save(trainee.policy, trainee.optimizer, partial, data_file)
+    name = megatron_format.save_sharded(trainee.policy, trainee.optimizer, partial, data_file)
     assert (partial / name).exists()
     state = TrainerState(step=number, epoch=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
@@ -86,10 +88,10 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
 
 
 def measure(
-    trainee: learning.Trainee, rows: Sequence[Row], folder: Path, rounds: int
+    trainee: learning.Trainee, rows: Sequence[TrainingRow], folder: Path, rounds: int
 ) -> tuple[Rounds, int]:
     """All rounds, after one that does not count; the bytes of a commit."""
-    store = CommitStore(folder / "beside", keep=2)
+    store = CheckpointStore(folder / "beside", keep=2)
     alone = folder / "alone"
     alone.mkdir()
     found, state_bytes = Rounds(), 0
@@ -131,14 +133,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = learning.Sizes(
         "qwen3", hidden, arguments.layers, hidden // 64, hidden // 128, 3 * hidden, arguments.vocab
     )
-    cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     device = learning.open_lone_world("cpu")
     model = learning.make_hf_model(sizes, device, torch.float32)
     trainee = learning.Trainee(model, device, torch.float32, 8 * ROW_TOKENS)
     del model
     generator = np.random.default_rng(SEED)
 
-    def batch(count: int) -> list[Row]:
+    def batch(count: int) -> list[TrainingRow]:
         return [learning.make_row(generator, ROW_TOKENS, sizes.vocab, 1.0) for _ in range(count)]
 
     gc.freeze()  # as the trainer does: Megatron collects garbage at every commit

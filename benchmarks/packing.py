@@ -3,11 +3,11 @@
 What is compared:
 
 - pack: a batch manifest -> every micro-batch of one data-parallel rank in memory, by the
-  functions a training step calls: `read_batch`, `make_rows`, `plan_packs`, `build_pack`. Its peer
+  functions a training step calls: `read_batch`, `build_rows`, `plan_packs`, `build_pack`. Its peer
   starts from tensors that are already in memory: pad every trajectory to the longest, reorder
   into first-fit-decreasing micro-batches, cut the padding off again, pad each micro-batch to a
   multiple of 256 tokens.
-- advantage: trajectories and rewards in memory -> one advantage per token (`make_rows`, which
+- advantage: trajectories and rewards in memory -> one advantage per token (`build_rows`, which
   also makes the objective's other channels). Its peer normalises rewards by group, places them
   at the end of each padded row and runs generalised advantage estimation backwards, one padded
   place at a time, with discount and lambda 1 and no critic: the same number at every sampled
@@ -30,10 +30,17 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.shards.writer import seal
-from areal_hpc.trainer.batch.experience import ADVANTAGE, Batch, make_rows, read_batch
-from areal_hpc.trainer.batch.packing import Pack, Row, Split, build_pack, padded_length, plan_packs
+from areal_hpc.trainer.batch.packing import (
+    Pack,
+    PackLayout,
+    TrainingRow,
+    build_pack,
+    compute_padded_length,
+    plan_packs,
+)
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE, TrajectoryBatch, build_rows, read_batch
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
@@ -54,7 +61,13 @@ MAX_TOKENS = 32_768
 CURRENT = WeightVersion.unpack(FIRST_VERSION + 2)
 OBJECTIVE = ObjectiveConfig()
 PAGE_TOKENS = 256
-LAYOUTS = (Split(), Split(tp=2), Split(cp=2), Split(tp=2, cp=2), Split(tp=8, cp=4))
+LAYOUTS = (
+    PackLayout(),
+    PackLayout(tp=2),
+    PackLayout(cp=2),
+    PackLayout(tp=2, cp=2),
+    PackLayout(tp=8, cp=4),
+)
 """Padding is counted under each."""
 
 Tensors = Mapping[str, torch.Tensor]
@@ -79,24 +92,26 @@ class Ours:
         self.folder = folder
         self.batch = self.read()
 
-    def read(self) -> Batch:
+    def read(self) -> TrajectoryBatch:
         return read_batch(self.manifest, self.folder)
 
-    def rows(self) -> list[Row]:
-        return make_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
+    def rows(self) -> list[TrainingRow]:
+        return build_rows(self.batch, CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
 
     def pack(self) -> list[Pack]:
-        rows = make_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
+        rows = build_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
-        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=Split())
+        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackLayout())
         channels = list(rows[0].channels)
-        return [build_pack([rows[index] for index in part], channels, Split()) for part in plan]
+        return [
+            build_pack([rows[index] for index in part], channels, PackLayout()) for part in plan
+        ]
 
 
-def padding_waste(lengths: Sequence[int], split: Split) -> float:
+def padding_waste(lengths: Sequence[int], split: PackLayout) -> float:
     """Share of all places that hold no token."""
     (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=split)
-    sizes = [sum(padded_length(lengths[index], split) for index in part) for part in plan]
+    sizes = [sum(compute_padded_length(lengths[index], split) for index in part) for part in plan]
     places = sum(-(-size // split.pack_multiple) * split.pack_multiple for size in sizes)
     return 1.0 - sum(lengths) / places
 
@@ -226,7 +241,7 @@ def _pad_to_page(pack: Tensors) -> dict[str, torch.Tensor]:
     return {**padded, "cu_seqlens": functional.pad(pack["cu_seqlens"], (0, 1), value=places)}
 
 
-def check_same_advantages(ours: Sequence[Row], theirs: torch.Tensor) -> None:
+def check_same_advantages(ours: Sequence[TrainingRow], theirs: torch.Tensor) -> None:
     """Both ways must give the same number at every sampled token.
 
     The ancestor's stand at the place that predicts the token, ours at the token.

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.batch.packing import Row
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.model.cpu import megatron_cpu
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Samples,
@@ -75,19 +75,19 @@ class Bench:
 
     def __init__(self, sizes: learning.Sizes, rows: int, length: int) -> None:
         self.sizes, self.rows, self.length = sizes, rows, length
-        cpu.install()
+        megatron_cpu.patch_megatron_for_cpu()
         device = learning.open_lone_world("cpu")
         self.model = learning.make_hf_model(sizes, device, torch.float32)
         self.trainee = learning.Trainee(self.model, device, torch.float32, rows * length)
         self.generator = np.random.default_rng(SEED)
 
-    def batch(self, lengths: Sequence[int], scored_share: float = 1.0) -> list[Row]:
+    def batch(self, lengths: Sequence[int], scored_share: float = 1.0) -> list[TrainingRow]:
         return [
             learning.make_row(self.generator, length, self.sizes.vocab, scored_share)
             for length in lengths
         ]
 
-    def hugging_face(self, batch: Sequence[Row]) -> float:
+    def hugging_face(self, batch: Sequence[TrainingRow]) -> float:
         return learning.hf_forward_backward(self.model, batch, self.rows)
 
     def unpadded(self, pairs: int) -> tuple[Samples, float]:
@@ -102,7 +102,7 @@ class Bench:
         )
         return measure_pairs(sides, pairs), gap
 
-    def padded(self, batches: Sequence[Sequence[Row]]) -> Samples:
+    def padded(self, batches: Sequence[Sequence[TrainingRow]]) -> Samples:
         """One batch a round, the first of them unmeasured."""
         ours, theirs = iter(batches), iter(batches)
         sides = (

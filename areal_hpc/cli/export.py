@@ -42,12 +42,12 @@ def _export(arguments: argparse.Namespace) -> int:
     if find_spec("torch") is None:
         return _in_train_environment(recipe.cluster.train.python, arguments)
     from areal_hpc.rundir.paths import format_step_dir
-    from areal_hpc.trainer.commits.export import choose_commit, export_commit
+    from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
-    commit = choose_commit(layout.checkpoints_dir, arguments.step)
+    commit = choose_checkpoint(layout.checkpoints_dir, arguments.step)
     target = (out or layout.export(format_step_dir(commit.state.step))).resolve()
     print(f"exporting step {commit.state.step} of {layout.root}", flush=True)
-    export_commit(
+    export_checkpoint(
         commit, policy_model(recipe, layout), target, lambda line: print(line, flush=True)
     )
     print(target)

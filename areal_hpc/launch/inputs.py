@@ -16,7 +16,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.hub import snapshot
 from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import Recipe
-from areal_hpc.trainer.model.architecture import misfits, parse_architecture
+from areal_hpc.trainer.model.families.architecture import find_layout_problems, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
@@ -163,7 +163,7 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
     except RecipeError as error:
         yield from error.problems
         return
-    yield from misfits(arch, recipe.trainer.parallel)
+    yield from find_layout_problems(arch, recipe.trainer.parallel)
     if arch.heads % recipe.inference.tp:
         yield Problem(
             f"num_attention_heads {arch.heads} must be a multiple of tp {recipe.inference.tp}",

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from areal_hpc.errors import Problem
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model.architecture import Architecture
+from areal_hpc.trainer.model.families.architecture import Architecture
 
 GIB = 2**30
 RESERVE_BYTES = 2 * GIB

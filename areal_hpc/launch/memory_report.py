@@ -18,7 +18,7 @@ from areal_hpc.launch.memory import (
 )
 from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import Recipe
-from areal_hpc.trainer.model.architecture import (
+from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     parse_architecture,
     read_architecture,

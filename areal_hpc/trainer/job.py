@@ -7,6 +7,8 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,16 +22,17 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.conductor import Conductor
+from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.job_config import STOP_MARGIN_S, TrainerJobConfig
-from areal_hpc.trainer.learner import Learner, make_learner
-from areal_hpc.trainer.ledger_peer import LedgerPeer
-from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model.huggingface import hf_specs
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.ranks import from_rank_zero
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.ledger_client import LedgerClient
+from areal_hpc.trainer.loop.ledger_source import LedgerSource
+from areal_hpc.trainer.loop.loop import Coordinator, run_loop
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import MetricsWriter
+from areal_hpc.trainer.model.hf_weights import list_hf_specs
+from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 
@@ -39,18 +42,17 @@ STOP_POLL_S = 0.5
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train from the latest commit, or the starting model, to the last step.
+    """Train from the latest checkpoint, or the starting model, to the last step.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
     job = TrainerJobConfig.model_validate(config)
     layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
-    threading.Thread(
-        target=_give_up, args=(stop, job.stop_grace_s), name="stop-deadline", daemon=True
-    ).start()
+    deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
+    threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()
     run_rank(
         job.trainer.parallel,
         job.trainer.device,
@@ -65,72 +67,74 @@ def _train(
 ) -> bool:
     """Every rank's part; true when the run is complete."""
     is_first = dist.get_rank() == 0
-    taken = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
-    epoch = int(from_rank_zero(taken))
-    fence = make_generation_check(layout.generations_dir, epoch)
-    learner = make_learner(
-        job.trainer, layout, job.model_path, device, epoch=epoch, seed=job.seed, fence=fence
-    )
-    conductor = _make_conductor(job, layout, learner, device, stop) if is_first else None
-    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
-    finished = run_loop(learner, conductor, stop)
-    if finished and conductor:
-        make_generation_check(layout.generations_dir, learner.state.epoch)()
+    claimed = str(claim_next_number(layout.generations_dir)).encode() if is_first else None
+    generation = int(broadcast_object(claimed))
+    check_generation = make_generation_check(layout.generations_dir, generation)
+    learner = Learner(
+        job.trainer, layout, job.model_path, device,
+        generation=generation, seed=job.seed, check_generation=check_generation,
+    )  # fmt: skip
+    coordinator = None
+    if is_first:
+        coordinator = _make_coordinator(job, layout, learner, device, stop, check_generation)
+    gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
+    finished = run_loop(learner, coordinator, stop)
+    if finished and coordinator:
+        check_generation()
         layout.finished_marker.touch()
         fsync_path(layout.finished_marker)
         fsync_path(layout.finished_marker.parent)
-        conductor.finish()
-    if conductor:
-        conductor.close()
+        coordinator.source.finish()
+    if coordinator:
+        coordinator.close()
     learner.close()
     return finished
 
 
-def _make_conductor(
+def _make_coordinator(
     job: TrainerJobConfig,
     layout: RunPaths,
     learner: Learner,
     device: torch.device,
     stop: StopRequest,
-) -> Conductor:
-    """Rank 0's part: clean up after the last start, open the epoch, find the replicas."""
+    check_generation: Callable[[], None],
+) -> Coordinator:
+    """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
     learner.clean()
-    metrics = MetricsLog(layout.metrics, layout.tensorboard_dir, version.step)
+    metrics = MetricsWriter(layout.metrics, layout.tensorboard_dir, version.step)
+    record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    ledger = LedgerPeer(layout.rendezvous_dir, admin_key, version.epoch, lambda: stop.requested)
-    beside = SideEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
-    ledger.open_epoch(version.step, -1 if beside else version.step)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return Conductor(
+    ledger = LedgerClient(layout.rendezvous_dir, admin_key, version.epoch, lambda: stop.requested)
+    evaluation = AsyncEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
+    ledger.open_generation(version.step, -1 if evaluation else version.step)
+    source = LedgerSource(
         job.schedule,
-        version,
-        metrics.reopened or learner.reopened_line,
+        record,
         ledger=ledger,
         publisher=Publisher(
             job.weights,
             layout.rendezvous_dir,
             job.cells,
             admin_key,
-            backend,
+            "nccl" if device.type == "cuda" else "gloo",
             device,
             layout.weights_dir,
             evaluation_cell=job.evaluation_cell,
         ),
-        beside=beside,
         specs=[
             TensorSpec(name, shape, str(dtype).removeprefix("torch."))
-            for name, shape, dtype in hf_specs(learner.policy)
+            for name, shape, dtype in list_hf_specs(learner.policy)
         ],
-        metrics=metrics,
         events=EventLog(layout.events, "trainer"),
         stop=stop,
-        fence=make_generation_check(layout.generations_dir, version.epoch),
+        async_evaluation=evaluation,
     )
+    return Coordinator(job.schedule, record, source, stop, check_generation)
 
 
-def _give_up(stop: StopRequest, grace_s: float) -> None:
-    """End the process when a stop takes too long: a half-written commit stays invisible.
+def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
+    """End the process when a stop takes too long: a half-written checkpoint stays invisible.
 
     Under Slurm the supervisor finds out how long that is, and may correct itself.
     """

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from areal_hpc.cluster.job_config import JobConfig
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig, WarmupConfig
-from areal_hpc.trainer.schedule import Schedule
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.config import WeightsConfig
 
 STOP_MARGIN_S = 4.0

@@ -1,4 +1,4 @@
-"""What every trainer rank holds and does together: train on a batch, commit, export."""
+"""Learner: the policy of one rank, its updates, checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.telemetry import PhaseTimer
-from areal_hpc.trainer.batch.experience import (
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
     BEHAVIOUR,
     CURRENT,
-    describe,
+    build_rows,
     leave_out_unsound,
-    make_rows,
     read_batch,
+    summarize_batch,
 )
-from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits.store import CommitStore, load_commit
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.config import TrainerConfig
-from areal_hpc.trainer.metrics import finite
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
-from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.objective import SUMS as LOSS_SUMS
-from areal_hpc.trainer.objective import interpolate, policy_loss
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
-from areal_hpc.trainer.schedule import learning_rate
+from areal_hpc.trainer.metrics import replace_non_finite
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
+from areal_hpc.trainer.model.policy import DTYPES, build_policy
+from areal_hpc.trainer.objective.policy_loss import (
+    LOSS_SUMS,
+    compute_policy_loss,
+    interpolate_logprobs,
+)
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, compute_learning_rate
 from areal_hpc.trainer.step import (
+    LossStats,
     MicroBatch,
-    Tally,
     make_micro_batches,
-    run_passes,
-    train_once,
+    run_forward_backward,
+    train_step,
 )
 from areal_hpc.trainer.untrained import describe_norms, judge_norms
 from areal_hpc.wire.ledger import BatchManifest
@@ -51,58 +53,64 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 logger = logging.getLogger(__name__)
 
 PROXIMAL = "proximal"
-SUMS = (*LOSS_SUMS, "tokens", "places", "metered")
-MAXIMA = ("weight", "mismatch")
+STEP_SUMS = (*LOSS_SUMS, "tokens", "places", "metered")
+STEP_MAXIMA = ("weight", "mismatch")
 
 
 class Learner:
-    """The policy in training, at a committed point of the run or some steps after it.
+    """The policy in training, at the latest checkpoint of the run or some steps after it.
 
     Args:
-        policy: With its starting weights loaded.
         config: Objective, optimizer and sizes.
-        layout: Where shards are read and commits are written.
-        model_path: Tokenizer and configuration of exports come from here.
-        epoch: This start of the trainer.
-        seed: Recorded in commits.
-        fence: Called on rank 0 before a commit becomes visible.
+        layout: Where shards are read and checkpoints are written.
+        model_path: The weights before the first checkpoint, and what exports take beside weights.
+        device: Where this rank computes.
+        generation: This start of the trainer.
+        seed: Recorded in checkpoints.
+        check_generation: Called on rank 0 before a checkpoint becomes visible.
     """
 
     def __init__(
         self,
-        policy: Policy,
         config: TrainerConfig,
         layout: RunPaths,
         model_path: Path,
+        device: torch.device,
         *,
-        epoch: int,
+        generation: int,
         seed: int,
-        fence: Callable[[], None] = lambda: None,
+        check_generation: Callable[[], None] = lambda: None,
     ) -> None:
-        self.policy = policy
+        arch = read_architecture(model_path)
+        self.policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
+        load_hf(self.policy, HfModelReader(model_path).read)
         self._config = config
         self._layout = layout
         self._model_path = model_path
         self._events = EventLog(layout.events, "trainer")
-        self._commits = CommitStore(layout.checkpoints_dir, config.keep_commits, fence)
-        self._optimizer = build_optimizer(policy, config.optimizer)
-        self.state = TrainerState(step=0, epoch=epoch, seed=seed, forks=[GenerationFork(epoch, 0)])
-        self.reopened_line: FlatRow = {}
-        """What the commit knows of the metrics of its step."""
-        if (commit := self._commits.agree_on_latest()) is not None:
-            load_commit(policy, self._optimizer, commit)
+        self._checkpoints = CheckpointStore(
+            layout.checkpoints_dir, config.keep_commits, check_generation
+        )
+        self._optimizer = build_optimizer(self.policy, config.optimizer)
+        self.state = TrainerState(
+            step=0, epoch=generation, seed=seed, forks=[GenerationFork(generation, 0)]
+        )
+        self.reopened_row: FlatRow = {}
+        """What the checkpoint knows of the metrics of its step."""
+        if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
+            load_checkpoint(self.policy, self._optimizer, checkpoint)
             apply_settings(self._optimizer, config.optimizer)
-            held = commit.state
-            self.reopened_line = held.line
+            held = checkpoint.state
+            self.reopened_row = held.line
             self.state = msgspec.structs.replace(
                 held,
-                epoch=epoch,
+                epoch=generation,
                 seed=seed,
-                parent=commit.path.name,
-                forks=[*held.forks, GenerationFork(epoch, held.step)],
+                parent=checkpoint.path.name,
+                forks=[*held.forks, GenerationFork(generation, held.step)],
                 line={},
             )
-            logger.info("epoch %d resumes after step %d", epoch, held.step)
+            logger.info("epoch %d resumes after step %d", generation, held.step)
 
     @property
     def version(self) -> WeightVersion:
@@ -110,34 +118,34 @@ class Learner:
         return WeightVersion(self.state.epoch, self.state.step)
 
     def clean(self) -> None:
-        """Delete what interrupted commits left behind. For rank 0."""
-        self._commits.clean(self.state.epoch)
+        """Delete what interrupted checkpoints left behind. For rank 0."""
+        self._checkpoints.clean(self.state.epoch)
 
     def train(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
 
         Raises:
-            GradientError: A gradient is not finite and the recipe does not pass over it.
+            NonFiniteGradientError: A gradient is not finite and the recipe does not pass over it.
             ShardError: This rank could not read a shard.
-            OtherRankFailed: Another one could not.
+            OtherRankError: Another one could not.
         """
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
             whole = read_batch(manifest, self._layout.shards_dir)
             batch, untrained = leave_out_unsound(whole, manifest, self.policy.arch.vocab)
         with timer.phase("pack"):
-            rows = make_rows(batch, self.version, self.state.forks, config.objective)
+            rows = build_rows(batch, self.version, self.state.forks, config.objective)
             parts = [
                 make_micro_batches(
                     self.policy, part, list(rows[0].channels), config.max_tokens_per_microbatch
                 )
-                for part in _deal(rows, config.minibatches)
+                for part in _split_minibatches(rows, config.minibatches)
             ]
         with timer.phase("train"):
-            rate = learning_rate(self.state.step, config.total_steps, config.optimizer)
+            rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             tally, norms = self._optimise(parts, rate)
         untrained += self._judge(norms, manifest.step)
-        metrics = describe(batch, self.version, self.state.forks)
+        metrics = summarize_batch(batch, self.version, self.state.forks)
         self._advance(manifest, untrained)
         sums, maxima = tally.sums, tally.maxima
         tokens = max(1.0, sums["tokens"])
@@ -152,14 +160,14 @@ class Learner:
             "behaviour/weight_mean": sums["weight"] / tokens,
             "behaviour/weight_max": maxima["weight"],
             "behaviour/outside_fraction": sums["outside"] / tokens,
-            "behaviour/effective_fraction": effective_fraction(sums),
+            "behaviour/effective_fraction": compute_effective_sample_fraction(sums),
             "behaviour/kl": sums["kl"] / tokens,
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
             "logprob/metered_tokens": int(sums["metered"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
             **timer.metrics(),
         }
-        return finite(line)
+        return replace_non_finite(line)
 
     def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
@@ -176,35 +184,37 @@ class Learner:
 
     def _optimise(
         self, parts: Sequence[Sequence[MicroBatch]], rate: float
-    ) -> tuple[Tally, list[float]]:
+    ) -> tuple[LossStats, list[float]]:
         """One optimizer step per part: the tally over all ranks and the gradient norms.
 
         With a single part the weights at the start of the batch are those of its only forward
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """
-        tally = Tally()
+        tally = LossStats()
         if len(parts) > 1 and self._config.objective.proximal == "recompute":
             everything = [batch for part in parts for batch in part]
-            tally.add(run_passes(self.policy, everything, self._remember, backward=False))
+            tally.add(run_forward_backward(self.policy, everything, self._remember, backward=False))
         norms = []
         for number, part in enumerate(parts):
             loss = partial(self._loss, taken=number / len(parts))
-            seen, norm = train_once(self.policy, self._optimizer, part, loss, rate)
+            seen, norm = train_step(self.policy, self._optimizer, part, loss, rate)
             tally.add(seen)
             norms.append(norm)
-        return tally.over_all_ranks(SUMS, MAXIMA), norms
+        return tally.reduce_over_ranks(STEP_SUMS, STEP_MAXIMA), norms
 
-    def _remember(self, batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+    def _remember(
+        self, batch: MicroBatch, logprobs_N: torch.Tensor
+    ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL] = logprobs_N
-        return logprobs_N.sum(), meter(batch, logprobs_N)
+        return logprobs_N.sum(), measure_logprob_drift(batch, logprobs_N)
 
     def _loss(
         self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float
-    ) -> tuple[torch.Tensor, Tally]:
+    ) -> tuple[torch.Tensor, LossStats]:
         """The loss of a micro-batch after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
-        loss = policy_loss(
+        loss = compute_policy_loss(
             logprobs_N,
             self._proximal(batch, held_N, taken),
             batch.channels_N[BEHAVIOUR],
@@ -213,11 +223,11 @@ class Learner:
             self._config.objective,
         )
         sums, weight_max = loss.measured()
-        tally = Tally(
+        tally = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         if taken == 0 and PROXIMAL not in batch.channels_N:
-            tally.add(meter(batch, held_N))
+            tally.add(measure_logprob_drift(batch, held_N))
         return loss.total, tally
 
     def _proximal(self, batch: MicroBatch, held_N: torch.Tensor, taken: float) -> torch.Tensor:
@@ -227,7 +237,7 @@ class Learner:
                 return batch.channels_N[BEHAVIOUR]
             case "log_linear":
                 behaviour_N, age_N = batch.channels_N[BEHAVIOUR], batch.channels_N[AGE]
-                return interpolate(held_N, behaviour_N, age_N, taken)
+                return interpolate_logprobs(held_N, behaviour_N, age_N, taken)
             case "recompute":
                 return batch.channels_N.get(PROXIMAL, held_N)
 
@@ -244,64 +254,47 @@ class Learner:
                 logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 
-    def begin_commit(self, line: FlatRow) -> None:
+    def begin_checkpoint(self, row: FlatRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
 
         Returns once the state is copied: training may go on.
         """
-        state = msgspec.structs.replace(self.state, line=line)
-        path = self._commits.begin(self.policy, self._optimizer, state)
+        state = msgspec.structs.replace(self.state, line=row)
+        path = self._checkpoints.begin(self.policy, self._optimizer, state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
-    def poll_commit(self) -> bool:
-        """True when the commit in the writing became durable in this call. A collective."""
-        return self._commits.poll()
+    def poll_checkpoint(self) -> bool:
+        """True when the checkpoint being written became durable in this call. A collective."""
+        return self._checkpoints.poll()
 
-    def finish_commit(self) -> bool:
-        """Wait for the commit in the writing; false when there is none. A collective."""
-        return self._commits.finish()
+    def finish_checkpoint(self) -> bool:
+        """Wait for the checkpoint being written; false when there is none. A collective."""
+        return self._checkpoints.finish()
 
     def close(self) -> None:
         """End what runs beside the training."""
-        self._commits.close()
+        self._checkpoints.close()
 
     def export(self) -> None:
         """Write the weights as a Hugging Face model. A collective."""
         target = self._layout.export(format_step_dir(self.state.step))
-        save_hf(self.policy, self._model_path, target)
+        save_hf_model(self.policy, self._model_path, target)
 
 
-def make_learner(
-    config: TrainerConfig,
-    layout: RunPaths,
-    model_path: Path,
-    device: torch.device,
-    *,
-    epoch: int,
-    seed: int,
-    fence: Callable[[], None] = lambda: None,
-) -> Learner:
-    """A learner of the model at `model_path`, or of the latest commit that its run has made."""
-    arch = read_architecture(model_path)
-    policy = build_policy(arch, config.parallel, DTYPES[config.dtype], device)
-    load_hf(policy, ModelDirectory(model_path).read)
-    return Learner(policy, config, layout, model_path, epoch=epoch, seed=seed, fence=fence)
-
-
-def effective_fraction(sums: Mapping[str, float]) -> float:
+def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
     """Tokens of equal weight that would say as much, as a share of all: Kish's sample size."""
     squares = sums["applied_squared"] * sums["tokens"]
     return sums["applied"] ** 2 / squares if squares else 0.0
 
 
-def meter(batch: MicroBatch, logprobs_N: torch.Tensor) -> Tally:
+def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
     """How far the engine's log-probabilities are off, where it sampled from the same weights."""
     current_N = batch.channels_N[CURRENT] != 0
     gaps = (logprobs_N - batch.channels_N[BEHAVIOUR]).abs()[current_N]
-    largest = gaps.max().item() if gaps.numel() else 0.0
-    return Tally({"metered": gaps.numel()}, {"mismatch": largest})
+    max_gap = gaps.max().item() if gaps.numel() else 0.0
+    return LossStats({"metered": gaps.numel()}, {"mismatch": max_gap})
 
 
-def _deal(rows: Sequence[Row], hands: int) -> list[list[Row]]:
+def _split_minibatches(rows: Sequence[TrainingRow], hands: int) -> list[list[TrainingRow]]:
     """Rows dealt out in turn, so that each part sees every group; no part is empty."""
     return [list(rows[hand::hands]) for hand in range(min(hands, len(rows)))]

@@ -14,7 +14,7 @@ from areal_hpc.wire.replicas import Stall
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-def finite(line: FlatRow) -> FlatRow:
+def replace_non_finite(line: FlatRow) -> FlatRow:
     """The line with None in the place of infinities and of what is not a number."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -22,7 +22,7 @@ def finite(line: FlatRow) -> FlatRow:
     }
 
 
-def describe_stalls(stalls: Sequence[Stall]) -> FlatRow:
+def summarize_update_pauses(stalls: Sequence[Stall]) -> FlatRow:
     """What the newest update known of cost those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -45,16 +45,16 @@ def _order(version: str) -> WeightVersion:
     return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 
-class MetricsLog:
+class MetricsWriter:
     """`metrics.jsonl` and its TensorBoard copy.
 
-    On a resume, lines of steps after the commit are removed: those steps will be trained again.
-    The line of the committed step itself is taken back too, to be completed and written anew.
+    On a resume, lines of steps after the checkpoint are removed: those steps will be trained again.
+    The line of the saved step itself is taken back too, to be completed and written anew.
 
     Args:
         path: The JSON-lines file.
         tensorboard_dir: None writes no event files.
-        resume_step: The committed step training goes on from.
+        resume_step: The saved step training goes on from.
     """
 
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
@@ -80,15 +80,15 @@ class MetricsLog:
         if self._held is not None:
             self._held.append((step, values))
             return
-        append_line(self._path, {"step": step, **finite(values)})
+        append_line(self._path, {"step": step, **replace_non_finite(values)})
         if self._board is not None:
-            for name, value in finite(values).items():
+            for name, value in replace_non_finite(values).items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(name, value, step)
             self._board.flush()
 
     def hold(self) -> None:
-        """Keep lines back: they follow a commit that is not durable yet."""
+        """Keep lines back: they follow a checkpoint that is not durable yet."""
         self._held = self._held or []
 
     def release(self) -> None:

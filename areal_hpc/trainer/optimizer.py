@@ -10,9 +10,21 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.ranks import largest
+
+
+def compute_learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    last = max(1, total_steps - 1 - config.warmup_steps)
+    progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
+    if config.decay == "constant":
+        return config.lr * warmup
+    linear = 1.0 - progress
+    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
@@ -49,7 +61,7 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
 
 
 def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
-    """Give AdamW the recipe's settings: a commit brings those it was written with."""
+    """Give AdamW the recipe's settings: a checkpoint brings those it was written with."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
             # Megatron leaves this product to its own scheduler, which is not used here.
@@ -60,7 +72,7 @@ def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
 _NO_GRADIENT, _FINITE, _NOT_FINITE = range(3)
 
 
-def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
+def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
@@ -72,7 +84,7 @@ def optimizer_step(policy: Policy, optimizer: Any, rate: float) -> float:
     optimizer.prepare_grads()
     norm = float(optimizer.get_grad_norm())
     kind = _NOT_FINITE if not math.isfinite(norm) else _FINITE if norm else _NO_GRADIENT
-    agreed = largest(kind)
+    agreed = all_reduce_max(kind)
     if agreed == _FINITE:
         for group in optimizer.param_groups:
             group["lr"] = rate

@@ -11,18 +11,18 @@ import torch.distributed as dist
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.job_config import ReplayJobConfig
-from areal_hpc.trainer.learner import make_learner
-from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
+from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.wire.weight_version import GenerationFork
 
 
 def run(config: dict[str, Any]) -> None:
-    """Train the steps asked for, from the newest commit in the directory or the starting model.
+    """Train the steps asked for, from the newest checkpoint in the directory or the starting model.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
     job = ReplayJobConfig.model_validate(config)
@@ -39,15 +39,17 @@ def run(config: dict[str, Any]) -> None:
 
 def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     forks = [GenerationFork(epoch, step) for epoch, step in job.forks]
-    learner = make_learner(
-        job.trainer, layout, job.model_path, device, epoch=forks[-1].epoch, seed=job.seed
+    learner = Learner(
+        job.trainer, layout, job.model_path, device, generation=forks[-1].epoch, seed=job.seed
     )
     # Tokens are as old as they were: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
-    replay = None
+    coordinator = None
     if dist.get_rank() == 0:
         learner.clean()
-        replay = Replay(learner, layout, job.trainer, job.first_step, job.last_step, stop)
-    finished = run_loop(learner, replay, stop)
+        coordinator = make_replay_coordinator(
+            learner, layout, job.trainer, job.first_step, job.last_step, stop
+        )
+    finished = run_loop(learner, coordinator, stop)
     learner.close()
     return finished

@@ -1,4 +1,4 @@
-"""The supervised warm-up as a process: `areal_hpc.trainer.sft_job:run`."""
+"""Supervised fine-tuning process, one per rank: `areal_hpc.trainer.sft_job:run`."""
 
 from __future__ import annotations
 
@@ -13,37 +13,36 @@ import torch.distributed as dist
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.commits.store import CommitStore, load_commit
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
+from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.job_config import SftJobConfig
-from areal_hpc.trainer.metrics import MetricsLog
-from areal_hpc.trainer.model.architecture import read_architecture
-from areal_hpc.trainer.model.huggingface import ModelDirectory, load_hf, save_hf
+from areal_hpc.trainer.metrics import MetricsWriter
+from areal_hpc.trainer.model.families.architecture import read_architecture
+from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, Policy, build_policy
-from areal_hpc.trainer.optimizer import apply_settings, build_optimizer
-from areal_hpc.trainer.rank import run_rank
-from areal_hpc.trainer.ranks import any_rank
-from areal_hpc.trainer.schedule import learning_rate
-from areal_hpc.trainer.sft import (
-    Messages,
-    Tokenizer,
-    batch_indices,
+from areal_hpc.trainer.optimizer import apply_settings, build_optimizer, compute_learning_rate
+from areal_hpc.trainer.rank_main import run_rank
+from areal_hpc.trainer.sft_data import (
+    Conversation,
+    ConversationTokenizer,
+    get_batch_indices,
     read_demonstrations,
 )
-from areal_hpc.trainer.step import MicroBatch, Tally, make_micro_batches, train_once
+from areal_hpc.trainer.step import LossStats, MicroBatch, make_micro_batches, train_step
 from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
 
 logger = logging.getLogger(__name__)
 
-KEPT_COMMITS = 2
-EPOCH = 0
-"""The warm-up samples nothing: its weights need no version, and its starts no numbers."""
+KEPT_CHECKPOINTS = 2
+SFT_GENERATION = 0
+"""The warm-up samples nothing: its weights need no version, and its starts no generation."""
 
 
 def run(config: dict[str, Any]) -> None:
     """Fine-tune, and leave the model in `export/warmup`.
 
     Raises:
-        SystemExit: Stopped by a signal before the end, the work so far being committed; or another
+        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
             rank failed.
     """
     job = SftJobConfig.model_validate(config)
@@ -63,39 +62,39 @@ def _train(job: SftJobConfig, layout: RunPaths, device: torch.device, stop: Stop
     arch = read_architecture(job.model_path)
     policy = build_policy(arch, job.parallel, DTYPES[job.dtype], device)
     trainer = SftTrainer(job, layout, policy)
-    gc.freeze()  # Megatron collects garbage at every commit: not among what imports left
+    gc.freeze()  # Megatron collects garbage at every checkpoint: not among what imports left
     finished = trainer.train(stop)
     if finished:
-        save_hf(policy, job.model_path, layout.sft_export)
+        save_hf_model(policy, job.model_path, layout.sft_export)
     trainer.close()
     return finished
 
 
 class SftTrainer:
-    """The warm-up's loop, resumed from its latest commit when there is one."""
+    """Loop of supervised fine-tuning, resumed from its latest checkpoint when there is one."""
 
     def __init__(self, job: SftJobConfig, layout: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
-        self._commits = CommitStore(layout.sft_dir, KEPT_COMMITS)
-        self._tokenizer = Tokenizer(job.model_path)
+        self._checkpoints = CheckpointStore(layout.sft_dir, KEPT_CHECKPOINTS)
+        self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
-        load_hf(policy, ModelDirectory(job.model_path).read)
+        load_hf(policy, HfModelReader(job.model_path).read)
         self._optimizer = build_optimizer(policy, job.warmup.optimizer)
-        self._step = self._committed = 0
+        self._step = self._saved_step = 0
         self._parent: str | None = None
         self._untrained: list[UntrainedRecord] = []
-        if (commit := self._commits.agree_on_latest()) is not None:
-            load_commit(policy, self._optimizer, commit)
+        if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
+            load_checkpoint(policy, self._optimizer, checkpoint)
             apply_settings(self._optimizer, job.warmup.optimizer)
-            self._step = self._committed = commit.state.step
-            self._parent = commit.path.name
-            self._untrained = list(commit.state.untrained)
+            self._step = self._saved_step = checkpoint.state.step
+            self._parent = checkpoint.path.name
+            self._untrained = list(checkpoint.state.untrained)
             logger.info("resuming the warm-up after step %d", self._step)
         self._metrics = None
         if dist.get_rank() == 0:
-            self._commits.clean(EPOCH)
-            self._metrics = MetricsLog(layout.sft_metrics, None, self._step)
+            self._checkpoints.clean(SFT_GENERATION)
+            self._metrics = MetricsWriter(layout.sft_metrics, None, self._step)
             if self._metrics.reopened:
                 self._metrics.write(self._step, self._metrics.reopened)
 
@@ -103,21 +102,21 @@ class SftTrainer:
         """Train to the end; false when a stop was asked for on any rank before it."""
         warmup = self._job.warmup
         while self._step < warmup.total_steps:
-            if any_rank(stop.requested):
-                if self._step > self._committed:
-                    self._begin_commit()
-                self._commits.finish()
+            if any_true(stop.requested):
+                if self._step > self._saved_step:
+                    self._begin_checkpoint()
+                self._checkpoints.finish()
                 return False
             self._train_step()
-            self._commits.poll()
+            self._checkpoints.poll()
             if self._step % warmup.commit_every_steps == 0 or self._step == warmup.total_steps:
-                self._begin_commit()
-        self._commits.finish()
+                self._begin_checkpoint()
+        self._checkpoints.finish()
         return True
 
     def close(self) -> None:
         """End what runs beside the training."""
-        self._commits.close()
+        self._checkpoints.close()
 
     def _train_step(self) -> None:
         warmup, began = self._job.warmup, time.perf_counter()
@@ -127,8 +126,8 @@ class SftTrainer:
             (),
             warmup.max_tokens_per_microbatch,
         )
-        rate = learning_rate(self._step, warmup.total_steps, warmup.optimizer)
-        tally, norm = train_once(self._policy, self._optimizer, batches, imitation_loss, rate)
+        rate = compute_learning_rate(self._step, warmup.total_steps, warmup.optimizer)
+        tally, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = judge_norms(
             [norm],
             self._step + 1,
@@ -144,7 +143,7 @@ class SftTrainer:
             logger.warning("step %d of the warm-up is not taken: its norm is %s", self._step, norm)
         if self._step % warmup.log_every_steps and self._step != warmup.total_steps:
             return
-        total = tally.over_all_ranks(("loss", "tokens", "places"), ()).sums
+        total = tally.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
         seconds = time.perf_counter() - began
         if self._metrics is not None:
             self._metrics.write(
@@ -160,24 +159,26 @@ class SftTrainer:
                 },
             )
 
-    def _batch(self) -> list[Messages]:
+    def _batch(self) -> list[Conversation]:
         size, data = self._job.warmup.batch_size, self._demonstrations
-        chosen = batch_indices(self._step, size, len(data), self._job.seed)
+        chosen = get_batch_indices(self._step, size, len(data), self._job.seed)
         return [data[index] for index in chosen]
 
-    def _begin_commit(self) -> None:
+    def _begin_checkpoint(self) -> None:
         state = TrainerState(
             step=self._step,
-            epoch=EPOCH,
+            epoch=SFT_GENERATION,
             seed=self._job.seed,
             parent=self._parent,
             untrained=self._untrained,
         )
-        self._parent = self._commits.begin(self._policy, self._optimizer, state).name
-        self._committed = self._step
+        self._parent = self._checkpoints.begin(self._policy, self._optimizer, state).name
+        self._saved_step = self._step
 
 
-def imitation_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     """Cross entropy summed over the replies' tokens."""
     total = -logprobs_N.sum()
-    return total, Tally({"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places})
+    return total, LossStats(
+        {"loss": total.item(), "tokens": len(logprobs_N), "places": batch.places}
+    )

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, Row, build_pack, plan_packs
-from areal_hpc.trainer.correction import Rows
-from areal_hpc.trainer.model.logprobs import token_logprobs
-from areal_hpc.trainer.model.packed_attention import PackedAttention
+from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, TrainingRow, build_pack, plan_packs
+from areal_hpc.trainer.model.attention_plan import AttentionPlan
+from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.policy import Policy
-from areal_hpc.trainer.optimizer import optimizer_step
+from areal_hpc.trainer.objective.importance_sampling import TokenRows
+from areal_hpc.trainer.optimizer import step_optimizer
 
 
 @dataclass(slots=True, eq=False)
@@ -29,20 +29,20 @@ class MicroBatch:
     input_ids_1T: torch.Tensor
     labels_N: torch.Tensor
     channels_N: dict[str, torch.Tensor]
-    rows: Rows
-    attention: PackedAttention
+    rows: TokenRows
+    attention: AttentionPlan
     places: int
     """Tokens of the pass, padding included."""
 
 
 @dataclass(slots=True, eq=False)
-class Tally:
+class LossStats:
     """What loss functions add up over tokens: sums and maxima by name."""
 
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
 
-    def add(self, other: Tally) -> None:
+    def add(self, other: LossStats) -> None:
         """Merge another tally into this one."""
         for name, value in other.sums.items():
             self.sums[name] = self.sums.get(name, 0.0) + value
@@ -50,7 +50,7 @@ class Tally:
             held = self.maxima.get(name, value)
             self.maxima[name] = value if math.isnan(value) else max(held, value)
 
-    def over_all_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> Tally:
+    def reduce_over_ranks(self, names: Sequence[str], maxima: Sequence[str]) -> LossStats:
         """The same numbers over the whole world, on every rank. A collective.
 
         Only the first tensor-parallel rank of the last stage counts: the others saw the same
@@ -73,18 +73,18 @@ class Tally:
             both = torch.stack([tops.nan_to_num(0.0, torch.inf, -torch.inf), odd.double()])
             dist.all_reduce(both, op=dist.ReduceOp.MAX)
             tops = both[0].masked_fill(both[1] > 0, torch.nan)
-        return Tally(
+        return LossStats(
             dict(zip(names, sums.tolist(), strict=True)),
             dict(zip(maxima, tops.tolist(), strict=True)),
         )
 
 
-LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Tally]]
+LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
 """From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
 
 
 def make_micro_batches(
-    policy: Policy, rows: Sequence[Row], channels: Sequence[str], max_tokens: int
+    policy: Policy, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
 ) -> list[MicroBatch]:
     """This rank's share of the rows, packed. All ranks must pass the same rows."""
     plan = plan_packs(
@@ -106,7 +106,7 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
         input_ids_1T=move(pack.input_ids_T)[None],
         labels_N=move(pack.labels_N),
         channels_N={name: move(values) for name, values in pack.channels_N.items()},
-        rows=Rows(
+        rows=TokenRows(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
         attention=policy.attention(pack),
@@ -114,20 +114,20 @@ def _to_device(policy: Policy, pack: Pack) -> MicroBatch:
     )
 
 
-def run_passes(
+def run_forward_backward(
     policy: Policy, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
-) -> Tally:
+) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
     of the whole batch. The tally is complete only on the last pipeline stage.
     """
-    tally = Tally()
+    tally = LossStats()
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        logprobs_N = token_logprobs(
+        logprobs_N = compute_token_logprobs(
             logits_1NV.flatten(0, 1),
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE),
@@ -158,9 +158,9 @@ def run_passes(
     return tally
 
 
-def train_once(
+def train_step(
     policy: Policy, optimizer: Any, batches: Sequence[MicroBatch], loss: LossFunction, rate: float
-) -> tuple[Tally, float]:
+) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's tally, the gradient norm before clipping."""
-    tally = run_passes(policy, batches, loss, backward=True)
-    return tally, optimizer_step(policy, optimizer, rate)
+    tally = run_forward_backward(policy, batches, loss, backward=True)
+    return tally, step_optimizer(policy, optimizer, rate)

@@ -13,7 +13,7 @@ MAX_NONFINITE_IN_A_ROW = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
 
-class GradientError(ArealError):
+class NonFiniteGradientError(ArealError):
     """Gradients are not finite, and the run does not go on without them. The last commit stands."""
 
 
@@ -29,7 +29,7 @@ def judge_norms(
 ) -> list[UntrainedRecord]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
-    Pure; the streak is read from what earlier batches left, which commits hold: a resumed run
+    Pure; the streak is read from what earlier batches left, which checkpoints hold: a resumed run
     decides as the one that was not interrupted.
 
     Args:
@@ -42,8 +42,8 @@ def judge_norms(
         way_out: What to try once skipping has not helped.
 
     Raises:
-        GradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the last of
-            `MAX_NONFINITE_IN_A_ROW` such batches.
+        NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
+            last of `MAX_NONFINITE_IN_A_ROW` such batches.
     """
     odd = [norm for norm in norms if not math.isfinite(norm)]
     if not odd:
@@ -53,14 +53,14 @@ def judge_norms(
     )
     key = f"{section}.on_nonfinite"
     if on_nonfinite == "stop":
-        raise GradientError(
+        raise NonFiniteGradientError(
             f"{name(step)}: {reason}",
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last commit stands",
         )
     before = range(step - MAX_NONFINITE_IN_A_ROW + 1, step)
     if {*before} <= {one.step for one in earlier if not one.tickets}:
-        raise GradientError(
+        raise NonFiniteGradientError(
             f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
             f"{key}=skip ends after {MAX_NONFINITE_IN_A_ROW} batches in a row",
             key=key,

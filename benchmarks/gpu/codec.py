@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import torch
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
-from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
+from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
@@ -43,7 +43,7 @@ class Bench:
         policy = learning.Trainee(model, device, torch.bfloat16, max_tokens=1024).policy
         specs = [
             TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
-            for name, shape, dtype in hf_specs(policy)
+            for name, shape, dtype in list_hf_specs(policy)
         ]
         self.buckets = plan_buckets(specs, BUCKET_BYTES)
         self.bytes = sum(bucket.size_bytes for bucket in self.buckets)
@@ -79,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=9, help="rounds that count")
     add_out(parser, "gpu_codec")
     arguments = parser.parse_args(argv)
-    cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device)
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     report(figures, settings, arguments.out)
-    close_world()
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.parallel import close_world
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.process_groups import destroy_process_groups
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report, wall_ratio
 from benchmarks.trainer import SEED, SIGMA, lognormal_lengths
@@ -64,22 +64,22 @@ class Bench:
         self.max_tokens = max_tokens
         self.generator = np.random.default_rng(SEED)
 
-    def batch(self, lengths: Sequence[int], scored_share: float) -> list[Row]:
+    def batch(self, lengths: Sequence[int], scored_share: float) -> list[TrainingRow]:
         return [
             learning.make_row(self.generator, length, self.sizes.vocab, scored_share)
             for length in lengths
         ]
 
-    def hugging_face(self, batch: Sequence[Row]) -> None:
+    def hugging_face(self, batch: Sequence[TrainingRow]) -> None:
         """As many rows a pass as the padded pass holds tokens for."""
         longest = max(len(row.input_ids_T) for row in batch)
         learning.hf_forward_backward(self.model, batch, max(1, self.max_tokens // longest))
         synchronize(self.device)
 
-    def compare(self, batches: Sequence[list[Row]]) -> dict[str, float]:
+    def compare(self, batches: Sequence[list[TrainingRow]]) -> dict[str, float]:
         """Paired rounds, one batch each, the first unmeasured."""
-        ours: Iterator[list[Row]] = iter(batches)
-        theirs: Iterator[list[Row]] = iter(batches)
+        ours: Iterator[list[TrainingRow]] = iter(batches)
+        theirs: Iterator[list[TrainingRow]] = iter(batches)
         sides = (
             Side(OURS, lambda: self.trainee.step(next(ours))),
             Side(THEIRS, lambda: self.hugging_face(next(theirs))),
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="of one micro-batch")
     add_out(parser, "gpu_trainer")
     arguments = parser.parse_args(argv)
-    cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device, arguments.max_tokens)
@@ -161,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "torch": torch.__version__,
     }
     report(figures, settings, arguments.out)
-    close_world()
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

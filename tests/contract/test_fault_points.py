@@ -7,7 +7,9 @@ from importlib import import_module
 
 import pytest
 
-from areal_hpc.trainer import cpu  # noqa: F401 (before anything of Megatron)
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from tests.faults.kills import HELD, POINTS, UPDATE, Point
 
 

@@ -17,7 +17,7 @@ from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.launch.devices import shortages
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.trainer.model.architecture import misfits, read_architecture
+from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from areal_hpc.user_function import load_function
 
 CHECKOUT = Path(__file__).parents[2]
@@ -106,7 +106,7 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
     assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
     assert recipe.model.hub is not None
     arch = read_architecture(MODELS / recipe.model.hub.removeprefix("Qwen/"))
-    assert list(misfits(arch, recipe.trainer.parallel)) == []
+    assert list(find_layout_problems(arch, recipe.trainer.parallel)) == []
     assert arch.heads % recipe.inference.tp == 0
     longest = recipe.inference.context_tokens
     assert longest is not None

@@ -161,7 +161,7 @@ RULES: list[tuple[Rule, Module]] = [
         Module("a.py", "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
     ),
     (modules_are_named_for_what_they_hold, Module("trainer/utils.py", "")),
-    (only_the_command_line_prints, Module("trainer/loop.py", "print(1)")),
+    (only_the_command_line_prints, Module("trainer/loop/loop.py", "print(1)")),
     (
         broad_excepts_say_why,
         Module("a.py", "try:\n    f()\nexcept (OSError, Exception):\n    pass"),

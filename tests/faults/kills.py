@@ -52,7 +52,7 @@ POINTS = {
         "areal_hpc.trainer.learner:Learner._advance", "before", "the optimizer has stepped"
     ),
     "commit": Point(
-        "areal_hpc.trainer.commits.store:CommitStore._put_in_place",
+        "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place",
         "before",
         "a commit is written but not visible",
     ),
@@ -63,12 +63,12 @@ UPDATE = Point(
 )
 HELD = {
     "collective": Point(
-        "areal_hpc.trainer.step:optimizer_step",
+        "areal_hpc.trainer.step:step_optimizer",
         "held",
         "one rank is kept from the optimizer's collectives, the others wait in them",
     ),
     "save": Point(
-        "areal_hpc.trainer.commits.store:CommitStore._put_in_place",
+        "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place",
         "held",
         "a commit is written but not visible",
     ),

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer.batch.experience import ADVANTAGE
-from areal_hpc.trainer.batch.packing import Row, zig_zag
-from areal_hpc.trainer.model.huggingface import export_hf, hf_specs
-from areal_hpc.trainer.model.logprobs import token_logprobs
-from areal_hpc.trainer.model.segments import plan_segments
-from areal_hpc.trainer.parallel import close_world
-from areal_hpc.trainer.step import MicroBatch, Tally, run_passes
+from areal_hpc.trainer.batch.packing import TrainingRow, zigzag_positions
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE
+from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
+from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
+from areal_hpc.trainer.process_groups import destroy_process_groups
+from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
 from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import word_hash
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
@@ -63,7 +63,7 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
     held = [
         np.concatenate(
             [
-                start + (zig_zag(int(length), cp, rank) if cp > 1 else np.arange(length))
+                start + (zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
                 for start, length in zip(starts, lengths, strict=True)
             ]
         )
@@ -71,7 +71,7 @@ def attention_gaps(device: torch.device, dtype: torch.dtype, cp: int) -> dict[st
     ]
     gathered = torch.from_numpy(np.concatenate(held)).to(device)
     attended = [
-        plan_segments(lengths, cp=cp, cp_rank=rank, device=device).attend(
+        plan_varlen_attention(lengths, cp=cp, cp_rank=rank, device=device).attend(
             parts[0][torch.from_numpy(held[rank]).to(device)],
             parts[1][gathered],
             parts[2][gathered],
@@ -111,7 +111,9 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     # An intermediate, as in the model: its storage becomes that of the gradient.
     assert dist.group.WORLD is not None
-    values = token_logprobs(logits.view_as(logits), labels, temperature, vocab, dist.group.WORLD)
+    values = compute_token_logprobs(
+        logits.view_as(logits), labels, temperature, vocab, dist.group.WORLD
+    )
     (gradient,) = torch.autograd.grad(values.sum(), logits)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     expected = kept.log_softmax(-1)
@@ -124,20 +126,20 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
     }
 
 
-def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     gap = (logprobs_N.detach() - batch.channels_N[EXPECTED]).abs().max().item()
     total = -(logprobs_N * batch.channels_N[ADVANTAGE]).sum()
-    return total, Tally({"tokens": len(logprobs_N)}, {"gap": gap})
+    return total, LossStats({"tokens": len(logprobs_N)}, {"gap": gap})
 
 
-def hf_logprobs(model: Any, row: Row) -> torch.Tensor:
+def hf_logprobs(model: Any, row: TrainingRow) -> torch.Tensor:
     """Of every token but the first, float32."""
     ids = torch.from_numpy(row.input_ids_T).long().to(model.device)
     logits: torch.Tensor = model(ids[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
 
-def hf_gradients(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
+def hf_gradients(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
     """Of the token mean of -advantage x log-probability."""
     tokens = sum(len(row.input_ids_T) - 1 for row in rows)
     for row in rows:
@@ -177,7 +179,7 @@ def parity(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
         rows.append(dataclasses.replace(row, channels={**row.channels, EXPECTED: expected_T}))
     trainee = Trainee(same, device, dtype, max_tokens=512)
     batches = trainee.pack(rows, (ADVANTAGE, EXPECTED))
-    tally = run_passes(trainee.policy, batches, weighted_loss, backward=True)
+    tally = run_forward_backward(trainee.policy, batches, weighted_loss, backward=True)
     ours, theirs = trainee_gradients(trainee), hf_gradients(same, rows)
     names = sorted(ours)
     expected = flattened(hf_gradients(exact, rows), names)
@@ -220,7 +222,7 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     """Every weight through buckets on the device; hashes there and on the host."""
     specs = [
         TensorSpec(name, tuple(shape), str(dtype).removeprefix("torch."))
-        for name, shape, dtype in hf_specs(trainee.policy)
+        for name, shape, dtype in list_hf_specs(trainee.policy)
     ]
     buckets = plan_buckets(specs, bucket_bytes=16 << 20)
     buffers = PackingBuffers(trainee.policy.device)
@@ -263,10 +265,10 @@ def findings(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     device = open_lone_world(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(findings(device), indent=1))
-    close_world()
+    destroy_process_groups()
 
 
 if __name__ == "__main__":

@@ -15,25 +15,25 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Floats = npt.NDArray[np.float32]
-Ints = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+IntArray = npt.NDArray[np.int64]
 
 TEMPERATURE = "temperature"
 """The channel that, where a batch has it, divides the logits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Row:
+class TrainingRow:
     """One sequence to learn from. Every array has length T and speaks of the token at its place."""
 
     input_ids_T: npt.NDArray[np.int32]
     loss_mask_T: npt.NDArray[np.uint8]
-    channels: Mapping[str, Floats]
+    channels: Mapping[str, FloatArray]
     """Per-token numbers the loss needs; read where `loss_mask_T` is 1."""
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class PackLayout:
     """The parallel sizes that shape a pack."""
 
     tp: int = 1
@@ -55,28 +55,28 @@ class Split:
 class Pack:
     """One forward pass of one context-parallel rank. T: its tokens; N: those it is scored on."""
 
-    lengths: Ints
+    lengths: IntArray
     """Padded length of each sequence over all context-parallel ranks [S]."""
-    input_ids_T: Ints
-    positions_T: Ints
+    input_ids_T: IntArray
+    positions_T: IntArray
     """Position of each local token within its sequence."""
-    targets_N: Ints
+    targets_N: IntArray
     """Local places whose logits predict a token of the loss."""
-    labels_N: Ints
+    labels_N: IntArray
     """The tokens they predict."""
-    rows_N: Ints
+    rows_N: IntArray
     """The place of each one's sequence among those of the pack."""
-    channels_N: dict[str, Floats]
+    channels_N: dict[str, FloatArray]
     """The rows' channels at the predicted tokens."""
 
 
-def padded_length(length: int, split: Split) -> int:
+def compute_padded_length(length: int, split: PackLayout) -> int:
     """Tokens a sequence takes in a pack."""
     return -(-length // split.sequence_multiple) * split.sequence_multiple
 
 
 def plan_packs(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: Split
+    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: PackLayout
 ) -> list[list[list[int]]]:
     """Sequences by data-parallel rank and micro-batch: `plan[rank][micro_batch]` lists indices.
 
@@ -84,7 +84,7 @@ def plan_packs(
     sequences are placed first, always into the least loaded pack. Packs hold at most `max_tokens`
     tokens, except that a longer sequence gets a pack of its own.
     """
-    sizes = [padded_length(length, split) for length in lengths]
+    sizes = [compute_padded_length(length, split) for length in lengths]
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     needed = -(-sum(sizes) // max_tokens)
     rounds = max(1, -(-needed // ranks))
@@ -105,7 +105,7 @@ def _least_loaded(order: Sequence[int], sizes: Sequence[int], packs: int) -> lis
     return plan
 
 
-def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pack:
+def build_pack(rows: Sequence[TrainingRow], channels: Sequence[str], split: PackLayout) -> Pack:
     """Lay rows end to end and keep this context-parallel rank's part.
 
     A pack without rows holds one filler sequence that is scored nowhere: the rank must still
@@ -114,7 +114,7 @@ def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pa
     The logits at a token's place predict the next token, so the first token of a sequence is
     never scored, whatever its mask says.
     """
-    lengths = np.array([padded_length(len(row.input_ids_T), split) for row in rows] or [0])
+    lengths = np.array([compute_padded_length(len(row.input_ids_T), split) for row in rows] or [0])
     lengths[-1] += -int(lengths.sum()) % split.pack_multiple or (0 if rows else split.pack_multiple)
     total = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
@@ -142,19 +142,32 @@ def build_pack(rows: Sequence[Row], channels: Sequence[str], split: Split) -> Pa
     )
 
 
-def _local_places(lengths: Ints, split: Split) -> tuple[Ints, Ints]:
+def _local_places(lengths: IntArray, split: PackLayout) -> tuple[IntArray, IntArray]:
     """Global place and in-sequence position of each token this context-parallel rank holds."""
     starts = np.cumsum(lengths) - lengths
     if split.cp == 1:
         places_T = np.arange(int(lengths.sum()))
         return places_T, places_T - np.repeat(starts, lengths)
-    positions = [zig_zag(int(length), split.cp, split.cp_rank) for length in lengths]
+    positions = [zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
     places = [start + position for start, position in zip(starts, positions, strict=True)]
     return np.concatenate(places), np.concatenate(positions)
 
 
-def zig_zag(length: int, cp: int, rank: int) -> Ints:
+def zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
     """Positions of a sequence held by context-parallel rank `rank`: chunks rank and 2cp-1-rank."""
     chunk = length // (2 * cp)
     first = np.arange(chunk)
     return np.concatenate([first + rank * chunk, first + (2 * cp - 1 - rank) * chunk])
+
+
+def get_gathered_positions(index: int, lengths: IntArray, cp: int) -> IntArray:
+    """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
+    local_total = int(lengths.sum()) // cp
+    start = int(lengths[:index].sum()) // cp
+    if cp == 1:
+        return start + np.arange(int(lengths[index]))
+    places = np.empty(int(lengths[index]), dtype=np.int64)
+    for rank in range(cp):
+        held = zigzag_positions(int(lengths[index]), cp, rank)
+        places[held] = rank * local_total + start + np.arange(len(held))
+    return places

@@ -14,7 +14,7 @@ import torch
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.module import MegatronModule
 
-from areal_hpc.trainer.model.packed_attention import PackedAttention, rotate
+from areal_hpc.trainer.model.attention_plan import AttentionPlan, apply_rotary
 
 
 class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
@@ -44,12 +44,12 @@ class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
         value: torch.Tensor,
         attention_mask: None = None,
         *,
-        packed_seq_params: PackedAttention,
+        packed_seq_params: AttentionPlan,
         **_: Any,
     ) -> torch.Tensor:
         """Queries [t, heads, d], keys and values [t, kv_heads, d] to [t, heads * d]."""
         plan = packed_seq_params
-        query, key = rotate(query, plan), rotate(key, plan)
+        query, key = apply_rotary(query, plan), apply_rotary(key, plan)
         if self.context_group.size() > 1:
             key, value = (
                 gather_from_sequence_parallel_region(part.contiguous(), group=self.context_group)

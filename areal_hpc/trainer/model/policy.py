@@ -21,15 +21,20 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.batch.packing import Pack, Split
+from areal_hpc.trainer.batch.packing import Pack, PackLayout
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.model.architecture import Architecture, misfits
 from areal_hpc.trainer.model.attention import PackedCausalAttention
-from areal_hpc.trainer.model.gated import gated
-from areal_hpc.trainer.model.head import ScoredGPT
-from areal_hpc.trainer.model.naming import OUTPUT, Parameter, name_table, padded_vocab
-from areal_hpc.trainer.model.norm import RMSNorm
-from areal_hpc.trainer.model.packed_attention import PackedAttention, plan_attention
+from areal_hpc.trainer.model.attention_plan import AttentionPlan, plan_attention
+from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems
+from areal_hpc.trainer.model.families.weight_map import (
+    OUTPUT,
+    Parameter,
+    build_weight_map,
+    pad_vocab_size,
+)
+from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
+from areal_hpc.trainer.model.kernels.swiglu import swiglu
+from areal_hpc.trainer.model.lm_head import ScoredTokenGPT
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -39,12 +44,12 @@ class Policy:
     """The network being trained, as this rank holds it."""
 
     arch: Architecture
-    gpt: ScoredGPT
+    gpt: ScoredTokenGPT
     replica: DistributedDataParallel
     """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
     device: torch.device
-    split: Split
+    split: PackLayout
     frequencies: torch.Tensor
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
@@ -54,7 +59,7 @@ class Policy:
     @property
     def table(self) -> list[Parameter]:
         """Every parameter of the whole network."""
-        return name_table(self.arch)
+        return build_weight_map(self.arch)
 
     def local(self, parameter: Parameter) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
@@ -83,7 +88,7 @@ class Policy:
             return None
         return self._held.get(OUTPUT)
 
-    def attention(self, pack: Pack) -> PackedAttention:
+    def attention(self, pack: Pack) -> AttentionPlan:
         """The attention tables of one pack."""
         return plan_attention(
             pack.lengths, pack.positions_T, pack.targets_N, self.frequencies,
@@ -96,18 +101,18 @@ def build_policy(
 ) -> Policy:
     """An uninitialised network on this rank; load weights into it before use.
 
-    Process groups must exist (`parallel.open_world`).
+    Process groups must exist (`process_groups.open_world`).
 
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.
     """
-    if problems := list(misfits(arch, parallel)):
+    if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.of(problems)
-    config = transformer_config(arch, parallel, dtype, device)
-    gpt = ScoredGPT(
+    config = build_transformer_config(arch, parallel, dtype, device)
+    gpt = ScoredTokenGPT(
         config,
         _block_spec(config),
-        vocab_size=padded_vocab(arch, parallel.tp),
+        vocab_size=pad_vocab_size(arch, parallel.tp),
         max_sequence_length=0,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
@@ -132,12 +137,12 @@ def build_policy(
         replica=replica,
         dtype=dtype,
         device=device,
-        split=Split(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
+        split=PackLayout(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
         frequencies=torch.tensor(arch.rope_frequencies(), dtype=torch.float32, device=device),
     )
 
 
-def transformer_config(
+def build_transformer_config(
     arch: Architecture, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
@@ -218,7 +223,7 @@ def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = spec.submodules.mlp.submodules
     gated_mlp = mlp if config.num_moe_experts is None else mlp.experts.submodules
-    gated_mlp.activation_func = gated
+    gated_mlp.activation_func = swiglu
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     layers = get_num_layers_to_build(config)
     return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RMSNorm)

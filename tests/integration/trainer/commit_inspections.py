@@ -25,18 +25,22 @@ from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.batch import experience
-from areal_hpc.trainer.commits import sharded
-from areal_hpc.trainer.commits import store as checkpoint
-from areal_hpc.trainer.commits.store import CommitStore
-from areal_hpc.trainer.commits.writer_peer import WriterPeer
+from areal_hpc.trainer import megatron_private
+from areal_hpc.trainer.batch import training_rows
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints import store as checkpoint
+from areal_hpc.trainer.checkpoints.store import CheckpointStore
+from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop import run_loop
+from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.optimizer import apply_settings
-from areal_hpc.trainer.ranks import any_rank
-from areal_hpc.trainer.replay import Replay
-from areal_hpc.trainer.step import Tally
+from areal_hpc.trainer.step import LossStats
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import Trajectory
 from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
@@ -48,8 +52,8 @@ def begin(scenario: Scenario, layout: RunPaths) -> Learner:
     """A learner with one step taken and committed, and a second step taken."""
     learner = make_learner(scenario, layout)
     step(learner, layout, 1)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     step(learner, layout, 2)
     return learner
 
@@ -66,15 +70,15 @@ def names(layout: RunPaths) -> list[str]:
     return sorted(p.name for p in layout.checkpoints_dir.glob("step_*") if (p / MARKER).exists())
 
 
-def writer_of(learner: Learner) -> WriterPeer:
-    assert learner._commits._writer is not None
-    return learner._commits._writer
+def writer_of(learner: Learner) -> WriterClient:
+    assert learner._checkpoints._writer is not None
+    return learner._checkpoints._writer
 
 
 def failure(learner: Learner) -> Found:
     """What the commit in the writing fails with."""
     try:
-        learner.finish_commit()
+        learner.finish_checkpoint()
     except ArealError as error:
         return {"kind": type(error).__name__, "error": str(error)}
     return {"kind": None}
@@ -85,12 +89,12 @@ def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
-    polled = [learner.poll_commit() for _ in range(3)]
+    learner.begin_checkpoint({})
+    polled = [learner.poll_checkpoint() for _ in range(3)]
     step(learner, layout, 3)
     visible_before = names(layout)
     os.kill(writer, signal.SIGCONT)
-    became_durable = learner.finish_commit()
+    became_durable = learner.finish_checkpoint()
     resumed = make_learner(scenario, layout)
     return {
         "polled": polled,
@@ -105,14 +109,14 @@ def second_commit_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     step(learner, layout, 3)
     began = time.monotonic()
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     waited_s = time.monotonic() - began
     visible = "step_00000002" in names(layout)
-    learner.finish_commit()
+    learner.finish_checkpoint()
     return {"waited_s": waited_s, "first_was_visible": visible, "visible": names(layout)}
 
 
@@ -121,34 +125,35 @@ def stop_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     stop = StopRequest()
-    replay = Replay(learner, layout, config_of(scenario), 1, 2, stop)
+    coordinator = make_replay_coordinator(learner, layout, config_of(scenario), 1, 2, stop)
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    finished = run_loop(learner, replay, stop)
+    finished = run_loop(learner, coordinator, stop)
     return {"finished": finished, "visible": names(layout)}
 
 
-class Helpless:
-    """A conductor that cannot go on."""
+class UnreachableSource(BatchSource):
+    """A source that no batch comes from."""
 
-    def next(self) -> Any:
+    def next_batch(self, step: int) -> BatchManifest | None:
         raise ClusterError("the ledger stays away")
-
-    def committed(self, seconds: float) -> None:
-        """The commit under way is durable."""
 
 
 def failure_waits(scenario: Scenario, layout: RunPaths) -> Found:
-    """The conductor fails while a commit is in the writing."""
+    """Rank 0 cannot go on while a commit is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     threading.Timer(0.5, os.kill, (writer, signal.SIGCONT)).start()
-    conductor = Helpless() if dist.get_rank() == 0 else None
+    coordinator, stop = None, StopRequest()
+    if dist.get_rank() == 0:
+        record = StepRecord(MetricsWriter(layout.metrics, None, 2), learner.version, None)
+        schedule = Schedule(3, 1, None, 0, 0)
+        coordinator = Coordinator(schedule, record, UnreachableSource(), stop)
     try:
-        run_loop(learner, conductor, StopRequest())  # type: ignore[arg-type]
+        run_loop(learner, coordinator, stop)
     except ClusterError as error:
         return {"error": str(error), "visible": names(layout)}
     return {"visible": names(layout)}
@@ -160,7 +165,7 @@ def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write fails instead
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     try:
-        learner.begin_commit({})
+        learner.begin_checkpoint({})
     except ArealError as error:
         return {"error": str(error), "kind": type(error).__name__, "visible": names(layout)}
     return {}
@@ -185,9 +190,9 @@ def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
     at_step_2 = state_of(learner)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     os.kill(writer, signal.SIGKILL)
-    learner.finish_commit()
+    learner.finish_checkpoint()
     return {
         "visible": names(layout),
         "is_replaced": writer_of(learner)._process.pid != writer,
@@ -197,33 +202,33 @@ def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
 
 def writers_keep_dying(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    send = WriterPeer._send
+    send = WriterClient._send
 
-    def send_to_the_dead(self: WriterPeer, request: Any) -> None:
+    def send_to_the_dead(self: WriterClient, request: Any) -> None:
         self._process.kill()
         send(self, request)
 
-    WriterPeer._send = send_to_the_dead  # type: ignore[method-assign]
-    learner.begin_commit({})
+    WriterClient._send = send_to_the_dead  # type: ignore[method-assign]
+    learner.begin_checkpoint({})
     return failure(learner) | {"visible": names(layout)}
 
 
 def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    write = WriterPeer.write
+    write = WriterClient.write
 
-    def write_into_nothing(self: WriterPeer, path: Path, neighbours: list[str]) -> None:
+    def write_into_nothing(self: WriterClient, path: Path, neighbours: list[str]) -> None:
         shutil.rmtree(path.parent)
         write(self, path, neighbours)
 
-    WriterPeer.write = write_into_nothing  # type: ignore[method-assign]
-    learner.begin_commit({})
+    WriterClient.write = write_into_nothing  # type: ignore[method-assign]
+    learner.begin_checkpoint({})
     return failure(learner) | {"visible": names(layout)}
 
 
 def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     claim_next_number(layout.generations_dir)
     return failure(learner) | {"visible": names(layout)}
 
@@ -241,9 +246,11 @@ def place_commit(layout: RunPaths, epoch: int) -> Path:
 
 def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    learner._commits._fence = lambda: None  # as on a node that does not see the new epoch yet
+    learner._checkpoints._check_generation = lambda: (
+        None
+    )  # as on a node that does not see the new epoch yet
     place_commit(layout, epoch=9)
-    learner.begin_commit({})
+    learner.begin_checkpoint({})
     found = failure(learner)
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
@@ -253,8 +260,8 @@ def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
 def abandoned_commit_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     path = place_commit(layout, epoch=0)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
@@ -263,7 +270,7 @@ def cleaned(scenario: Scenario, layout: RunPaths) -> Found:
     left = ("2.epoch_3", "2.epoch_4", "2.epoch_5", "1.old", "1.replaced")
     for name in left:
         (layout.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
-    CommitStore(layout.checkpoints_dir, keep=2).clean(epoch=4)
+    CheckpointStore(layout.checkpoints_dir, keep=2).clean(generation=4)
     return {"left": [path.name for path in layout.checkpoints_dir.iterdir()]}
 
 
@@ -280,7 +287,7 @@ def draws_no_random_numbers(scenario: Scenario, layout: RunPaths) -> Found:
 def odd_maxima(scenario: Scenario, layout: RunPaths) -> Found:
     rank = dist.get_rank()
     own = {"odd": [5.0, float("nan")][rank], "huge": [float("inf"), 1.0][rank], "plain": rank + 1.0}
-    maxima = Tally({}, own).over_all_ranks((), tuple(own)).maxima
+    maxima = LossStats({}, own).reduce_over_ranks((), tuple(own)).maxima
     return {name: str(value) for name, value in maxima.items()}
 
 
@@ -315,17 +322,17 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
     dist.barrier()
     if dist.get_rank() == 1:
-        mock.patch("areal_hpc.trainer.commits.store.find_latest", None).start()
+        mock.patch("areal_hpc.trainer.checkpoints.store.find_latest", None).start()
     return {"step": make_learner(scenario, layout).state.step}
 
 
 def chosen_commit_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
-    store = CommitStore(layout.checkpoints_dir, keep=2)
+    store = CheckpointStore(layout.checkpoints_dir, keep=2)
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
     if dist.get_rank() == 1:
         store._directory = layout.root / "elsewhere"
-    store.agree_on_latest()
+    store.find_latest_on_all_ranks()
     return {}
 
 
@@ -333,9 +340,9 @@ def rank_1_cannot_read(scenario: Scenario, layout: RunPaths) -> Found:
     def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
         raise ShardError("the shard is damaged")
 
-    experience.SHARD_PATIENCE_S = 0.5
+    training_rows.SHARD_TIMEOUT_S = 0.5
     if dist.get_rank() == 1:
-        experience._read = refuse
+        training_rows._read = refuse
     step(make_learner(scenario, layout), layout, 1)
     return {}
 
@@ -344,27 +351,27 @@ def one_rank_fails_alone(scenario: Scenario, layout: RunPaths) -> Found:
     """The others wait for it in a collective."""
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
-    any_rank(False)
+    any_true(False)
     return {}
 
 
 def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
     """The step after a resume, with one of the mends taken out."""
     learner = begin(scenario, layout)
-    learner.begin_commit({})
-    learner.finish_commit()
+    learner.begin_checkpoint({})
+    learner.finish_checkpoint()
     step(learner, layout, 3)
 
     def load_unprimed(policy: Any, optimizer: Any, commit: Any) -> None:
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-        sharded.load(policy, optimizer, commit.path)
+        megatron_format.load_sharded(policy, optimizer, commit.path)
 
     mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),
-        "primed moments": mock.patch("areal_hpc.trainer.learner.load_commit", load_unprimed),
-        "step count": mock.patch.object(sharded, "_keeping_step", lambda part, load: load),
-        "step tensors": mock.patch.object(sharded, "_unshare_steps"),
+        "primed moments": mock.patch("areal_hpc.trainer.learner.load_checkpoint", load_unprimed),
+        "step count": mock.patch.object(megatron_private, "_keeping_step", lambda part, load: load),
+        "step tensors": mock.patch.object(megatron_private, "_unshare_steps"),
     }
     with mends[scenario["without"]]:
         try:

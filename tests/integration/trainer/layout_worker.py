@@ -12,26 +12,26 @@ import torch.distributed as dist
 
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.batch.packing import Row
-from areal_hpc.trainer.commits.store import CommitStore, load_commit
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
 from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
-from areal_hpc.trainer.model.architecture import parse_architecture
-from areal_hpc.trainer.model.huggingface import (
-    ModelDirectory,
+from areal_hpc.trainer.model.families.architecture import parse_architecture
+from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.hf_weights import (
+    HfModelReader,
     export_hf,
-    hf_specs,
+    list_hf_specs,
     load_hf,
-    save_hf,
+    save_hf_model,
 )
-from areal_hpc.trainer.model.naming import HfTensor
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.step import (
+    LossStats,
     MicroBatch,
-    Tally,
     make_micro_batches,
-    run_passes,
-    train_once,
+    run_forward_backward,
+    train_step,
 )
 from tests.integration.trainer.reference_models import (
     SIZES,
@@ -42,14 +42,14 @@ from tests.integration.trainer.reference_models import (
 LR = 1e-3
 
 
-def make_rows(seed: int) -> list[Row]:
+def make_rows(seed: int) -> list[TrainingRow]:
     generator = np.random.default_rng(seed)
     rows = []
     for length in generator.integers(4, 41, size=11):
         mask = (generator.random(length) < 0.6).astype(np.uint8)
         mask[-1] = 1
         rows.append(
-            Row(
+            TrainingRow(
                 generator.integers(0, SIZES["vocab_size"], length).astype(np.int32),
                 mask,
                 {
@@ -65,7 +65,7 @@ def make_rows(seed: int) -> list[Row]:
 CHANNELS = ("advantage", "temperature", "expected")
 
 
-def reference(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
+def reference(model: Any, rows: list[TrainingRow]) -> dict[str, torch.Tensor]:
     """Fill each row's `expected` channel; the gradients of the token-mean loss by name."""
     model.zero_grad()
     tokens = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
@@ -81,12 +81,12 @@ def reference(model: Any, rows: list[Row]) -> dict[str, torch.Tensor]:
     )
 
 
-def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
     gaps = (logprobs_N.detach() - batch.channels_N["expected"]).abs()
     total = -(logprobs_N * batch.channels_N["advantage"]).sum()
     largest = gaps.max().item() if gaps.numel() else 0.0
     sums = {"loss": total.item(), "tokens": len(logprobs_N)}
-    return total, Tally(sums, {"gap": largest})
+    return total, LossStats(sums, {"gap": largest})
 
 
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
@@ -127,25 +127,25 @@ class Case:
         config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
         return policy, build_optimizer(policy, config)
 
-    def batches(self, policy: Policy, rows: list[Row]) -> list[MicroBatch]:
+    def batches(self, policy: Policy, rows: list[TrainingRow]) -> list[MicroBatch]:
         return make_micro_batches(policy, rows, CHANNELS, max_tokens=90)
 
     def step(self, policy: Policy, optimizer: Any, seed: int) -> tuple[float, float]:
         """One update: the loss before it, and the gradient norm."""
         batches = self.batches(policy, make_rows(seed))
-        tally, norm = train_once(policy, optimizer, batches, weighted_loss, LR)
-        total = tally.over_all_ranks(("loss", "tokens"), ()).sums
+        tally, norm = train_step(policy, optimizer, batches, weighted_loss, LR)
+        total = tally.reduce_over_ranks(("loss", "tokens"), ()).sums
         return total["loss"] / total["tokens"], norm
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
         exported = {name: tensor.clone() for name, tensor in export_hf(self.policy)}
-        specs = [(name, shape) for name, shape, _ in hf_specs(self.policy)]
+        specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
         rows = make_rows(seed=1)
         expected = reference(self.model, rows)
         batches = self.batches(self.policy, rows)
-        tally = run_passes(self.policy, batches, weighted_loss, backward=True)
-        total = tally.over_all_ranks(("tokens",), ("gap",))
+        tally = run_forward_backward(self.policy, batches, weighted_loss, backward=True)
+        total = tally.reduce_over_ranks(("tokens",), ("gap",))
         gradients = exported_gradients(self.policy)
         self.policy.replica.zero_grad_buffer()
         return {
@@ -165,18 +165,19 @@ class Case:
 
     def commit_and_resume(self) -> dict[str, Any]:
         """Two steps, a commit, a third step; then the third step again from the commit."""
-        store = CommitStore(self.folder / "commits", keep=2)
+        store = CheckpointStore(self.folder / "commits", keep=2)
         expected = reference(self.model, make_rows(2))
         whole = torch.cat([part.double().flatten() for part in expected.values()])
         expected_norm = whole.norm().item()
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
         state = TrainerState(step=2, epoch=1, seed=0)
-        store.commit(self.policy, self.optimizer, state)
+        store.begin(self.policy, self.optimizer, state)
+        store.finish()
         store.close()
         logprobs = self.logprobs(make_rows(1))
         loss, _ = self.step(self.policy, self.optimizer, 4)
-        save_hf(self.policy, self.folder, self.folder / "after_step_3")
+        save_hf_model(self.policy, self.folder, self.folder / "after_step_3")
         resumed, resumed_loss = self.resume(store)
         return {
             "norm_gap": abs(norm / expected_norm - 1),
@@ -189,7 +190,7 @@ class Case:
             ),
         }
 
-    def logprobs(self, rows: list[Row]) -> list[float]:
+    def logprobs(self, rows: list[TrainingRow]) -> list[float]:
         """The trainer's log-probability of every scored token, row after row, temperature 1."""
         places = 0
         for row in rows:
@@ -199,31 +200,31 @@ class Case:
             places += len(place)
         found: dict[int, float] = {}
 
-        def remember(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, Tally]:
+        def remember(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
             keys = batch.channels_N["expected"].int().tolist()
             found.update(zip(keys, logprobs_N.tolist(), strict=True))
-            return logprobs_N.sum(), Tally()
+            return logprobs_N.sum(), LossStats()
 
-        run_passes(self.policy, self.batches(self.policy, rows), remember, backward=False)
+        run_forward_backward(self.policy, self.batches(self.policy, rows), remember, backward=False)
         parts: list[dict[int, float]] = [{} for _ in range(dist.get_world_size())]
         dist.all_gather_object(parts, found)
         merged = {key: value for part in parts for key, value in part.items()}
         return [merged[key] for key in sorted(merged)]
 
-    def resume(self, store: CommitStore) -> tuple[Policy, float]:
+    def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
         """Another trainer that takes the third step from the commit; its loss."""
         commit = find_latest(store._directory)
         assert commit is not None
         policy, optimizer = self.build()
-        load_commit(policy, optimizer, commit)
+        load_checkpoint(policy, optimizer, commit)
         loss, _ = self.step(policy, optimizer, 4)
         return policy, loss
 
     def resume_from_other_layout(self, folder: Path) -> dict[str, float]:
         """Take the third step from another layout's commit: the largest differences to its own."""
-        policy, loss = self.resume(CommitStore(folder / self.family / "commits", keep=2))
+        policy, loss = self.resume(CheckpointStore(folder / self.family / "commits", keep=2))
         report = json.loads((folder / "report.0.json").read_text())
-        expected = ModelDirectory(folder / self.family / "after_step_3")
+        expected = HfModelReader(folder / self.family / "after_step_3")
         return {
             "loss_gap": abs(loss - report[self.family]["loss_after_step_3"]),
             "weight_gap": max(
@@ -239,7 +240,7 @@ class Case:
             self.model.config.architectures = [type(self.model).__name__]  # SGLang reads it
             self.model.config.save_pretrained(self.folder)
         dist.barrier()  # another rank may have to read it
-        save_hf(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
+        save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
 
 def go_through(scenario: dict[str, Any], layout: RunPaths) -> dict[str, Any]:

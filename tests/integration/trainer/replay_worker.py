@@ -25,23 +25,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
+
+# isort: split
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
-from areal_hpc.trainer import cpu
-from areal_hpc.trainer import learner as product
+from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.job_config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.loop import run_loop
-from areal_hpc.trainer.model.architecture import read_architecture
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
+from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
-from areal_hpc.trainer.parallel import close_world, open_world
-from areal_hpc.trainer.ranks import from_rank_zero, one_report
-from areal_hpc.trainer.replay import Replay
+from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.sft_job import SftTrainer
 from tests.integration.trainer.recorded_run import TRAINER
 
@@ -70,13 +71,14 @@ def config_of(scenario: Scenario) -> TrainerConfig:
 
 
 def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
-    taken = (
+    claimed = (
         str(claim_next_number(layout.generations_dir)).encode() if dist.get_rank() == 0 else None
     )
-    epoch = int(from_rank_zero(taken))
-    return product.make_learner(
+    generation = int(broadcast_object(claimed))
+    return Learner(
         config_of(scenario), layout, layout.tiny_model_dir, torch.device("cpu"),
-        epoch=epoch, seed=1, fence=make_generation_check(layout.generations_dir, epoch),
+        generation=generation, seed=1,
+        check_generation=make_generation_check(layout.generations_dir, generation),
     )  # fmt: skip
 
 
@@ -85,11 +87,11 @@ def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
     stop = StopRequest()
-    decider = None
+    coordinator = None
     if dist.get_rank() == 0:
         learner.clean()
-        decider = Replay(learner, layout, config, 1, config.total_steps, stop)
-    run_loop(learner, decider, stop)
+        coordinator = make_replay_coordinator(learner, layout, config, 1, config.total_steps, stop)
+    run_loop(learner, coordinator, stop)
     learner.close()
     return {
         "began_at": began_at,
@@ -167,11 +169,11 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     report.unlink(missing_ok=True)
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        open_world(current_task(), parallel, "cpu", layout.rendezvous_dir)
-        with one_report():
+        init_process_groups(current_task(), parallel, "cpu", layout.rendezvous_dir)
+        with report_first_failure():
             found = act(scenario, layout)
         report.write_text(json.dumps(found))
-        close_world()
+        destroy_process_groups()
     except ArealError as error:
         traceback.print_exc()
         report.write_text(json.dumps({"error": str(error), "kind": type(error).__name__}))
@@ -213,7 +215,7 @@ def launch(scenario: Scenario) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    cpu.install()
+    megatron_cpu.patch_megatron_for_cpu()
     answer = partial(print, flush=True)
     answer("ready")
     for line in sys.stdin:

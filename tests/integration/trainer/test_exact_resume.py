@@ -18,12 +18,12 @@ STEPS = 6
 COMMITS = ["step_00000004", "step_00000006"]
 
 LEARN = "areal_hpc.trainer.learner:Learner.train"
-FORWARD = "areal_hpc.trainer.step:run_passes"
-APPLY = "areal_hpc.trainer.step:optimizer_step"
-COPY = "areal_hpc.trainer.commits.sharded:save"
-WRITE = "areal_hpc.trainer.commits.writer_peer:WriterPeer.write"
-FINISH = "areal_hpc.trainer.commits.store:CommitStore._make_visible"
-RENAME = "areal_hpc.trainer.commits.store:CommitStore._put_in_place"
+FORWARD = "areal_hpc.trainer.step:run_forward_backward"
+APPLY = "areal_hpc.trainer.step:step_optimizer"
+COPY = "areal_hpc.trainer.checkpoints.megatron_format:save_sharded"
+WRITE = "areal_hpc.trainer.checkpoints.writer_client:WriterClient.write"
+FINISH = "areal_hpc.trainer.checkpoints.store:CheckpointStore._make_visible"
+RENAME = "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place"
 
 KILLS: dict[str, tuple[str, int, str, set[int]]] = {
     # what, which call, before or after it, the steps that a resume may go on from
@@ -177,8 +177,8 @@ def test_a_killed_warm_up_ends_with_the_same_bits(
     expected = warm_up(tmp_path / "left-alone")
     assert expected.codes == [0], expected.log
     calls = {
-        "areal_hpc.trainer.sft_job:train_once": (7, {3, 6}),
-        "areal_hpc.trainer.commits.store:CommitStore._put_in_place": (2, {3}),
+        "areal_hpc.trainer.sft_job:train_step": (7, {3, 6}),
+        "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place": (2, {3}),
     }
     for number, (call, (nth, began_at)) in enumerate(calls.items()):
         root = tmp_path / f"killed-{number}"

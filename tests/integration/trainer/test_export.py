@@ -13,7 +13,7 @@ import transformers
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.commits.export import choose_commit, export_commit
+from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 from tests.contract.parity_table import FAMILIES, LOGPROB_BOUND
 from tests.integration.sglang_server import serving
 from tests.integration.trainer.conftest import ALL
@@ -30,8 +30,8 @@ def export(root: Path, layout: str, family: str, out: Path) -> list[str]:
     """Export the only commit of a launch; what was said on the way."""
     folder = root / layout / family
     said: list[str] = []
-    commit = choose_commit(folder / "commits", None)
-    export_commit(commit, folder, out, said.append, file_bytes=FILE_BYTES)
+    commit = choose_checkpoint(folder / "commits", None)
+    export_checkpoint(commit, folder, out, said.append, file_bytes=FILE_BYTES)
     return said
 
 
@@ -90,18 +90,18 @@ def shapes(model_dir: Path) -> dict[str, tuple[str, list[int]]]:
 def test_the_weights_of_another_model_are_refused(
     findings: dict[str, Findings], root: Path, tmp_path: Path
 ) -> None:
-    commit = choose_commit(root / "TP2" / "qwen3" / "commits", None)
+    commit = choose_checkpoint(root / "TP2" / "qwen3" / "commits", None)
     other = root / "TP2" / "qwen3_moe"
     with pytest.raises(RecipeError, match="router"):
-        export_commit(commit, other, tmp_path / "model", lambda line: None)
+        export_checkpoint(commit, other, tmp_path / "model", lambda line: None)
     assert not (tmp_path / "model").exists()
 
 
 def test_a_step_without_a_commit_is_told_apart(findings: dict[str, Findings], root: Path) -> None:
     commits = root / "1" / "llama" / "commits"
-    assert choose_commit(commits, 2).state.step == 2
+    assert choose_checkpoint(commits, 2).state.step == 2
     with pytest.raises(RecipeError, match="no commit of step 7; the run holds 2"):
-        choose_commit(commits, 7)
+        choose_checkpoint(commits, 7)
 
 
 @pytest.fixture(scope="module")

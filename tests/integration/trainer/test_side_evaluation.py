@@ -13,18 +13,25 @@ import torch
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.trainer.commands import Commit, Export, Idle, Publish, Stop, Train
-from areal_hpc.trainer.conductor import Conductor
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.loop import (
+    Coordinator,
+    ExportModel,
+    PublishWeights,
+    SaveCheckpoint,
+    Stop,
+    TrainStep,
+    Wait,
+)
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.integration.trainer.test_conductor import (
+from tests.integration.trainer.test_coordinator import (
     SPECS,
     Ledger,
-    make_conductor,
+    make_coordinator,
     start_ledger,
     start_relay,
 )
@@ -59,8 +66,8 @@ class Court:
         self.evaluation_cell = self.start_evaluation_cell()
         rendezvous.await_endpoint(directory, "relay-cell-0", 60)
         schedule = Schedule(total_steps, 1000, 0, 2, TASKS)
-        beside = SideEvaluation(schedule, -1)
-        self.conductor: Conductor = make_conductor(stack, directory, 1, schedule, beside)
+        evaluation = AsyncEvaluation(schedule, -1)
+        self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
         before = rendezvous.find_endpoint(self.directory, "relay-evaluation")
@@ -82,29 +89,29 @@ class Court:
             client.close()
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
-        """Do what the conductor says, but train no step above `most_steps`."""
+        """Do what the coordinator says, but train no step above `most_steps`."""
         give_up_at = time.monotonic() + LIMIT_S
         while not until():
             assert time.monotonic() < give_up_at
-            match self.conductor.next():
-                case Publish():
-                    self.conductor.publish(iter([(SPECS[0].name, torch.ones(16))]))
-                case Train(manifest) if manifest.step <= most_steps:
+            match self.coordinator.next_command():
+                case PublishWeights():
+                    self.coordinator.publish(iter([(SPECS[0].name, torch.ones(16))]))
+                case TrainStep(manifest) if manifest.step <= most_steps:
                     self.step = manifest.step
-                    self.conductor.trained(WeightVersion(1, self.step), {})
-                case Train() | Idle():
+                    self.coordinator.on_trained(WeightVersion(1, self.step), {})
+                case TrainStep() | Wait():
                     pass
-                case Commit():
-                    self.conductor.commit_begun(0.0)
-                    self.conductor.committed(0.0)
-                case Export():
-                    self.conductor.exported()
+                case SaveCheckpoint():
+                    self.coordinator.on_checkpoint_started(0.0)
+                    self.coordinator.on_checkpoint_saved(0.0)
+                case ExportModel():
+                    self.coordinator.on_exported()
                 case Stop(finished):
                     self._finished = finished
                     return
 
     def is_finished(self) -> bool:
-        """The conductor has said that the run is complete."""
+        """The coordinator has said that the run is complete."""
         return self._finished
 
     def written(self) -> dict[int, float]:

@@ -181,7 +181,7 @@ def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
         outcome = train(ranks, layout, dp, trainer={"total_steps": 5})
         assert sorted(outcome.codes) == [FAILED, STOPPED][:dp], (began_after, outcome.log)
         (report,) = (one for one in outcome.reports if one)
-        assert report["kind"] == "GradientError"
+        assert report["kind"] == "NonFiniteGradientError"
         assert "step 4, trained on batch_00000004.json" in report["error"]
         assert "batch_00000002.json and step 3, trained on batch_00000003" in report["error"]
         assert "trainer.optimizer.on_nonfinite" in report["error"]

@@ -8,7 +8,7 @@ from typing import Any
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.step import train_once
+from areal_hpc.trainer.step import train_step
 from tests.integration.trainer.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.integration.trainer.replay_worker import Scenario, digests, make_learner
 
@@ -47,7 +47,7 @@ def gradients_of_no_use(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
             for row in rows if advantage == 0 else rows[:1]:
                 row.channels["advantage"].fill(advantage)
             batches = case.batches(case.policy, rows)
-            _, norm = train_once(case.policy, case.optimizer, batches, weighted_loss, LR)
+            _, norm = train_step(case.policy, case.optimizer, batches, weighted_loss, LR)
             norms.append(str(norm))
         unchanged = digests(case.policy, case.optimizer) == before
         for one in (case, twin):

@@ -14,8 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.launch import memory
 from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model.architecture import Architecture, parse_architecture
-from areal_hpc.trainer.model.naming import EMBEDDING, FINAL_NORM, OUTPUT, name_table, shard_shape
+from areal_hpc.trainer.model.families.architecture import Architecture, parse_architecture
+from areal_hpc.trainer.model.families.weight_map import (
+    EMBEDDING,
+    FINAL_NORM,
+    OUTPUT,
+    build_weight_map,
+    get_shard_shape,
+)
 
 MODELS = Path(__file__).parents[2] / "samples" / "models"
 COUNTS = {
@@ -49,17 +55,17 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
     """By the table of names: what one rank of a stage holds, experts apart."""
     counts = {False: 0, True: 0}
     layers = arch.layers // split.pp
-    for row in name_table(arch):
+    for row in build_weight_map(arch):
         if row.layer is not None:
             held = row.layer // layers == stage
         else:
             held = {EMBEDDING: stage == 0}.get(row.megatron, stage == split.pp - 1)
         if held and (row.expert or 0) < (arch.experts.count // split.ep if arch.experts else 1):
-            counts[row.expert is not None] += math.prod(shard_shape(row, arch, split.tp))
+            counts[row.expert is not None] += math.prod(get_shard_shape(row, arch, split.tp))
         if row.megatron == EMBEDDING and arch.tied and 0 < stage == split.pp - 1:
-            counts[False] += math.prod(shard_shape(row, arch, split.tp))
-    assert {FINAL_NORM} <= {row.megatron for row in name_table(arch)}
-    assert arch.tied != (OUTPUT in {row.megatron for row in name_table(arch)})
+            counts[False] += math.prod(get_shard_shape(row, arch, split.tp))
+    assert {FINAL_NORM} <= {row.megatron for row in build_weight_map(arch)}
+    assert arch.tied != (OUTPUT in {row.megatron for row in build_weight_map(arch)})
     return counts[False], counts[True]
 
 

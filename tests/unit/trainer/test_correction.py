@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.correction import Rows, correct
+from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
 SETTINGS: list[dict[str, Any]] = [
     {"correction": "none"},
@@ -36,7 +36,7 @@ TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
 def slowly(
     proximal: list[float], behaviour: list[float], row: list[int], config: ObjectiveConfig
 ) -> dict[str, list[float]]:
-    """What `correct` should say, token by token, in double precision."""
+    """What `correct_off_policy` should say, token by token, in double precision."""
     logs = [p - b for p, b in zip(proximal, behaviour, strict=True)]
     kls = [math.exp(x) - 1 - x for x in logs]
 
@@ -75,8 +75,8 @@ def test_weights_are_those_of_a_plain_loop(
     config = ObjectiveConfig(**settings)
     proximal, behaviour, row = ([token[i] for token in tokens] for i in range(3))
     expected = slowly(proximal, behaviour, row, config)  # type: ignore[arg-type]
-    rows = Rows(torch.tensor(row, dtype=torch.long), 4)
-    found = correct(
+    rows = TokenRows(torch.tensor(row, dtype=torch.long), 4)
+    found = correct_off_policy(
         torch.tensor(proximal, dtype=torch.float64),
         torch.tensor(behaviour, dtype=torch.float64),
         rows,
@@ -91,21 +91,23 @@ def test_weights_are_those_of_a_plain_loop(
 def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behaviour = torch.tensor([-1.0, -2.0, -1.0, -1.1])
-    rows = Rows(torch.tensor([0, 0, 1, 1]), 2)
+    rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
     settings = ObjectiveConfig(correction="mask", correction_low=0.5, correction_high=1.5)
-    by_token = correct(proximal, behaviour, rows, settings)
+    by_token = correct_off_policy(proximal, behaviour, rows, settings)
     assert by_token.outside_N.tolist() == [False, True, False, False]
     by_sequence = settings.model_copy(update={"correction_level": "sequence"})
-    by_row = correct(proximal, behaviour, rows, by_sequence)
+    by_row = correct_off_policy(proximal, behaviour, rows, by_sequence)
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS[1:])
 def test_what_is_not_a_number_is_not_masked_away(settings: dict[str, Any]) -> None:
-    rows = Rows(torch.tensor([0, 1]), 2)
+    rows = TokenRows(torch.tensor([0, 1]), 2)
     behaviour = torch.tensor([float("nan"), -1.0])
-    found = correct(torch.tensor([-1.0, -1.0]), behaviour, rows, ObjectiveConfig(**settings))
+    found = correct_off_policy(
+        torch.tensor([-1.0, -1.0]), behaviour, rows, ObjectiveConfig(**settings)
+    )
     assert found.weight_N[0].isnan()
     assert found.weight_N[1] == 1.0
 

@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.parallel import _device
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.process_groups import _device
 
 
 @pytest.fixture

@@ -4,16 +4,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-import areal_hpc.trainer.cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.batch.experience import (
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
     CURRENT,
-    Batch,
-    describe,
+    TrajectoryBatch,
+    build_rows,
+    find_equal_versions,
     leave_out_unsound,
-    make_rows,
-    same_weights,
+    summarize_batch,
 )
 from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
@@ -49,8 +49,10 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     rows: list[list[tuple[int | None, int]]],
 ) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
-    batch = Batch([row(i, stretches) for i, stretches in enumerate(rows)], [1.0] * len(rows))
-    found = describe(batch, NOW, [GenerationFork(1, 0)])
+    batch = TrajectoryBatch(
+        [row(i, stretches) for i, stretches in enumerate(rows)], [1.0] * len(rows)
+    )
+    found = summarize_batch(batch, NOW, [GenerationFork(1, 0)])
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
     ages = [9 - step for one in steps for step in one]
     assert found["tokens/sampled"] == len(ages)
@@ -61,7 +63,9 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
     rows = [row(0, [(None, 2), (9, 1), (3, 2)], reward=1.0), row(1, [(9, 2)], reward=0.0)]
-    good, bad = make_rows(Batch(rows, [1.0, 0.0]), NOW, [GenerationFork(1, 0)], ObjectiveConfig())
+    good, bad = build_rows(
+        TrajectoryBatch(rows, [1.0, 0.0]), NOW, [GenerationFork(1, 0)], ObjectiveConfig()
+    )
     assert AGE not in good.channels
     np.testing.assert_allclose(good.channels[ADVANTAGE], np.full(5, 0.5**0.5), rtol=1e-6)
     np.testing.assert_allclose(bad.channels[ADVANTAGE], np.full(2, -(0.5**0.5)), rtol=1e-6)
@@ -71,19 +75,25 @@ def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() 
 def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     rows = [row(0, [(None, 1), (3, 2), (9, 1), (3, 1)])]
     config = ObjectiveConfig(proximal="log_linear")
-    (found,) = make_rows(Batch(rows, [1.0]), NOW, [GenerationFork(1, 0)], config)
+    (found,) = build_rows(TrajectoryBatch(rows, [1.0]), NOW, [GenerationFork(1, 0)], config)
     assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
 
 
 def test_a_restart_renames_the_weights_of_the_commit_alone() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
-    assert same_weights(WeightVersion(2, 4), forks) == [WeightVersion(1, 4), WeightVersion(2, 4)]
+    assert find_equal_versions(WeightVersion(2, 4), forks) == [
+        WeightVersion(1, 4),
+        WeightVersion(2, 4),
+    ]
     # 1.5 was trained after the commit and lost: 2.5 are other weights of the same step.
-    assert same_weights(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
-    assert same_weights(WeightVersion(3, 9), forks) == [WeightVersion(2, 9), WeightVersion(3, 9)]
+    assert find_equal_versions(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
+    assert find_equal_versions(WeightVersion(3, 9), forks) == [
+        WeightVersion(2, 9),
+        WeightVersion(3, 9),
+    ]
 
 
-def one_ticket_each(rewards: list[list[float]]) -> tuple[Batch, BatchManifest]:
+def one_ticket_each(rewards: list[list[float]]) -> tuple[TrajectoryBatch, BatchManifest]:
     """A ticket for each list of rewards, with a row for each reward."""
     rows = [
         row(number, [(None, 1), (9, 2)], reward=0.0) for number in range(sum(map(len, rewards)))
@@ -95,7 +105,7 @@ def one_ticket_each(rewards: list[list[float]]) -> tuple[Batch, BatchManifest]:
         tickets.append(SettledTicket(ref, "cell-0-000000.h5", places, own, NO_VERSION))
         first += len(own)
     flat = [reward for own in rewards for reward in own]
-    return Batch(rows, flat), BatchManifest(5, 1, tickets)
+    return TrajectoryBatch(rows, flat), BatchManifest(5, 1, tickets)
 
 
 def test_a_sound_batch_is_left_as_it_is() -> None:
@@ -139,10 +149,10 @@ def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
 
 
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
-    assert make_rows(Batch([], []), NOW, [GenerationFork(1, 0)], ObjectiveConfig()) == []
-    found = describe(Batch([], []), NOW, [GenerationFork(1, 0)])
+    assert build_rows(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)], ObjectiveConfig()) == []
+    found = summarize_batch(TrajectoryBatch([], []), NOW, [GenerationFork(1, 0)])
     assert "reward/mean" not in found
     assert set(found.values()) == {0}
-    unsampled = Batch([row(0, [(None, 3)], reward=0.5)], [0.5])
-    found = describe(unsampled, NOW, [GenerationFork(1, 0)])
+    unsampled = TrajectoryBatch([row(0, [(None, 3)], reward=0.5)], [0.5])
+    found = summarize_batch(unsampled, NOW, [GenerationFork(1, 0)])
     assert (found["reward/mean"], found["tokens/sampled"], found["staleness/mean"]) == (0.5, 0, 0.0)

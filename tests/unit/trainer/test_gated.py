@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from areal_hpc.trainer.model import chunks
-from areal_hpc.trainer.model.gated import gated
+from areal_hpc.trainer.model.kernels import rms_norm
+from areal_hpc.trainer.model.kernels.swiglu import swiglu
 
 
 @pytest.mark.parametrize("chunk_values", [1, 1 << 18])
@@ -12,13 +12,13 @@ from areal_hpc.trainer.model.gated import gated
 def test_the_gated_activation_is_silu_of_the_gate_times_up(
     shape: tuple[int, ...], chunk_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", chunk_values)
+    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS, "cpu", chunk_values)
     gate_up = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     gate, up = gate_up.chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
     weights = torch.randn_like(expected)
     (want,) = torch.autograd.grad((expected * weights).sum(), gate_up)
-    found = gated(gate_up)
+    found = swiglu(gate_up)
     (got,) = torch.autograd.grad((found * weights).sum(), gate_up)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(got, want)

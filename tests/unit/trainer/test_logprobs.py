@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.model import chunks
-from areal_hpc.trainer.model.logprobs import token_logprobs
+from areal_hpc.trainer.model.kernels import rms_norm
+from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
@@ -27,7 +27,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One row, a few rows, or all rows at a time."""
-    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", request.param)
+    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS, "cpu", request.param)
     return int(request.param)
 
 
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     weights = torch.randn(ROWS, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    values = token_logprobs(ours * 1, labels, temperature, VOCAB, group)
+    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group)
     (values * weights).sum().backward()
 
     plain = hidden.clone().requires_grad_()
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
 def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:
     leaf = torch.randn(ROWS, COLUMNS, requires_grad=True)
     logits = leaf * 1
-    values = token_logprobs(logits, torch.zeros(ROWS, dtype=torch.long), None, VOCAB, group)
+    values = compute_token_logprobs(logits, torch.zeros(ROWS, dtype=torch.long), None, VOCAB, group)
     values.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(logits.detach(), leaf.grad)
@@ -74,6 +74,6 @@ def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) ->
 
 def test_no_rows_give_no_values_and_no_gradient(group: dist.ProcessGroup) -> None:
     empty = torch.zeros(0, COLUMNS, requires_grad=True)
-    values = token_logprobs(empty * 1, torch.zeros(0, dtype=torch.long), None, VOCAB, group)
+    values = compute_token_logprobs(empty * 1, torch.zeros(0, dtype=torch.long), None, VOCAB, group)
     values.sum().backward()
     assert values.shape == (0,)

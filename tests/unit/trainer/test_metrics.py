@@ -7,7 +7,7 @@ import msgspec
 
 from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.telemetry import read_step_lines
-from areal_hpc.trainer.metrics import MetricsLog, describe_stalls, finite
+from areal_hpc.trainer.metrics import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.wire.replicas import Stall
 
 
@@ -15,10 +15,10 @@ def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsLog(path, None, 0)
+    first = MetricsWriter(path, None, 0)
     for step in range(5):
         first.write(step, {"loss": float(step)})
-    resumed = MetricsLog(path, None, 3)
+    resumed = MetricsWriter(path, None, 3)
     assert resumed.reopened == {"loss": 3.0}
     resumed.write(3, {**resumed.reopened, "eval/reward": 0.5})
     resumed.write(4, {"loss": 40.0})
@@ -33,7 +33,7 @@ def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
 
 def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    first = MetricsLog(path, None, 0)
+    first = MetricsWriter(path, None, 0)
     assert first.judged_step == -1
     for step in range(5):
         first.write(step, {"loss": float(step)})
@@ -48,28 +48,28 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
         {"step": 3, "loss": 3.0, "eval/reward": 0.5},
     ]
     assert read_step_lines(path) == [*expected, {"step": 4, "loss": 4.0, "eval/reward": 0.75}]
-    resumed = MetricsLog(path, None, 3)
+    resumed = MetricsWriter(path, None, 3)
     assert resumed.judged_step == 3
     assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
     assert read_lines(path) == expected[:3]
-    assert MetricsLog(path, None, 2).judged_step == 1
+    assert MetricsWriter(path, None, 2).judged_step == 1
 
 
 def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, tmp_path / "board", 0)
+    log = MetricsWriter(path, tmp_path / "board", 0)
     line: FlatRow = {"nan": math.nan, "inf": -math.inf, "loss": 1.5, "version": "1.2", "tokens": 3}
     log.write(1, line)
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
     assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
     # A commit carries a line in its own codec, and must be able to read it again.
-    assert msgspec.json.decode(msgspec.json.encode(line), type=FlatRow) == finite(line)
+    assert msgspec.json.decode(msgspec.json.encode(line), type=FlatRow) == replace_non_finite(line)
 
 
 def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    log = MetricsLog(path, None, 0)
+    log = MetricsWriter(path, None, 0)
     log.write(1, {"loss": 1.0})
     log.hold()
     log.write(2, {"loss": 2.0})
@@ -87,11 +87,11 @@ def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
         Stall("1.10", 0.7, 0.3, 2, 20),
         Stall("", 5.0, 5.0, 5, 5),
     ]
-    assert describe_stalls(stalls) == {
+    assert summarize_update_pauses(stalls) == {
         "weights/stall_version": "1.10",
         "weights/stall_s": 0.7,
         "weights/reprefill_s": 0.3,
         "weights/stalled_requests": 5,
         "weights/recomputed_tokens": 120,
     }
-    assert describe_stalls([]) == {}
+    assert summarize_update_pauses([]) == {}

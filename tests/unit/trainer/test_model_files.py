@@ -15,10 +15,12 @@ import torch
 from safetensors.torch import load_file
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer import cpu  # noqa: F401  (before anything of Megatron)
-from areal_hpc.trainer.model.huggingface import ModelDirectory
-from areal_hpc.trainer.model.model_files import HfSpec, split_into_files, write_model
-from areal_hpc.trainer.model.naming import HfTensor
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.model.families.weight_map import HfTensor
+from areal_hpc.trainer.model.hf_files import HfSpec, split_into_files, write_model
+from areal_hpc.trainer.model.hf_weights import HfModelReader
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
@@ -53,7 +55,7 @@ def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: 
     assert len(files) == len(told) == len(split_into_files(SPECS, file_bytes))
     assert told[-1] == (48 + 8 + 120, 48 + 8 + 120)
     assert (target / "model.safetensors.index.json").exists() is (len(files) > 1)
-    checkpoint = ModelDirectory(target)
+    checkpoint = HfModelReader(target)
     for name, shape, _ in SPECS:
         assert torch.equal(checkpoint.read(HfTensor(name, shape)), TENSORS[name])
 
@@ -104,7 +106,7 @@ def test_a_tensor_that_is_not_as_announced_is_refused(source: Path, tmp_path: Pa
 
 def test_part_of_a_tensor_is_read_and_its_shape_is_checked(source: Path, tmp_path: Path) -> None:
     write_model(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
-    checkpoint = ModelDirectory(tmp_path / "model")
+    checkpoint = HfModelReader(tmp_path / "model")
     rows = checkpoint.read(HfTensor("a", (3, 4)), (slice(1, 3),))
     columns = checkpoint.read(HfTensor("c", (5, 6)), (slice(None), slice(3, 6)))
     assert torch.equal(rows, TENSORS["a"][1:3])

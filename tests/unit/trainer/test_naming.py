@@ -7,12 +7,17 @@ import torch
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.config import ParallelConfig
-from areal_hpc.trainer.model.architecture import Architecture, Experts, misfits, parse_architecture
-from areal_hpc.trainer.model.naming import (
-    hf_slices,
-    name_table,
-    ranks_of,
-    shard_shape,
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    MoeConfig,
+    find_layout_problems,
+    parse_architecture,
+)
+from areal_hpc.trainer.model.families.weight_map import (
+    build_weight_map,
+    count_tp_ranks,
+    get_hf_slices,
+    get_shard_shape,
     to_hf,
     to_megatron,
 )
@@ -31,7 +36,7 @@ QWEN3 = Architecture(
     rope_scaling=None,
     tied=True,
 )
-MIXTURE = replace(QWEN3, family="qwen3_moe", experts=Experts(4, 2, 6, norm_weights=True))
+MIXTURE = replace(QWEN3, family="qwen3_moe", experts=MoeConfig(4, 2, 6, norm_weights=True))
 FAMILIES = [
     MIXTURE,
     QWEN3,
@@ -44,38 +49,38 @@ FAMILIES = [
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int) -> None:
-    for parameter in name_table(arch):
+    for parameter in build_weight_map(arch):
         tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
         shards = []
-        for rank in range(ranks_of(parameter, tp)):
-            slices = hf_slices(parameter, arch, tp, rank)
+        for rank in range(count_tp_ranks(parameter, tp)):
+            slices = get_hf_slices(parameter, arch, tp, rank)
             parts = [tensor[part] for tensor, part in zip(tensors, slices, strict=True)]
             shards.append(to_megatron(parameter, parts, arch, tp))
-        assert {tuple(shard.shape) for shard in shards} == {shard_shape(parameter, arch, tp)}
+        assert {tuple(shard.shape) for shard in shards} == {get_shard_shape(parameter, arch, tp)}
         for back, tensor in zip(to_hf(parameter, shards, arch), tensors, strict=True):
             assert torch.equal(back, tensor)
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
-    for parameter in name_table(arch):
-        ranks = ranks_of(parameter, 4)
+    for parameter in build_weight_map(arch):
+        ranks = count_tp_ranks(parameter, 4)
         read = [torch.zeros(tensor.shape) for tensor in parameter.hf]
         for rank in range(ranks):
-            for tensor, part in zip(read, hf_slices(parameter, arch, 4, rank), strict=True):
+            for tensor, part in zip(read, get_hf_slices(parameter, arch, 4, rank), strict=True):
                 tensor[part] += 1
         assert all(bool((tensor == 1).all()) for tensor in read), parameter
 
 
 @pytest.mark.parametrize("arch", FAMILIES)
 def test_no_tensor_is_named_twice(arch: Architecture) -> None:
-    names = [tensor.name for parameter in name_table(arch) for tensor in parameter.hf]
+    names = [tensor.name for parameter in build_weight_map(arch) for tensor in parameter.hf]
     assert len(names) == len(set(names))
     assert ("lm_head.weight" in names) is not arch.tied
 
 
 def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None:
-    names = {tensor.name for parameter in name_table(MIXTURE) for tensor in parameter.hf}
+    names = {tensor.name for parameter in build_weight_map(MIXTURE) for tensor in parameter.hf}
     assert {
         "model.layers.1.mlp.gate.weight",
         "model.layers.1.mlp.experts.3.gate_proj.weight",
@@ -98,7 +103,7 @@ def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None
 def test_sizes_that_do_not_divide_are_all_named(
     arch: Architecture, parallel: dict[str, int], keys: list[str]
 ) -> None:
-    problems = misfits(arch, ParallelConfig(**parallel))
+    problems = find_layout_problems(arch, ParallelConfig(**parallel))
     assert [problem.key for problem in problems] == [f"trainer.parallel.{key}" for key in keys]
 
 

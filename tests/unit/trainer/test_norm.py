@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from areal_hpc.trainer.model import chunks
-from areal_hpc.trainer.model.norm import RMSNorm
+from areal_hpc.trainer.model.kernels import rms_norm
+from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 
 
 @pytest.mark.parametrize("chunk_values", [1, 1 << 18])
@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.norm import RMSNorm
 def test_the_norm_is_that_of_pytorch(
     dtype: torch.dtype, chunk_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(chunks.CHUNK_VALUES, "cpu", chunk_values)
+    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS, "cpu", chunk_values)
     norm = RMSNorm(SimpleNamespace(params_dtype=dtype, sequence_parallel=False), 8, eps=1e-6)
     with torch.no_grad():
         norm.weight.copy_(torch.rand(8) + 0.5)

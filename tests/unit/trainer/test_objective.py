@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.config import ObjectiveConfig
-from areal_hpc.trainer.correction import Rows
-from areal_hpc.trainer.objective import interpolate, policy_loss
+from areal_hpc.trainer.objective.importance_sampling import TokenRows
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 
 CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28, correction="clamp", correction_high=5.0)
 
 
-def rows(tokens: int) -> Rows:
+def rows(tokens: int) -> TokenRows:
     """All tokens in one row."""
-    return Rows(torch.zeros(tokens, dtype=torch.long), 1)
+    return TokenRows(torch.zeros(tokens, dtype=torch.long), 1)
 
 
 def gradient(
@@ -24,7 +24,7 @@ def gradient(
     """d loss / d logprob of one token, and whether the clip acted."""
     logprobs = torch.tensor([logprob], dtype=torch.float64, requires_grad=True)
     others = torch.tensor([[proximal], [behaviour], [advantage]], dtype=torch.float64)
-    loss = policy_loss(logprobs, others[0], others[1], others[2], rows(1), CONFIG)
+    loss = compute_policy_loss(logprobs, others[0], others[1], others[2], rows(1), CONFIG)
     loss.total.backward()
     assert logprobs.grad is not None
     return logprobs.grad.item(), bool(loss.clipped)
@@ -61,7 +61,7 @@ def test_tokens_sampled_by_older_weights_are_reweighted_up_to_the_cap() -> None:
 
 def test_no_tokens_give_a_loss_of_zero() -> None:
     empty = torch.zeros(0, requires_grad=True)
-    loss = policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
+    loss = compute_policy_loss(empty, empty, empty, empty, rows(0), CONFIG)
     sums, weight_max = loss.measured()
     assert set(sums.values()) == {0.0}
     assert weight_max == 0.0
@@ -94,7 +94,9 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(
         slopes.append(0.0 if bound < free else -kept * free)
     columns = torch.tensor(tokens, dtype=torch.float64).reshape(-1, 4).T.contiguous()
     logprobs = columns[0].clone().requires_grad_()
-    loss = policy_loss(logprobs, columns[1], columns[2], columns[3], rows(len(tokens)), config)
+    loss = compute_policy_loss(
+        logprobs, columns[1], columns[2], columns[3], rows(len(tokens)), config
+    )
     loss.total.backward()
     assert loss.total.item() == pytest.approx(total, abs=1e-9)
     assert loss.clipped.item() == clipped
@@ -105,7 +107,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(
 def test_without_correction_the_proximal_policy_alone_counts() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
     config = ObjectiveConfig(correction="none")
-    loss = policy_loss(
+    loss = compute_policy_loss(
         logprobs, torch.tensor([-1.0]), torch.tensor([-9.0]), torch.tensor([1.0]), rows(1), config
     )
     loss.total.backward()
@@ -117,10 +119,10 @@ def test_without_correction_the_proximal_policy_alone_counts() -> None:
 def test_the_log_linear_estimate_is_exact_at_both_ends() -> None:
     held, behaviour = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-3.0, -3.0, -3.0])
     ages = torch.tensor([0.0, 1.0, 3.0])
-    assert interpolate(held, behaviour, ages, 0.0) is held
+    assert interpolate_logprobs(held, behaviour, ages, 0.0) is held
     # Half a step on: a fresh token's proximal policy is the one that sampled it; the others' are
     # 1 / 1.5 and 3 / 3.5 of the way.
-    found = interpolate(held, behaviour, ages, 0.5)
+    found = interpolate_logprobs(held, behaviour, ages, 0.5)
     np.testing.assert_allclose(found, [-3.0, -3 + 2 / 1.5, -3 + 2 * 3 / 3.5], rtol=1e-6)
 
 
@@ -128,5 +130,5 @@ def test_with_a_whole_step_taken_the_estimate_is_areals() -> None:
     """`areal/trainer/ppo/actor.py`: alpha = (v - 1 - v_behave) / (v - v_behave)."""
     held, behaviour = torch.tensor([-1.5, -2.2]), torch.tensor([-1.0, -2.0])
     # Sampled by 0 and 2, trained as version 4: the proximal one is 3, of ages 3 and 1.
-    found = interpolate(held, behaviour, torch.tensor([3.0, 1.0]), 1.0)
+    found = interpolate_logprobs(held, behaviour, torch.tensor([3.0, 1.0]), 1.0)
     np.testing.assert_allclose(found, [-1.375, -2.1], rtol=1e-6)

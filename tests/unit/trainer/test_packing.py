@@ -5,21 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.batch.packing import (
-    Row,
-    Split,
+    PackLayout,
+    TrainingRow,
     build_pack,
-    padded_length,
+    compute_padded_length,
     plan_packs,
-    zig_zag,
+    zigzag_positions,
 )
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
-SPLITS = st.builds(Split, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
+SPLITS = st.builds(PackLayout, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
 
 
-def row(length: int, seed: int = 0) -> Row:
+def row(length: int, seed: int = 0) -> TrainingRow:
     generator = np.random.default_rng((seed, length))
-    return Row(
+    return TrainingRow(
         generator.integers(1, 1000, length).astype(np.int32),
         generator.integers(0, 2, length).astype(np.uint8),
         {"place": np.arange(length, dtype=np.float32)},
@@ -28,7 +28,7 @@ def row(length: int, seed: int = 0) -> Row:
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
-    lengths: list[int], ranks: int, max_tokens: int, split: Split
+    lengths: list[int], ranks: int, max_tokens: int, split: PackLayout
 ) -> None:
     plan = plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split)
     assert len(plan) == ranks
@@ -40,28 +40,29 @@ def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 100), SPLITS)
 def test_a_pack_over_the_limit_holds_one_sequence_that_is(
-    lengths: list[int], ranks: int, max_tokens: int, split: Split
+    lengths: list[int], ranks: int, max_tokens: int, split: PackLayout
 ) -> None:
     for packs in plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split):
         for pack in packs:
-            size = sum(padded_length(lengths[index], split) for index in pack)
+            size = sum(compute_padded_length(lengths[index], split) for index in pack)
             assert size <= max_tokens or len(pack) == 1
 
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.integers(1, 4))
 def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None:
-    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=Split())
+    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=PackLayout())
     loads = [sum(lengths[index] for pack in packs for index in pack) for packs in plan]
     assert max(loads) - min(loads) <= max(lengths)
 
 
 @given(LENGTHS, SPLITS)
 def test_context_parallel_ranks_together_hold_every_token_once(
-    lengths: list[int], split: Split
+    lengths: list[int], split: PackLayout
 ) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     parts = [
-        build_pack(rows, ("place",), Split(split.tp, split.cp, rank)) for rank in range(split.cp)
+        build_pack(rows, ("place",), PackLayout(split.tp, split.cp, rank))
+        for rank in range(split.cp)
     ]
     total = int(parts[0].lengths.sum())
     assert total % split.pack_multiple == 0
@@ -74,12 +75,12 @@ def test_context_parallel_ranks_together_hold_every_token_once(
 
 @given(LENGTHS, SPLITS)
 def test_each_scored_token_is_predicted_from_the_place_before_it(
-    lengths: list[int], split: Split
+    lengths: list[int], split: PackLayout
 ) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     found = []
     for rank in range(split.cp):
-        pack = build_pack(rows, ("place",), Split(split.tp, split.cp, rank))
+        pack = build_pack(rows, ("place",), PackLayout(split.tp, split.cp, rank))
         places = pack.channels_N["place"]
         # A channel is that of the predicted token; its position follows the one it is read at.
         assert (pack.positions_T[pack.targets_N] + 1 == places).all()
@@ -94,29 +95,31 @@ def test_each_scored_token_is_predicted_from_the_place_before_it(
 
 
 @given(LENGTHS, SPLITS)
-def test_each_scored_token_names_its_sequence(lengths: list[int], split: Split) -> None:
+def test_each_scored_token_names_its_sequence(lengths: list[int], split: PackLayout) -> None:
     rows = [row(length, seed) for seed, length in enumerate(lengths)]
     for seed, one in enumerate(rows):
         one.channels["place"][:] = seed
     for rank in range(split.cp):
-        pack = build_pack(rows, ("place",), Split(split.tp, split.cp, rank))
+        pack = build_pack(rows, ("place",), PackLayout(split.tp, split.cp, rank))
         assert pack.rows_N.tolist() == pack.channels_N["place"].tolist()
 
 
 def test_the_first_token_of_a_sequence_is_never_scored() -> None:
-    pack = build_pack([Row(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), Split())
+    pack = build_pack(
+        [TrainingRow(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), PackLayout()
+    )
     assert pack.labels_N.tolist() == [6]
     assert pack.targets_N.tolist() == [0]
 
 
 def test_without_parallelism_nothing_is_padded() -> None:
-    pack = build_pack([row(7), row(3), row(11)], (), Split())
+    pack = build_pack([row(7), row(3), row(11)], (), PackLayout())
     assert pack.lengths.tolist() == [7, 3, 11]
     assert len(pack.input_ids_T) == 21
 
 
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
-    pack = build_pack([], ("place",), Split(tp=2, cp=2))
+    pack = build_pack([], ("place",), PackLayout(tp=2, cp=2))
     assert len(pack.input_ids_T) == 2
     assert len(pack.targets_N) == 0
 
@@ -124,7 +127,7 @@ def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
 @given(st.integers(1, 8), st.integers(1, 6))
 def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk(cp: int, chunk: int) -> None:
     length = 2 * cp * chunk
-    held = [zig_zag(length, cp, rank) for rank in range(cp)]
+    held = [zigzag_positions(length, cp, rank) for rank in range(cp)]
     assert sorted(np.concatenate(held)) == list(range(length))
     # Causal work is even: the positions of every rank add up to the same.
     assert len({int(positions.sum()) for positions in held}) == 1

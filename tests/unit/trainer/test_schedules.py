@@ -5,20 +5,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.config import OptimizerConfig
-from areal_hpc.trainer.schedule import Schedule, learning_rate
-from areal_hpc.trainer.sft import batch_indices
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.optimizer import compute_learning_rate
+from areal_hpc.trainer.sft_data import get_batch_indices
 
 
 def test_the_rate_climbs_then_stays() -> None:
     config = OptimizerConfig(lr=1.0, warmup_steps=4)
-    rates = [learning_rate(step, 100, config) for step in range(6)]
+    rates = [compute_learning_rate(step, 100, config) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_the_rate_decays_to_its_floor(decay: str) -> None:
     config = OptimizerConfig.model_validate({"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1})
-    rates = [learning_rate(step, 51, config) for step in range(51)]
+    rates = [compute_learning_rate(step, 51, config) for step in range(51)]
     assert rates[0] == pytest.approx(1.0)
     assert rates[25] == pytest.approx(0.55)
     assert rates[50] == pytest.approx(0.1)
@@ -30,7 +34,7 @@ def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> No
     config = OptimizerConfig.model_validate(
         {"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1, "warmup_steps": 5}
     )
-    rates = [learning_rate(step, 20, config) for step in range(20)]
+    rates = [compute_learning_rate(step, 20, config) for step in range(20)]
     assert rates[4] == rates[5] == pytest.approx(1.0)
     assert rates[19] == pytest.approx(0.1)
 
@@ -45,7 +49,7 @@ def test_steps_are_evaluated_committed_and_exported_as_asked() -> None:
     )
     steps = range(8)
     assert [step for step in steps if schedule.evaluates(step)] == [0, 5, 7]
-    assert [step for step in steps if schedule.commits(step)] == [3, 6, 7]
+    assert [step for step in steps if schedule.saves_checkpoint(step)] == [3, 6, 7]
     assert [step for step in steps if schedule.exports(step)] == [7]
 
 
@@ -63,6 +67,6 @@ def test_the_evaluated_steps_of_a_range_are_those_that_are_evaluated(
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 1000))
 def test_each_pass_shows_every_demonstration_once(size: int, batch: int, seed: int) -> None:
     steps = -(-3 * size // batch)
-    shown = [index for step in range(steps) for index in batch_indices(step, batch, size, seed)]
+    shown = [index for step in range(steps) for index in get_batch_indices(step, batch, size, seed)]
     for turn in range(3):
         assert sorted(shown[turn * size : (turn + 1) * size]) == list(range(size))

@@ -10,13 +10,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.batch.packing import zig_zag
-from areal_hpc.trainer.model.rectangles import Rectangles, plan_rectangles
-from areal_hpc.trainer.model.segments import Segments, fits_flash_kernel, plan_segments
+from areal_hpc.trainer.batch.packing import zigzag_positions
+from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
+from areal_hpc.trainer.model.kernels.varlen_attention import (
+    VarlenAttention,
+    can_use_flash,
+    plan_varlen_attention,
+)
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
-Planner = Callable[..., Segments | Rectangles]
+Planner = Callable[..., VarlenAttention | PaddedSdpa]
 
 
 def plain_attention(
@@ -51,7 +55,8 @@ def over_ranks(
         torch.from_numpy(
             np.concatenate(
                 [
-                    start + (zig_zag(int(length), cp, rank) if cp > 1 else np.arange(length))
+                    start
+                    + (zigzag_positions(int(length), cp, rank) if cp > 1 else np.arange(length))
                     for start, length in zip(starts, lengths, strict=True)
                 ]
             )
@@ -69,7 +74,7 @@ def over_ranks(
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.sampled_from([1, 2, 4]))
-@pytest.mark.parametrize("plan", [plan_segments, plan_rectangles])
+@pytest.mark.parametrize("plan", [plan_varlen_attention, plan_padded_sdpa])
 def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
     plan: Planner, units: list[int], cp: int
 ) -> None:
@@ -90,7 +95,7 @@ def test_packed_attention_is_plain_attention_on_any_number_of_ranks(
 
 def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
     lengths, cp = np.array([64, 32]), 4
-    plans = [plan_segments(lengths, cp=cp, cp_rank=rank, device=CPU) for rank in range(cp)]
+    plans = [plan_varlen_attention(lengths, cp=cp, cp_rank=rank, device=CPU) for rank in range(cp)]
     pairs = {
         sum(q * k for q, k in zip(plan.query_lengths, plan.key_lengths, strict=True))
         for plan in plans
@@ -104,13 +109,13 @@ def test_memory_and_work_of_segments_are_those_of_causal_attention() -> None:
 
 
 def test_the_flash_kernel_is_for_gpus() -> None:
-    assert not fits_flash_kernel(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
+    assert not can_use_flash(torch.zeros(1, 1, 64, dtype=torch.bfloat16))
 
 
 def test_the_call_of_the_flash_kernel_is_one_that_pytorch_accepts() -> None:
     """On tensors without data: signature, shapes, grouped heads and the gradient's formula."""
     meta = torch.device("meta")
-    plan = plan_segments(np.array([8, 16]), cp=2, cp_rank=0, device=meta)
+    plan = plan_varlen_attention(np.array([8, 16]), cp=2, cp_rank=0, device=meta)
     parts = [
         torch.empty(tokens, heads, 64, dtype=torch.bfloat16, device=meta, requires_grad=True)
         for tokens, heads in (

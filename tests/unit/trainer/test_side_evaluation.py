@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.schedule import Schedule
-from areal_hpc.trainer.side_evaluation import SideEvaluation
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.census import Found
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
@@ -36,14 +36,14 @@ def indices(keys: list[ReplicaKey]) -> list[int]:
     return [key.index for key in keys]
 
 
-def judging(step: int, judged_step: int = -1) -> SideEvaluation:
-    beside = SideEvaluation(SCHEDULE, judged_step)
+def judging(step: int, judged_step: int = -1) -> AsyncEvaluation:
+    beside = AsyncEvaluation(SCHEDULE, judged_step)
     beside.begin(at(step))
     return beside
 
 
 def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
-    beside = SideEvaluation(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluation(SCHEDULE, judged_step=0)
     for step in range(1, 5):
         assert beside.receivers(cell("1.0"), at(step)) == []
         assert not beside.may_begin(cell("1.0"), at(step))
@@ -51,7 +51,7 @@ def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
 
 
 def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
-    beside = SideEvaluation(SCHEDULE, judged_step=0)
+    beside = AsyncEvaluation(SCHEDULE, judged_step=0)
     assert not beside.may_begin(cell("1.0", "1.5"), at(5))
     assert indices(beside.receivers(cell("1.0", "1.5"), at(5))) == [0]
     assert beside.may_begin(cell("1.5", "1.5"), at(5))
@@ -59,11 +59,11 @@ def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
 
 
 def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
-    beside = SideEvaluation(SCHEDULE, judged_step=-1)
+    beside = AsyncEvaluation(SCHEDULE, judged_step=-1)
     for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
         assert not beside.may_begin(replicas, at(0))
         assert beside.receivers(replicas, at(0)) == []
-    assert beside.is_owed(0)
+    assert beside.is_pending(0)
 
 
 def test_what_is_under_way_keeps_its_weights_while_training_goes_on() -> None:
@@ -107,30 +107,30 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
     assert beside.may_begin(cell("1.11"), at(11))
     assert beside.begin(at(11)) == [5, 10]
     beside.end()
-    assert beside.is_owed(TOTAL), "the last step is never left out"
-    assert not beside.is_owed(TOTAL - 1)
+    assert beside.is_pending(TOTAL), "the last step is never left out"
+    assert not beside.is_pending(TOTAL - 1)
 
 
 def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
     beside = judging(10)
-    assert beside.is_owed(TOTAL)
+    assert beside.is_pending(TOTAL)
     beside.end()
-    assert beside.is_owed(TOTAL)
+    assert beside.is_pending(TOTAL)
     assert beside.begin(at(TOTAL)) == []
     beside.end()
-    assert not beside.is_owed(TOTAL)
+    assert not beside.is_pending(TOTAL)
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
-    assert not SideEvaluation(SCHEDULE, judged_step=5).is_owed(9)
-    assert SideEvaluation(SCHEDULE, judged_step=4).is_owed(9)
-    assert SideEvaluation(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
+    assert not AsyncEvaluation(SCHEDULE, judged_step=5).is_pending(9)
+    assert AsyncEvaluation(SCHEDULE, judged_step=4).is_pending(9)
+    assert AsyncEvaluation(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
 
 
 @given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
 def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves: list[str]) -> None:
     """A cell of one replica: whenever it serves, what is under way is what it serves."""
-    beside, step, held, judged = SideEvaluation(SCHEDULE, -1), 0, READY, list[int]()
+    beside, step, held, judged = AsyncEvaluation(SCHEDULE, -1), 0, READY, list[int]()
     for move in [*moves, *["train"] * TOTAL, *["give", "finish"] * 3]:
         if move == "train" and step < TOTAL:
             step += 1
@@ -147,4 +147,4 @@ def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves:
             beside.end()
     assert judged == sorted(set(judged)), "later labels are newer weights"
     assert judged[-1] == TOTAL
-    assert not beside.is_owed(TOTAL)
+    assert not beside.is_pending(TOTAL)

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.trainer.untrained import (
-    GradientError,
+    NonFiniteGradientError,
     describe_norms,
     is_taken,
     judge_norms,
@@ -41,7 +41,7 @@ def test_finite_norms_leave_nothing_untrained() -> None:
 def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
     odd = math.nan
     assert [one.step for one in streak([odd, odd, 1.0, odd, odd, 0.0, odd])] == [1, 2, 4, 5, 7]
-    with pytest.raises(GradientError) as caught:
+    with pytest.raises(NonFiniteGradientError) as caught:
         streak([1.0, odd, math.inf, odd])
     assert caught.value.exit_code == 70
     problem = caught.value.problems[0]
@@ -62,7 +62,7 @@ def test_a_batch_of_several_optimizer_steps_says_how_many_were_odd() -> None:
 
 
 def test_a_run_that_is_to_stop_names_the_way_past() -> None:
-    with pytest.raises(GradientError, match=r"set trainer\.optimizer\.on_nonfinite=skip"):
+    with pytest.raises(NonFiniteGradientError, match=r"set trainer\.optimizer\.on_nonfinite=skip"):
         judge([math.nan], 1, [], "stop")
 
 

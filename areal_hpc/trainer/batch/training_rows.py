@@ -1,0 +1,212 @@
+"""From a batch manifest to rows to train on."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
+from areal_hpc.trainer.collectives import OtherRankError, any_true
+from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
+from areal_hpc.wire.ledger import BatchManifest, SettledTicket
+from areal_hpc.wire.trajectory import Trajectory, find_defect
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+
+logger = logging.getLogger(__name__)
+
+ADVANTAGE, BEHAVIOUR, CURRENT, AGE = "advantage", "behaviour", "current", "age"
+"""Channels of a row: its advantage, the engine's log-probabilities, 1 where the trainer's
+current weights did the sampling, and how many versions old those that did it are."""
+
+SHARD_TIMEOUT_S = 60.0
+"""How long a shard may take to become visible on another node of a shared file system."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrajectoryBatch:
+    """The trajectories of one manifest with the rewards it states, in manifest order [B]."""
+
+    trajectories: list[Trajectory]
+    rewards: list[float]
+
+    @property
+    def groups(self) -> list[int]:
+        """The ticket of each trajectory."""
+        return [trajectory.ticket_id for trajectory in self.trajectories]
+
+    @property
+    def episodes(self) -> list[int]:
+        """The episode of its ticket that each trajectory belongs to."""
+        return [trajectory.episode for trajectory in self.trajectories]
+
+
+def read_batch(manifest: BatchManifest, shards_dir: Path) -> TrajectoryBatch:
+    """The manifest's trajectories. A collective: all ranks succeed, or all of them fail.
+
+    Raises:
+        ShardError: This rank could not read a shard although it waited.
+        OtherRankError: Another one could not.
+    """
+    give_up_at = time.monotonic() + SHARD_TIMEOUT_S
+    while True:
+        trouble: ShardError | None = None
+        try:
+            trajectories = _read(manifest, shards_dir)
+        except ShardError as error:
+            trouble, trajectories = error, []
+        if not any_true(trouble is not None):
+            rewards = [reward for ticket in manifest.tickets for reward in ticket.rewards]
+            return TrajectoryBatch(trajectories, rewards)
+        if any_true(time.monotonic() >= give_up_at):
+            raise trouble or OtherRankError
+        logger.info("batch %d cannot be read yet: %s", manifest.step, trouble)
+        time.sleep(0.5)
+
+
+def _read(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
+    rows_of: dict[str, list[int]] = {}
+    for ticket in manifest.tickets:
+        rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
+    found = {
+        name: iter(ShardReader(shards_dir / name).read_rows(rows, with_meta=False))
+        for name, rows in rows_of.items()
+    }
+    return [next(found[ticket.shard]) for ticket in manifest.tickets for _ in ticket.rows]
+
+
+def leave_out_unsound(
+    batch: TrajectoryBatch, manifest: BatchManifest, vocab_size: int
+) -> tuple[TrajectoryBatch, list[UntrainedRecord]]:
+    """The batch without the tickets that hold an unsound row, and what was left out.
+
+    A group is left out whole: its advantages are relative to all of it. Every rank reads the same
+    rows of sealed shards and decides alike.
+    """
+    rows = iter(batch.trajectories)
+    sound, left_out = TrajectoryBatch([], []), []
+    for ticket in manifest.tickets:
+        own = list(itertools.islice(rows, len(ticket.rows)))
+        if defect := _find_defect(own, ticket, vocab_size):
+            left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
+        else:
+            sound.trajectories.extend(own)
+            sound.rewards.extend(ticket.rewards)
+    return sound, left_out
+
+
+def _find_defect(rows: list[Trajectory], ticket: SettledTicket, vocab_size: int) -> str | None:
+    """What is wrong with the first unsound row of a ticket, and which it is."""
+    if len(ticket.rewards) != len(rows):
+        return f"expected {len(rows)} rewards in the manifest, got {len(ticket.rewards)}"
+    for number, row, reward in zip(ticket.rows, rows, ticket.rewards, strict=True):
+        # A shard may hold a row without tokens; a forward pass cannot.
+        defect = None if row.num_tokens else "expected at least one token, got none"
+        # With the manifest's reward, the one that is trained on.
+        if defect := defect or find_defect(replace(row, reward=reward), vocab_size):
+            return f"{ticket.shard} row {number}: {defect}"
+    return None
+
+
+def build_rows(
+    batch: TrajectoryBatch,
+    current: WeightVersion,
+    forks: Sequence[GenerationFork],
+    objective: ObjectiveConfig,
+) -> list[TrainingRow]:
+    """Rows with the channels that the objective needs."""
+    advantages_B = compute_group_advantages(
+        batch.rewards, batch.groups, batch.episodes, objective.min_reward_std
+    )
+    tempered = any(_temperature(trajectory) != 1.0 for trajectory in batch.trajectories)
+    held = [version.packed for version in find_equal_versions(current, forks)]
+    rows = []
+    for trajectory, advantage in zip(batch.trajectories, advantages_B, strict=True):
+        size = trajectory.num_tokens
+        channels = {
+            ADVANTAGE: np.full(size, advantage, dtype=np.float32),
+            BEHAVIOUR: trajectory.logprobs_T,
+            CURRENT: np.isin(trajectory.versions_T, held).astype(np.float32),
+        }
+        if objective.proximal == "log_linear":
+            channels[AGE] = _ages(trajectory.versions_T, current, forks)
+        if tempered:
+            channels[TEMPERATURE] = np.full(size, _temperature(trajectory), dtype=np.float32)
+        rows.append(TrainingRow(trajectory.input_ids_T, trajectory.loss_mask_T, channels))
+    return rows
+
+
+def find_equal_versions(
+    current: WeightVersion, forks: Sequence[GenerationFork]
+) -> list[WeightVersion]:
+    """Versions with the current weights: a restart gives those of a checkpoint a new name."""
+    names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
+    return [
+        name
+        for name in sorted(names)
+        if name.epoch <= current.epoch and compute_staleness(current, name, forks) == 0
+    ]
+
+
+def _ages(
+    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
+) -> npt.NDArray[np.float32]:
+    """The compute_staleness of each token; 0 where nobody sampled."""
+    ages_T = np.zeros(len(versions_T), dtype=np.float32)
+    for packed in _sampled_tokens(versions_T):
+        ages_T[versions_T == packed] = compute_staleness(
+            current, WeightVersion.unpack(packed), forks
+        )
+    return ages_T
+
+
+def _temperature(trajectory: Trajectory) -> float:
+    """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
+    return trajectory.temperature or 1.0
+
+
+def summarize_batch(
+    batch: TrajectoryBatch, current: WeightVersion, forks: Sequence[GenerationFork]
+) -> dict[str, float]:
+    """What the batch is like, before any training: rewards, sizes, ages of its tokens.
+
+    A batch without rows has no mean reward.
+    """
+    tokens_of = [_sampled_tokens(trajectory.versions_T) for trajectory in batch.trajectories]
+    sampled = sum(tokens_of, Counter[int]())
+    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
+    numbers: dict[tuple[int, int], int] = {}  # an episode's place among those of the batch
+    for key in zip(batch.groups, batch.episodes, strict=True):
+        numbers.setdefault(key, len(numbers))
+    places = [numbers[key] for key in zip(batch.groups, batch.episodes, strict=True)]
+    rewards = mean_episode_rewards(batch.rewards, places)
+    mean = {"reward/mean": float(rewards.mean())} if len(rewards) else {}
+    return mean | {
+        "episodes": len(numbers),
+        "tokens/trained": sum(trajectory.num_tokens for trajectory in batch.trajectories),
+        "tokens/sampled": sampled.total(),
+        "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
+        "staleness/max": max(ages, default=0),
+        "versions/multi": sum(len(tokens) > 1 for tokens in tokens_of),
+    }
+
+
+def _sampled_tokens(versions_T: npt.NDArray[np.int64]) -> Counter[int]:
+    """Tokens by the version they were sampled from; versions come in few, long stretches."""
+    turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
+    tokens = Counter[int]()
+    for begin, end in itertools.pairwise([0, *turns.tolist(), len(versions_T)]):
+        if (version := int(versions_T[begin])) >= 0:
+            tokens[version] += end - begin
+    return tokens

@@ -1,0 +1,257 @@
+"""Checkpoint store: atomic directories, retention, asynchronous writes.
+
+A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
+`step_00000040/` holds Megatron's distributed checkpoint (`megatron_format.py`), `trainer.json`, and
+the marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
+part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
+renames the directory once every writer is done and no newer trainer has taken over.
+
+Random state needs no file: nothing draws random numbers but the order of data, which is a
+function of `seed` and `step`.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch.distributed as dist
+
+from areal_hpc.cluster.deadline import note_save
+from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
+from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.checkpoints import (
+    MARKER,
+    Checkpoint,
+    TrainerState,
+    build_checkpoint_error,
+    find_latest,
+    is_complete,
+    list_checkpoints,
+    list_hidden,
+    read_trainer_state,
+    unfinished_path,
+    write_trainer_state,
+)
+from areal_hpc.rundir.paths import format_step_dir
+from areal_hpc.trainer.checkpoints import megatron_format
+from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from areal_hpc.trainer.collectives import (
+    all_reduce_max,
+    any_true,
+    broadcast_object,
+    raise_on_all_ranks,
+)
+from areal_hpc.trainer.model.policy import Policy
+
+VISIBLE_TIMEOUT_S = 60.0
+"""How long rank 0's choice may take to become visible on another node of shared storage."""
+POLL_S = 0.2
+
+WriteStatus = IntEnum("WriteStatus", "DONE PENDING FAILED")
+"""How far a rank's part of a checkpoint is; the largest of all ranks decides."""
+
+
+class CheckpointStore:
+    """The checkpoints of one training stage. One may be in the writing at a time.
+
+    Args:
+        directory: Holds one folder per checkpoint.
+        keep: Complete checkpoints kept; older ones are deleted.
+        check_generation: Called on rank 0 before a checkpoint becomes visible; raises when this
+            trainer has been replaced.
+    """
+
+    def __init__(
+        self, directory: Path, keep: int, check_generation: Callable[[], None] = lambda: None
+    ) -> None:
+        self._directory = directory
+        self._keep = keep
+        self._check_generation = check_generation
+        self._writer: WriterClient | None = None
+        self._begun: Checkpoint | None = None
+        self._copied_s = 0.0
+
+    # Reading ---------------------------------------------------------------------------------
+
+    def find_latest_on_all_ranks(self) -> Checkpoint | None:
+        """Rank 0's latest checkpoint, on every rank. A collective.
+
+        Nodes may see a shared directory differently for some seconds: had each rank its own
+        choice, they could resume from different steps.
+
+        Raises:
+            ClusterError: A rank cannot see the checkpoint that rank 0 chose.
+        """
+        message = None
+        if dist.get_rank() == 0:
+            found = find_latest(self._directory)
+            message = msgspec.json.encode((found.path.name, found.state) if found else None)
+        chosen = msgspec.json.decode(
+            broadcast_object(message), type=tuple[str, TrainerState] | None
+        )
+        if chosen is None:
+            return None
+        path = self._directory / chosen[0]
+        give_up_at = time.monotonic() + VISIBLE_TIMEOUT_S
+        while any_true(is_hidden := not is_complete(path)):
+            if any_true(time.monotonic() >= give_up_at):
+                trouble = ClusterError(
+                    "rank 0 resumes from a commit that this rank cannot see",
+                    key=str(path),
+                    hint="check that every node mounts the run directory",
+                )
+                raise_on_all_ranks(trouble if is_hidden else None)
+            time.sleep(POLL_S)
+        return Checkpoint(path, chosen[1])
+
+    def clean(self, generation: int) -> None:
+        """Delete what interrupted checkpoints left behind. For rank 0, before its first one.
+
+        Args:
+            generation: Of this trainer. What a later one is writing is not ours to touch.
+        """
+        for path, written_by in list_hidden(self._directory):
+            if written_by is None or written_by <= generation:
+                # Renamed first: an older trainer that is stuck must not make it visible half gone.
+                doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
+                path.rename(doomed)
+                shutil.rmtree(doomed, ignore_errors=True)  # its writer may be about to be killed
+
+    # Writing ---------------------------------------------------------------------------------
+
+    def begin(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
+        """Copy the state and begin to write it. A collective; waits for an earlier one first.
+
+        Returns:
+            The directory that the checkpoint will have.
+
+        Raises:
+            ClusterError: The storage refused this checkpoint or the one before.
+        """
+        self.finish()
+        began = time.monotonic()
+        target = self._directory / format_step_dir(state.step)
+        partial = unfinished_path(self._directory, state.step, state.epoch)
+        is_first = dist.get_rank() == 0
+        with _storage(partial):
+            if is_first:
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir(parents=True)
+            dist.barrier()
+            self._writer = self._writer or WriterClient()
+            data = megatron_format.save_sharded(policy, optimizer, partial, self._writer.copy)
+            small = []
+            if is_first:  # the small files are all rank 0's
+                write_trainer_state(partial, state)
+                small = [
+                    p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
+                ]
+            self._writer.write(partial / data, small)
+        self._begun = Checkpoint(target, state)
+        self._copied_s = time.monotonic() - began
+        return target
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
+        """Make the checkpoint being written visible if all of it is on disk. A collective.
+
+        Returns:
+            True on every rank when it became visible and durable in this call.
+
+        Raises:
+            ClusterError: It could not be written.
+            SupersededTrainerError: A newer trainer owns the run; the checkpoint stays invisible.
+            OtherRankError: One of these was raised on another rank.
+        """
+        if self._begun is None:
+            return False
+        assert self._writer is not None
+        trouble: ArealError | None = None
+        try:
+            done = self._writer.poll(timeout_s)
+            progress = WriteStatus.DONE if done else WriteStatus.PENDING
+        except ClusterError as error:
+            progress, trouble = WriteStatus.FAILED, error
+        slowest = all_reduce_max(progress)
+        if slowest == WriteStatus.PENDING:
+            return False
+        if slowest == WriteStatus.DONE and dist.get_rank() == 0:
+            try:
+                self._make_visible(self._begun)
+                note_save(self._copied_s + self._writer.took_s)
+            except ArealError as error:
+                trouble = error
+        raise_on_all_ranks(trouble)
+        self._begun = None
+        return True
+
+    def finish(self) -> bool:
+        """Wait for the checkpoint being written; false when there was none. A collective."""
+        if self._begun is None:
+            return False
+        while not self.poll(POLL_S):
+            pass
+        return True
+
+    def close(self) -> None:
+        """End the writer, once it has deleted what it was told to."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _make_visible(self, checkpoint: Checkpoint) -> None:
+        """Rename the finished directory, and hide the ones it makes superfluous.
+
+        Raises:
+            ClusterError: The storage refused.
+            SupersededTrainerError: A newer trainer owns the run.
+        """
+        partial = unfinished_path(self._directory, checkpoint.state.step, checkpoint.state.epoch)
+        with _storage(partial):
+            (partial / MARKER).touch()
+            fsync_path(partial / MARKER)
+            fsync_path(partial)
+            self._check_generation()
+            self._put_in_place(partial, checkpoint)
+            fsync_path(self._directory)
+            for old in list_checkpoints(self._directory)[: -self._keep]:
+                # Hidden first: a half-deleted checkpoint must not look complete.
+                doomed = old.path.with_name(f".{old.path.name}.old")
+                old.path.rename(doomed)
+                if self._writer is not None:
+                    self._writer.remove(doomed)
+
+    def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
+        target, own = checkpoint.path, checkpoint.state.epoch
+        if target.exists():  # of an abandoned epoch, or of the one that replaced this
+            epoch = read_trainer_state(target).epoch if is_complete(target) else -1
+            if epoch > own:
+                raise SupersededTrainerError(
+                    f"epoch {epoch} has committed {target.name} before epoch {own}"
+                )
+            replaced = target.with_name(f".{target.name}.replaced")
+            target.rename(replaced)
+            partial.rename(target)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(target)
+
+
+def load_checkpoint(policy: Policy, optimizer: Any, checkpoint: Checkpoint) -> None:
+    """Restore weights and optimizer. A collective; the layout may differ from the saved one."""
+    megatron_format.load_sharded(policy, optimizer, checkpoint.path)
+
+
+@contextmanager
+def _storage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise build_checkpoint_error(path, error) from error

@@ -1,0 +1,150 @@
+"""The checkpoint writer as its rank sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.checkpoints import build_checkpoint_error
+from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_TRIES = 2
+"""Writers that one file may cost before the checkpoint is given up."""
+EXIT_TIMEOUT_S = 60.0
+"""How long a writer may still be deleting old checkpoints at the end of a run."""
+
+
+class WriterClient:
+    """One rank's memory shared with a writer process, and that process.
+
+    The memory holds one copy of the rank's part of a checkpoint, from the first one to the end of
+    the run: 16 bytes of host memory a parameter in float32, 14 in bfloat16, on the first of each
+    set of data-parallel ranks; next to nothing on the others. It is anonymous: a kill leaves
+    nothing of it behind.
+    """
+
+    def __init__(self) -> None:
+        self._memory = os.memfd_create("checkpoint")
+        self._request: WriteRequest | None = None
+        self.took_s = 0.0
+        """What the last file took to write."""
+        self._tries = 0
+        self._doomed: list[Path] = []
+        """Directories that the writer was told to delete."""
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "areal_hpc.trainer.checkpoints.writer_process",
+             str(self._memory), str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            bufsize=0,
+            pass_fds=(self._memory,),
+        )  # fmt: skip
+
+    @contextmanager
+    def copy(self) -> Iterator[io.BufferedWriter]:
+        """A stream that replaces what the memory holds. Nothing may be in the writing."""
+        assert self._request is None
+        os.lseek(self._memory, 0, os.SEEK_SET)
+        with open(self._memory, "wb", closefd=False) as stream:
+            yield stream
+
+    def write(self, path: Path, neighbours: list[str]) -> None:
+        """Begin to write what was copied into a new file.
+
+        Args:
+            path: The file; its directory exists.
+            neighbours: Names of files beside it that are to become durable with it.
+        """
+        size_bytes = os.lseek(self._memory, 0, os.SEEK_CUR)
+        self._request = WriteRequest(str(path), size_bytes, neighbours)
+        self._tries = 1
+        self._send(self._request)
+
+    def poll(self, timeout_s: float) -> bool:
+        """True once the file, its neighbours and their directory are on disk.
+
+        A writer that died is replaced, and its work done again, once.
+
+        Raises:
+            ClusterError: The storage refused, or writers keep dying.
+        """
+        if self._request is None:
+            return True
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+            return False
+        line = self._process.stdout.readline()
+        if not line.endswith(b"\n"):
+            self._replace()
+            return False
+        reply = msgspec.json.decode(line, type=WriteReply)
+        if reply.error:
+            raise build_checkpoint_error(Path(self._request.path), reply.error)
+        logger.debug("%s took %.1f s", self._request.path, reply.seconds)
+        self._request = None
+        self.took_s = reply.seconds
+        return True
+
+    def _replace(self) -> None:
+        assert self._request is not None
+        self._abandon()
+        code = self._process.wait()
+        if self._tries == MAX_TRIES:
+            raise ClusterError(
+                f"the writer of commits died {MAX_TRIES} times, at last with exit code {code}",
+                key=self._request.path,
+                hint="look for the out-of-memory killer in dmesg",
+            )
+        logger.error("the writer of commits died with exit code %d: the file is written anew", code)
+        self._process = self._start()
+        self._tries += 1
+        self._send(self._request)
+        for directory in self._doomed:
+            self._send(RemoveRequest(str(directory)))
+
+    def remove(self, directory: Path) -> None:
+        """Delete a directory in the background, after what is in the writing."""
+        self._doomed = [doomed for doomed in self._doomed if doomed.exists()] + [directory]
+        self._send(RemoveRequest(str(directory)))
+
+    def _send(self, request: WriteRequest | RemoveRequest) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+
+    def close(self) -> None:
+        """Let the writer finish what it was asked for, and give the memory back."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(EXIT_TIMEOUT_S)
+            for directory in self._doomed:  # gone, unless the writer died before
+                shutil.rmtree(directory, ignore_errors=True)
+        except subprocess.TimeoutExpired:
+            logger.warning("the writer of commits is still deleting: ended")
+            self._process.kill()
+            self._process.wait()
+        self._abandon()
+        os.close(self._memory)
+
+    def _abandon(self) -> None:
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()

@@ -1,0 +1,95 @@
+"""The process that writes a rank's part of a checkpoint to disk: `python -m` this module.
+
+It shares one piece of memory with its rank, told by descriptor on the command line. Requests
+come in on standard input and replies go out on standard output, one JSON object a line. It
+lives as long as its rank, hears none of the signals meant for that one, and imports no torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.cluster.entry import die_with_parent
+from areal_hpc.cluster.preemption import STOP_SIGNALS
+from areal_hpc.rundir.atomic import fsync_path
+
+NICENESS = 5
+"""Training comes first on a node whose cores are all taken."""
+CHUNK_BYTES = 64 * 1024**2
+
+
+class WriteRequest(msgspec.Struct, frozen=True, tag=True):
+    """Put the first `size_bytes` of the shared memory into a new file, durably."""
+
+    path: str
+    size_bytes: int
+    neighbours: list[str] = []
+    """Files in the same directory, already written, that are to be durable as well."""
+
+
+class RemoveRequest(msgspec.Struct, frozen=True, tag=True):
+    """Delete a directory that nobody looks at any more. Has no reply."""
+
+    path: str
+
+
+class WriteReply(msgspec.Struct, frozen=True):
+    """The reply to a `Write`."""
+
+    seconds: float
+    error: str = ""
+    """Empty when everything is on disk."""
+
+
+def main() -> None:
+    """Serve one rank until it closes the pipe, or dies."""
+    memory, parent = int(sys.argv[1]), int(sys.argv[2])
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
+        return
+    os.nice(NICENESS)
+    for line in sys.stdin.buffer:
+        match msgspec.json.decode(line, type=WriteRequest | RemoveRequest):
+            case RemoveRequest(path):
+                shutil.rmtree(path, ignore_errors=True)  # the next start cleans up the rest
+            case WriteRequest() as request:
+                os.write(1, msgspec.json.encode(_carry_out(request, memory)) + b"\n")
+
+
+def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
+    began = time.perf_counter()
+    try:
+        path = Path(request.path)
+        _copy(memory, path, request.size_bytes)
+        for name in request.neighbours:
+            fsync_path(path.parent / name)
+        fsync_path(path.parent)
+    except OSError as error:
+        return WriteReply(time.perf_counter() - began, str(error))
+    return WriteReply(time.perf_counter() - began)
+
+
+def _copy(memory: int, path: Path, size_bytes: int) -> None:
+    """Within the kernel: this process never holds the bytes itself."""
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    try:
+        offset = 0
+        while offset < size_bytes:
+            count = min(CHUNK_BYTES, size_bytes - offset)
+            offset += os.sendfile(target, memory, offset, count)
+        os.fsync(target)
+    finally:
+        os.close(target)
+
+
+if __name__ == "__main__":
+    main()

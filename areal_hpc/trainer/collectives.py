@@ -1,0 +1,117 @@
+"""How ranks agree: small collectives over the whole world, on CPU tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.trainer.torch_private import get_default_store
+
+logger = logging.getLogger(__name__)
+
+LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
+"""What gloo says on the ranks that outlive one of them."""
+FAILURES = "failures"
+"""Counts failed ranks in the store that the world was opened with."""
+REPORTED = "reported"
+"""Set in that store once a failed rank knows that it is the first, and says why."""
+REPORT_TIMEOUT_S = 10.0
+
+
+class OtherRankError(Exception):
+    """Another rank failed and reports why."""
+
+
+def any_true(flag: bool) -> bool:
+    """True on every rank when it is true on one. A collective."""
+    return bool(all_reduce_max(int(flag)))
+
+
+def all_reduce_max(number: int) -> int:
+    """The largest of the ranks' numbers, on every rank. A collective."""
+    if dist.get_world_size() == 1:
+        return number
+    numbers = torch.tensor(number)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+    return int(numbers)
+
+
+def broadcast_object(message: bytes | None) -> bytes:
+    """Rank 0's message, on every rank; the others pass None. A collective."""
+    if dist.get_world_size() == 1:
+        assert message is not None
+        return message
+    size = torch.tensor(len(message or b""))
+    dist.broadcast(size, src=0)
+    body = torch.empty(int(size), dtype=torch.uint8)
+    if message is not None:
+        body.copy_(torch.frombuffer(bytearray(message), dtype=torch.uint8))
+    dist.broadcast(body, src=0)
+    return body.numpy().tobytes()
+
+
+def raise_on_all_ranks(trouble: Exception | None) -> None:
+    """All ranks go on, or none does: a rank in trouble raises it. A collective.
+
+    Raises:
+        OtherRankError: This rank is well, another one is not.
+    """
+    if any_true(trouble is not None):
+        raise trouble or OtherRankError
+
+
+@contextmanager
+def report_first_failure() -> Iterator[None]:
+    """Of all ranks that fail in the block, let the one that failed first say why.
+
+    The end of a rank breaks the collectives of all others. What they would report is a lost
+    connection; they leave quietly instead, with the exit code of a stop.
+
+    Raises:
+        SystemExit: Another rank failed first.
+        ClusterError: Another rank vanished without a word.
+    """
+    try:
+        yield
+    except Exception as error:  # boundary: raised again, unless another rank reports
+        if isinstance(error, OtherRankError):
+            _await_report()
+        if isinstance(error, OtherRankError) or not _is_first_to_fail():
+            logger.info("leaving, because another rank failed")
+            raise SystemExit(STOPPED_EXIT_CODE) from error
+        if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
+            raise ClusterError(
+                f"another rank of the trainer vanished: {error}",
+                hint="read the other ranks' logs; the out-of-memory killer is named in dmesg alone",
+            ) from error
+        raise
+
+
+def _await_report() -> None:
+    """Stay until the rank that failed has said so: rank 0 would take the store away with it."""
+    with contextlib.suppress(RuntimeError):
+        get_default_store().wait([REPORTED], datetime.timedelta(seconds=REPORT_TIMEOUT_S))
+
+
+def _is_first_to_fail() -> bool:
+    if dist.get_world_size() == 1:
+        return True
+    store = get_default_store()
+    try:
+        is_first = store.add(FAILURES, 1) == 1
+    except RuntimeError:  # rank 0 kept the store, and is gone
+        return False
+    # A key of its own: who waits is woken before the answer to `add` is sent, and if that is
+    # rank 0, it may take the store away in between.
+    with contextlib.suppress(RuntimeError):
+        store.set(REPORTED, "")
+    return bool(is_first)

@@ -1,0 +1,80 @@
+"""Which weights the evaluation cell judges, and when, while training goes on. Pure.
+
+One version at a time, and always the trainer's present one, because it has no other: when an
+evaluation is due and the cell is free, or has lost the weights that it was judging.
+"""
+
+from __future__ import annotations
+
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.weights.census import Found
+from areal_hpc.weights.publisher import lacking
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire.weight_version import WeightVersion
+
+
+class AsyncEvaluation:
+    """What is under way and what is still owed.
+
+    Args:
+        schedule: Which steps are to be evaluated.
+        judged_step: The newest step that has a reward; -1 for none.
+    """
+
+    def __init__(self, schedule: Schedule, judged_step: int) -> None:
+        self._schedule = schedule
+        self._judged_step = judged_step
+        self.under_way: WeightVersion | None = None
+        """The version whose episodes are being played, or wait for its weights."""
+
+    def is_pending(self, step: int) -> bool:
+        """Weights up to `step` remain to be judged."""
+        due = self._schedule.evaluated_steps(self._judged_step, step)
+        return self.under_way is not None or bool(due)
+
+    def receivers(self, found: Found, current: WeightVersion) -> list[ReplicaKey]:
+        """The replicas that are to be given the current weights now.
+
+        Args:
+            found: The cell's replicas; none when it does not answer.
+            current: What the trainer has.
+        """
+        return lacking(found, current) if self._wanted(found, current) == current else []
+
+    def may_begin(self, found: Found, current: WeightVersion) -> bool:
+        """The current version's episodes can be granted: no replica would play them on another."""
+        if self.under_way == current or self._wanted(found, current) != current:
+            return False
+        held = _held(found)
+        return bool(held) and all(version in ("", str(current)) for version in held)
+
+    def begin(self, current: WeightVersion) -> list[int]:
+        """The current version's episodes are granted from now on.
+
+        Returns:
+            The steps that should have been judged, and never will be, as their weights are gone.
+        """
+        due = self._schedule.evaluated_steps(self._judged_step, current.step)
+        self.under_way = current
+        return [step for step in due if step != current.step]
+
+    def end(self) -> None:
+        """What was under way has its reward."""
+        assert self.under_way is not None
+        self._judged_step, self.under_way = self.under_way.step, None
+
+    def _wanted(self, found: Found, current: WeightVersion) -> WeightVersion | None:
+        """What the cell is to hold; None: whatever it has."""
+        if self.under_way is not None and not self._is_lost(found):
+            return self.under_way
+        return current if self._schedule.evaluated_steps(self._judged_step, current.step) else None
+
+    def _is_lost(self, found: Found) -> bool:
+        """No replica has the weights that are being judged. A silent cell may have them yet."""
+        held = _held(found)
+        return bool(held) and str(self.under_way) not in held
+
+
+def _held(found: Found) -> list[str]:
+    """The versions that replicas serve; empty for one that is up and serves none."""
+    return [view.version for _, view in found if view.state in ("ready", "serving")]

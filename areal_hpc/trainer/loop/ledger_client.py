@@ -1,0 +1,115 @@
+"""Trainer's client of the ledger, followed across restarts."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, SupersededTrainerError
+from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.http import HttpRefused, WireClient
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    BatchReply,
+    BatchRequest,
+    EvaluateReply,
+    EvaluateRequest,
+    FinishRequest,
+    OpenEpochRequest,
+    PublishRequest,
+)
+
+logger = logging.getLogger(__name__)
+
+ReplyT = TypeVar("ReplyT")
+
+START_TIMEOUT_S = 120.0
+UNREACHABLE_TIMEOUT_S = 120.0
+"""How long the ledger may be away. Its supervisor restarts it within seconds."""
+RETRY_S = 2.0
+"""After this long without a connection its address is looked up again."""
+REPLY_TIMEOUT_S = 15.0
+"""A ledger that takes longer for what needs no waiting hangs."""
+HTTP_CONFLICT = 409
+
+
+class LedgerClient:
+    """The ledger of a run, followed to its new address when it restarts.
+
+    Every call raises SupersededTrainerError when a newer generation has been opened, and
+    ClusterError when the ledger stays away or `is_stopping` becomes true while it is.
+    """
+
+    def __init__(
+        self, rendezvous_dir: Path, admin_key: str, generation: int, is_stopping: Callable[[], bool]
+    ) -> None:
+        self._dir = rendezvous_dir
+        self._client = WireClient("", admin_key)
+        self._url = ""
+        self._generation = generation
+        self._is_stopping = is_stopping
+
+    def open_generation(self, base_step: int, evaluated_step: int = -1) -> None:
+        """This trainer has taken the generation and goes on after `base_step`.
+
+        Args:
+            base_step: The step whose weights it has.
+            evaluated_step: Whose evaluation, if it is under way, may go on.
+        """
+        request = OpenEpochRequest(self._generation, base_step, evaluated_step)
+        self._call("/open_epoch", request, Acknowledged)
+
+    def batch(self, step: int, wait_s: float) -> BatchReply:
+        """The batch that leads to `step`, or how far it is."""
+        return self._call(
+            "/batch", BatchRequest(self._generation, step, wait_s), BatchReply, wait_s
+        )
+
+    def publish(self, step: int) -> None:
+        """Every replica in service has the weights of `step`."""
+        self._call("/publish", PublishRequest(self._generation, step), Acknowledged)
+
+    def evaluate(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
+        """Ask for the evaluation of `step`, or how far it is."""
+        request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
+        return self._call("/evaluate", request, EvaluateReply, wait_s)
+
+    def finish(self) -> None:
+        """The run is complete."""
+        self._call("/finish", FinishRequest(self._generation), Acknowledged)
+
+    def close(self) -> None:
+        """Close pooled connections."""
+        self._client.close()
+
+    def _call(
+        self, route: str, request: msgspec.Struct, reply: type[ReplyT], wait_s: float = 0.0
+    ) -> ReplyT:
+        give_up_at = float("inf")
+        while True:
+            url = f"{self._url or self._find()}{route}"
+            try:
+                return self._client.call(
+                    url, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
+                )
+            except HttpRefused as refusal:
+                if refusal.status == HTTP_CONFLICT:
+                    raise SupersededTrainerError(refusal.body) from refusal
+                raise
+            except ClusterError as error:
+                give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_TIMEOUT_S)
+                if time.monotonic() >= give_up_at or self._is_stopping():
+                    raise
+                logger.info("looking for the ledger again: %s", error)
+                self._url = ""
+
+    def _find(self) -> str:
+        self._url = rendezvous.await_endpoint(
+            self._dir, rendezvous.LEDGER, START_TIMEOUT_S, is_cancelled=self._is_stopping
+        ).url
+        return self._url

@@ -1,0 +1,244 @@
+"""Batches from the ledger of a run, and the replicas that get the weights trained on them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+import msgspec
+import torch
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.errors import AgentError
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+from areal_hpc.telemetry import EVALUATION
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.ledger_client import LedgerClient
+from areal_hpc.trainer.loop.loop import BatchSource, Delivery
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import summarize_update_pauses
+from areal_hpc.weights.backoff import Backoff
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import WeightVersion
+
+logger = logging.getLogger(__name__)
+
+LONG_POLL_S = 1.0
+REPLICA_POLL_S = 1.0
+NO_REPLICA_PAUSE_S = 0.1
+LOG_REPEAT_S = 600.0
+
+
+class LedgerSource(BatchSource):
+    """Rank 0's dealings with ledger and replicas.
+
+    Args:
+        schedule: Which steps are evaluated.
+        record: The present version and its metrics.
+        ledger: Batches and evaluations.
+        publisher: Replicas.
+        specs: What a publish sends.
+        events: Where updates are noted.
+        stop: Ends every waiting.
+        async_evaluation: What the evaluation cell is to judge, if the run has one.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        record: StepRecord,
+        *,
+        ledger: LedgerClient,
+        publisher: Publisher,
+        specs: list[TensorSpec],
+        events: EventLog,
+        stop: StopRequest,
+        async_evaluation: AsyncEvaluation | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._record = record
+        self._ledger = ledger
+        self._publisher = publisher
+        self._specs = specs
+        self._events = events
+        self._stop = stop
+        self._async_evaluation = async_evaluation
+        self._logged_at = float("-inf")
+        self._backoff = Backoff()
+        self._ticket_counts: FlatRow = {}
+        self._targets: list[ReplicaKey] = []
+        """The replicas that the next publish is for."""
+        self.begin_version()
+
+    def begin_version(self) -> None:
+        """A step was taken: no replica has the new weights, nor has the ledger heard of them."""
+        self._record.row |= self._ticket_counts
+        self._is_served = self._is_announced = False
+        self._targets = []
+        self._next_poll_at = 0.0
+
+    def next_batch(self, step: int) -> BatchManifest | None:
+        """The ledger's batch for `step`; None when it has not formed yet.
+
+        Raises:
+            AgentError: Agents do nothing but fail, so that no batch will form.
+            SupersededTrainerError: A newer trainer owns the run.
+            ClusterError: The ledger stays away.
+        """
+        with self._record.timer.phase("wait"):
+            reply = self._ledger.batch(step, LONG_POLL_S)
+        if reply.manifest is not None:
+            counts = msgspec.structs.asdict(reply.manifest.counts)
+            self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
+        elif reply.trouble:
+            raise AgentError(
+                reply.trouble, hint="read the logs of ledger and drivers in logs/latest"
+            )
+        return reply.manifest
+
+    # Replicas --------------------------------------------------------------------------------
+
+    def find_delivery(self) -> Delivery:
+        """Serve at least one replica, tell the ledger, then serve the evaluation cell.
+
+        That cell gets its weights apart from the others, so that none of these is paused longer.
+        """
+        if self._find_outdated():
+            return "publish"
+        if not self._is_served:
+            self._stop.wait(NO_REPLICA_PAUSE_S)
+            return "wait"
+        if not self._is_announced:
+            self._ledger.publish(self._record.version.step)
+            self._is_announced = True
+        if self._async_evaluation and self._find_evaluation_replicas(self._async_evaluation):
+            return "publish"
+        return "done"
+
+    def _find_outdated(self) -> bool:
+        """Replicas lack the current weights. Looked up after a step, then every second."""
+        if time.monotonic() < self._next_poll_at:
+            return False
+        with self._record.timer.phase("publish"):
+            outdated = self._publisher.outdated(self._record.version)
+        now = time.monotonic()
+        self._targets = self._backoff.due(outdated, now)
+        if not self._targets and not self._is_served:
+            self._targets = self._backoff.due(outdated, now, is_urgent=True)
+        self._next_poll_at = now + REPLICA_POLL_S
+        if self._async_evaluation:
+            self._poll_async_evaluation(self._async_evaluation)
+        return bool(self._targets)
+
+    def _find_evaluation_replicas(self, evaluation: AsyncEvaluation) -> bool:
+        """The evaluation cell lacks the weights that it shall judge: as of the last look."""
+        version = self._record.version
+        outdated = evaluation.receivers(self._publisher.evaluation_replicas, version)
+        is_last = version.step >= self._schedule.total_steps
+        self._targets = self._backoff.due(outdated, time.monotonic(), is_urgent=is_last)
+        return bool(self._targets)
+
+    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the weights to the replicas that were found to lack them."""
+        version = self._record.version
+        began_at = time.monotonic()
+        with self._record.timer.phase("publish"):
+            report = self._publisher.publish(version, self._specs, parameters, self._targets)
+        now = time.monotonic()
+        self._backoff.note(report.ok, report.failed, now, now - began_at)
+        is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)
+        # From now, not from the look that found them: an update that keeps failing must leave
+        # room for the rest of the loop. The evaluation cell is looked at before a step is taken:
+        # after it, these would not be the current weights.
+        self._next_poll_at = now if is_evaluation else now + REPLICA_POLL_S
+        if report.ok and not is_evaluation:
+            if not self._is_served:  # later updates are for replicas that came late
+                seconds = report.seconds.items()
+                self._record.row |= {f"weights/{name}_s": took_s for name, took_s in seconds}
+            self._is_served = True
+        self._events.record(
+            "published",
+            version=str(version),
+            replicas=len(report.ok),
+            failed=[str(key) for key in report.failed],
+            seconds=report.seconds,
+        )
+        for key, error in report.failed.items():
+            logger.warning("%s did not get version %s: %s", key, version, error)
+
+    def describe_updates(self) -> FlatRow:
+        """What the newest update cost those who generate."""
+        return summarize_update_pauses(self._publisher.stalls)
+
+    # Evaluation ------------------------------------------------------------------------------
+
+    def is_evaluated(self) -> bool:
+        """The weights have their reward, need none or get it from the evaluation cell. Waits."""
+        step, row = self._record.version.step, self._record.row
+        if self._async_evaluation or not self._schedule.evaluates(step) or EVALUATION in row:
+            return True
+        with self._record.timer.phase("eval"):
+            reply = self._ledger.evaluate(step, self._schedule.evaluation_tasks, LONG_POLL_S)
+        if reply.mean_reward is not None:
+            row[EVALUATION] = reply.mean_reward
+        return False
+
+    def _poll_async_evaluation(self, evaluation: AsyncEvaluation) -> None:
+        """Note the reward of what was being judged, and begin what the cell is ready for."""
+        version = self._record.version
+        if evaluation.under_way is not None:
+            self._request_reward(evaluation, evaluation.under_way)
+        if not evaluation.may_begin(self._publisher.evaluation_replicas, version):
+            return
+        given_up, left_out = evaluation.under_way, evaluation.begin(version)
+        self._events.record(
+            "evaluation_begun",
+            version=str(version),
+            given_up=str(given_up) if given_up else None,
+            left_out=left_out,
+        )
+        if given_up:
+            logger.warning("the evaluation of %s is given up: its weights are lost", given_up)
+        if left_out:
+            logger.warning(
+                "step %d is evaluated in the place of %s: the evaluation cell was busy or away",
+                version.step,
+                ", ".join(map(str, left_out)),
+            )
+        self._request_reward(evaluation, version)
+
+    def _request_reward(self, evaluation: AsyncEvaluation, version: WeightVersion) -> None:
+        """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
+        reply = self._ledger.evaluate(version.step, self._schedule.evaluation_tasks, 0.0)
+        if reply.mean_reward is not None:
+            evaluation.end()
+            self._record.add(version.step, {EVALUATION: reply.mean_reward})
+
+    def is_settled(self) -> bool:
+        """The evaluation cell owes nothing. Waits a little for what it owes."""
+        evaluation = self._async_evaluation
+        if evaluation is None or not evaluation.is_pending(self._record.version.step):
+            return True
+        if time.monotonic() - self._logged_at > LOG_REPEAT_S:
+            self._logged_at = time.monotonic()
+            under_way = evaluation.under_way
+            what = f"has {under_way} to judge" if under_way else "is not there"
+            logger.info("all steps are trained; the evaluation cell is waited for: it %s", what)
+        self._stop.wait(NO_REPLICA_PAUSE_S)
+        return False
+
+    def finish(self) -> None:
+        """Tell the ledger that the run is complete."""
+        self._ledger.finish()
+
+    def close(self) -> None:
+        """Leave replicas and ledger."""
+        self._publisher.close()
+        self._ledger.close()

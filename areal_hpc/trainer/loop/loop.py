@@ -1,0 +1,312 @@
+"""The training loop: rank 0 decides what comes next, and all ranks do it. Start reading here.
+
+One turn of `run_loop` is one command. For each version of the weights they come in this order:
+
+    command          what all ranks do                    what rank 0 does
+    --------------   ----------------------------------   ----------------------------------------
+    TrainStep        `Learner.train`: read the batch,     gets the batch from its `BatchSource`:
+                     advantages, loss, optimizer          the ledger, or recorded manifests
+    PublishWeights   gather the weights, tensor by        sends them to the replicas that lack
+                     tensor                               them, then tells the ledger
+    SaveCheckpoint   copy the state; writer processes     holds back the step's metrics until the
+                     put it on disk meanwhile             checkpoint is durable
+    Wait             nothing                              the ledger plays the held-out tasks
+    ExportModel      write a Hugging Face model
+    Wait             nothing                              writes the step's metrics; waits for the
+                                                          next batch
+    Stop             leave the loop
+
+`Coordinator._decide` is this order in code. While rank 0 waits it looks once a second for replicas
+that came late, and every turn for a stop and for the checkpoint being written.
+
+The next step is not trained before the evaluation is over: a replica that restarts meanwhile can
+then still be given the weights under evaluation. With an evaluation cell it is: that cell keeps the
+weights that it judges, training goes on, and the reward gets a row of its own.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Literal, Protocol
+
+import msgspec
+import torch
+from msgspec import Struct
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.errors import ArealError, ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.trainer.collectives import OtherRankError, any_true, broadcast_object
+from areal_hpc.trainer.learner import Learner
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.model.hf_weights import export_hf
+from areal_hpc.trainer.untrained import NonFiniteGradientError
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.weight_version import WeightVersion
+
+
+class TrainStep(Struct, frozen=True, tag=True):
+    """Take one step on this batch."""
+
+    manifest: BatchManifest
+
+
+class PublishWeights(Struct, frozen=True, tag=True):
+    """Export the weights; rank 0 sends them to replicas."""
+
+
+class SaveCheckpoint(Struct, frozen=True, tag=True):
+    """Begin to make the work so far durable."""
+
+    row: FlatRow
+    """Metrics of the step, unfinished."""
+
+
+class ExportModel(Struct, frozen=True, tag=True):
+    """Write the weights as a Hugging Face model."""
+
+
+class Wait(Struct, frozen=True, tag=True):
+    """Nothing to do yet. Rank 0 has waited a little."""
+
+
+class Stop(Struct, frozen=True, tag=True):
+    """Leave the loop."""
+
+    finished: bool
+    """Every step has been trained, saved and exported."""
+
+
+RankCommand = TrainStep | PublishWeights | SaveCheckpoint | ExportModel | Wait | Stop
+"""What rank 0 tells all ranks to do next. Ranks act on nothing else."""
+
+Delivery = Literal["publish", "wait", "done"]
+"""What the weights need: to be sent to some replicas, a replica to be sent to, or nothing more."""
+
+
+class BatchSource(Protocol):
+    """Where rank 0 gets batches, and whom it serves with the weights that come of them.
+
+    A source overrides what applies to it: by itself it serves nobody.
+    """
+
+    @abstractmethod
+    def next_batch(self, step: int) -> BatchManifest | None:
+        """The batch that leads to `step`; None when it is not there yet.
+
+        Raises:
+            ArealError: There will be none.
+        """
+
+    def begin_version(self) -> None:
+        """A step was taken: the weights are new."""
+
+    def find_delivery(self) -> Delivery:
+        """What the weights need before anything else is done with them."""
+        return "done"
+
+    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the weights to the replicas that lack them."""
+
+    def is_evaluated(self) -> bool:
+        """The weights have their reward, need none or get it while training goes on. Waits."""
+        return True
+
+    def describe_updates(self) -> FlatRow:
+        """What sending the weights cost those who generate."""
+        return {}
+
+    def is_settled(self) -> bool:
+        """Nothing is left to wait for after the last step. Waits a little."""
+        return True
+
+    def finish(self) -> None:
+        """The run is complete."""
+
+    def close(self) -> None:
+        """Leave whoever was served."""
+
+
+def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopRequest) -> bool:
+    """Train until rank 0 says stop; true when the run is complete.
+
+    Args:
+        learner: This rank's part.
+        coordinator: Rank 0's; None on the other ranks.
+        stop: A stop asked of any rank is a stop of all.
+
+    Raises:
+        ArealError: Rank 0 cannot go on, or a batch cannot be trained on. A checkpoint that was
+            being written has been finished first: what was trained is worth keeping.
+    """
+    while True:
+        if any_true(stop.requested):
+            stop.request()
+        _poll_checkpoint(learner, coordinator, wait=False)
+        command, trouble = _receive_command(coordinator)
+        if isinstance(command, Stop):
+            _poll_checkpoint(learner, coordinator, wait=True)
+            if trouble is not None:
+                raise trouble
+            return command.finished
+        _execute(command, learner, coordinator)
+
+
+def _receive_command(coordinator: Coordinator | None) -> tuple[RankCommand, ArealError | None]:
+    """Rank 0's next command, on every rank; on rank 0 also why it can think of none but a stop."""
+    message, trouble = None, None
+    if coordinator:
+        try:
+            message = msgspec.json.encode(coordinator.next_command())
+        except SupersededTrainerError:
+            raise  # a successor may already have taken over: nothing is ours to finish
+        except ArealError as error:
+            message, trouble = msgspec.json.encode(Stop(finished=False)), error
+    command: RankCommand = msgspec.json.decode(broadcast_object(message), type=RankCommand)
+    return command, trouble
+
+
+def _execute(command: RankCommand, learner: Learner, coordinator: Coordinator | None) -> None:
+    match command:
+        case TrainStep(manifest):
+            try:
+                row = learner.train(manifest)
+            except (NonFiniteGradientError, ShardError, OtherRankError):  # on all ranks alike
+                _poll_checkpoint(learner, coordinator, wait=True)
+                raise
+            if coordinator:
+                coordinator.on_trained(learner.version, row)
+        case PublishWeights():
+            parameters = export_hf(learner.policy)
+            if coordinator:
+                coordinator.publish(parameters)
+            for _ in parameters:  # exporting is a collective: the others drain it
+                pass
+        case SaveCheckpoint(row):
+            _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
+            began = time.perf_counter()
+            learner.begin_checkpoint(row)
+            if coordinator:
+                coordinator.on_checkpoint_started(time.perf_counter() - began)
+        case ExportModel():
+            learner.export()
+            if coordinator:
+                coordinator.on_exported()
+
+
+def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
+    """Poll the checkpoint being written; notify the coordinator once it is durable."""
+    began = time.perf_counter()
+    is_durable = learner.finish_checkpoint() if wait else learner.poll_checkpoint()
+    if is_durable and coordinator:
+        coordinator.on_checkpoint_saved(time.perf_counter() - began)
+
+
+class Coordinator:
+    """Rank 0's decisions: `next_command` says what all ranks do, the `on_` methods what came of it.
+
+    Args:
+        schedule: Which steps are evaluated, saved and exported.
+        record: The weights at the start, and what is known already of that step's metrics.
+        source: Where batches come from.
+        stop: Ends the run early.
+        check_generation: Called before anything becomes visible to others; raises when a newer
+            start of the trainer owns the run.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        record: StepRecord,
+        source: BatchSource,
+        stop: StopRequest,
+        check_generation: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._schedule = schedule
+        self._record = record
+        self.source = source
+        self._stop = stop
+        self._check_generation = check_generation
+        self._saved_step = record.version.step
+        self._exported_step = -1
+
+    def next_command(self) -> RankCommand:
+        """What all ranks do now. Waits at most a few seconds.
+
+        Raises:
+            SupersededTrainerError: A newer trainer owns the run.
+            AgentError: Agents do nothing but fail, so that no batch will form.
+            ClusterError: The ledger stays away.
+            ShardError: The recorded manifest of the next batch is gone or damaged.
+        """
+        if not self._stop.requested:
+            try:
+                return self._decide()
+            except ClusterError:
+                if not self._stop.wait(timeout_s=0.0):
+                    raise
+                # The ledger was told to stop as well.
+        return self._finish_early()
+
+    def _decide(self) -> RankCommand:
+        step = self._record.version.step
+        match self.source.find_delivery():
+            case "publish":
+                return PublishWeights()
+            case "wait":
+                return Wait()
+        if self._schedule.saves_checkpoint(step) and self._saved_step < step:
+            self._check_generation()
+            return SaveCheckpoint(self._record.row)
+        if not self.source.is_evaluated():
+            return Wait()
+        if self._schedule.exports(step) and self._exported_step < step:
+            self._check_generation()
+            return ExportModel()
+        self._record.write(self.source.describe_updates())
+        if step < self._schedule.total_steps:
+            manifest = self.source.next_batch(step + 1)
+            return Wait() if manifest is None else TrainStep(manifest)
+        return Stop(finished=True) if self.source.is_settled() else Wait()
+
+    def _finish_early(self) -> RankCommand:
+        """Save what was trained, then stop."""
+        step = self._record.version.step
+        if self._saved_step < step:
+            self._check_generation()
+            return SaveCheckpoint(self._record.row)
+        self._record.write(self.source.describe_updates())
+        return Stop(finished=self._schedule.ends_with_checkpoint(step))
+
+    def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
+        """A step was taken; `row` is what is known of its metrics."""
+        self._record.begin(version, row)
+        self.source.begin_version()
+
+    def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send the weights to the replicas that lack them."""
+        self._check_generation()
+        self.source.publish(parameters)
+
+    def on_checkpoint_started(self, seconds: float) -> None:
+        """The state is copied, and will be durable soon. The step's row waits for that."""
+        self._saved_step = self._record.version.step
+        self._record.metrics.hold()
+        self._record.timer.add("commit", seconds)
+
+    def on_checkpoint_saved(self, seconds: float) -> None:
+        """The checkpoint being written is durable; it kept the ranks from training so long."""
+        self._record.metrics.release()
+        self._record.timer.add("commit", seconds)
+
+    def on_exported(self) -> None:
+        """The weights have been written as a Hugging Face model."""
+        self._exported_step = self._record.version.step
+
+    def close(self) -> None:
+        """Leave the replicas and the files."""
+        self.source.close()
+        self._record.metrics.close()

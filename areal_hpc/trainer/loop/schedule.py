@@ -1,0 +1,51 @@
+"""Schedule: which steps evaluate, checkpoint and export. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which steps get what."""
+
+    total_steps: int
+    commit_every_steps: int
+    export_every_steps: int | None
+    """0 exports only the last step, None exports nothing."""
+    evaluation_every_steps: int
+    """0 evaluates only the first and the last weights."""
+    evaluation_tasks: int
+    """0 never evaluates."""
+
+    def evaluates(self, step: int) -> bool:
+        """The weights of `step` are judged on held-out tasks."""
+        every = self.evaluation_every_steps
+        regular = every > 0 and step % every == 0
+        return self.evaluation_tasks > 0 and (regular or step in (0, self.total_steps))
+
+    def evaluated_steps(self, after: int, until: int) -> list[int]:
+        """The steps above `after`, up to `until`, whose weights are judged, in order."""
+        if not self.evaluation_tasks:
+            return []
+        every = self.evaluation_every_steps
+        regular = range((after // every + 1) * every, until + 1, every) if every else ()
+        ends = (step for step in (0, self.total_steps) if after < step <= until)
+        return sorted({*regular, *ends})
+
+    def saves_checkpoint(self, step: int) -> bool:
+        """The work up to `step` is made durable without being asked."""
+        return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)
+
+    def exports(self, step: int) -> bool:
+        """The weights of `step` are written as a Hugging Face model."""
+        every = self.export_every_steps
+        return (
+            every is not None
+            and step > 0
+            and (step == self.total_steps or (every > 0 and step % every == 0))
+        )
+
+    def ends_with_checkpoint(self, step: int) -> bool:
+        """`step` is the last one, and its weights are neither exported nor evaluated."""
+        return step >= self.total_steps and not self.exports(step) and not self.evaluates(step)

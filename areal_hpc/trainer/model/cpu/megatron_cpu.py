@@ -1,0 +1,111 @@
+"""Megatron-core without a GPU. Import this before anything of megatron.
+
+Megatron-core asks `torch.cuda` for its current device, random state and synchronisation, and
+writes `device="cuda"` in a few literals (megatron/core/pipeline_parallel/schedules.py,
+optimizer/clip_grads.py). On a machine without a GPU those few names are replaced; with a GPU
+nothing is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Megatron announces at length, by logs and by warnings, that Transformer Engine and Apex are
+# absent, which is on purpose. One of its modules resets filters, so the warnings are recorded.
+logging.getLogger("megatron").setLevel(logging.WARNING)
+with warnings.catch_warnings(record=True):
+    warnings.simplefilter("always")  # recorded, also where warnings are errors
+    import megatron.core.dist_checkpointing
+    import megatron.core.distributed
+    import megatron.core.models.gpt.gpt_layer_specs
+    import megatron.core.optimizer
+    import megatron.core.pipeline_parallel  # noqa: F401
+    from megatron.core.tensor_parallel import random as parallel_random
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+
+def patch_megatron_for_cpu() -> bool:
+    """True when the CPU names were put in place, False when there is a GPU. Safe to repeat."""
+    # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
+    warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(torch|megatron)\.")
+    # Megatron's default of an option that is not used here.
+    warnings.filterwarnings("ignore", message="full scope is deprecated")
+    # Megatron 0.16 looks this name up without having bound it when Transformer Engine is absent.
+    moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    if torch.cuda.is_available():
+        return False
+    if getattr(torch.cuda.current_device, "is_cpu_stand_in", False):
+        return True
+    # "CPU RNG state changed within GPU RNG context": here they are the same state.
+    logging.getLogger(parallel_random.__name__).setLevel(logging.ERROR)
+    get_state, set_state = torch.get_rng_state, torch.set_rng_state
+    stand_ins: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
+        (torch.cuda, "current_device", _cpu_device),
+        (torch.cuda, "synchronize", lambda *_, **__: None),
+        (torch.cuda, "get_rng_state", lambda *_, **__: get_state()),
+        (torch.cuda, "set_rng_state", lambda state, *_, **__: set_state(state)),
+        (parallel_random, "_get_cuda_rng_state", lambda *_, **__: get_state()),
+        (parallel_random, "_set_cuda_rng_state", lambda state, *_, **__: set_state(state)),
+        # The dispatcher of a mixture of experts copies sizes to the host on a stream of its own.
+        (torch.cuda, "Stream", _CpuStream),
+        (torch.cuda, "current_stream", torch.cpu.current_stream),
+        (torch.cuda, "stream", torch.cpu.stream),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _on_host),
+        (torch.Tensor, "cuda", lambda tensor, *_, **__: tensor),
+        (torch.Tensor, "type", _type_as_on_gpu(torch.Tensor.type)),
+        *((torch, name, _on_cpu(getattr(torch, name))) for name in ("tensor", "zeros", "empty")),
+    )
+    for owner, name, value in stand_ins:
+        setattr(owner, name, value)
+    return True
+
+
+def _cpu_device() -> torch.device:
+    return torch.device("cpu")
+
+
+_cpu_device.is_cpu_stand_in = True  # type: ignore[attr-defined]
+
+
+class _CpuStream(torch.cpu.Stream):
+    """Work on the CPU is in order already: a recorded event has happened."""
+
+    def record_event(self, _: Any = None) -> Any:
+        return torch.cpu.Event()
+
+
+def _on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Megatron converts sizes only when they come from a GPU; its collectives want lists."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _type_as_on_gpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Optimizers compare a parameter's type string with `torch.cuda.FloatTensor`."""
+
+    @functools.wraps(original)
+    def type_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if args or kwargs:
+            return original(tensor, *args, **kwargs)
+        return original(tensor).replace("torch.", "torch.cuda.")
+
+    return type_
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """The tensor factory with `cuda` devices and pinned memory taken out of its arguments."""
+
+    @functools.wraps(factory)
+    def create(*args: Any, **kwargs: Any) -> Any:
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        return factory(*args, **kwargs)
+
+    return create

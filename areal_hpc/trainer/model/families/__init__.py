@@ -1,0 +1,1 @@
+"""Model families: their sizes, and the names of their weights."""

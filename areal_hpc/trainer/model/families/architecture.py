@@ -1,0 +1,199 @@
+"""What a model directory's `config.json` says about the network. Pure, no torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.trainer.config import ParallelConfig
+
+MODEL_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3RopeScaling:
+    """Stretched rotary frequencies of Llama 3.1 (transformers' rope type `llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """The feed-forward layers of a mixture of experts."""
+
+    count: int
+    per_token: int
+    """Experts that each token visits."""
+    ffn: int
+    """Width of one expert."""
+    norm_weights: bool
+    """The weights of the experts a token visits are scaled to sum to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """Sizes and switches of a decoder."""
+
+    family: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3RopeScaling | None
+    tied: bool
+    """Input embedding and output head are one matrix."""
+    experts: MoeConfig | None = None
+    """None for a dense network, whose feed-forward layers are `ffn` wide."""
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Query, key and value projections carry biases."""
+        return self.family == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        """Queries and keys are normalised per head."""
+        return self.family in ("qwen3", "qwen3_moe")
+
+    def rope_frequencies(self) -> list[float]:
+        """Angle per position of each of the `head_dim / 2` rotary pairs."""
+        pairs = range(0, self.head_dim, 2)
+        plain = [self.rope_theta ** -(pair / self.head_dim) for pair in pairs]
+        scaling = self.rope_scaling
+        if scaling is None:
+            return plain
+        return [_stretch(frequency, scaling) for frequency in plain]
+
+
+def read_architecture(model_dir: Path) -> Architecture:
+    """The architecture of a Hugging Face model directory.
+
+    Raises:
+        RecipeError: The directory holds no `config.json`, or a network that is not supported.
+    """
+    path = model_dir / "config.json"
+    if not path.is_file():
+        raise RecipeError(
+            f"a model directory holds config.json, found none in {model_dir}",
+            key="model.path",
+            hint="point at a directory saved by save_pretrained",
+        )
+    return parse_architecture(json.loads(path.read_bytes()), str(path))
+
+
+def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
+    """The same from the parsed file; `where` names it in errors.
+
+    Raises:
+        RecipeError: The network is not supported, or not described.
+    """
+    try:
+        return _parse(config, where)
+    except KeyError as error:
+        raise RecipeError(
+            f"the configuration has no {error.args[0]}",
+            key=where,
+            hint="save it again with save_pretrained",
+        ) from None
+
+
+def _parse(config: Mapping[str, Any], where: str) -> Architecture:
+    family = config.get("model_type", "")
+    if family not in MODEL_FAMILIES:
+        raise RecipeError(
+            f"model_type must be one of {', '.join(MODEL_FAMILIES)}, got {family!r}", key=where
+        )
+    if config.get("attention_bias") or config.get("mlp_bias"):
+        raise RecipeError(f"attention_bias and mlp_bias are not supported for {family}", key=where)
+    if config.get("use_sliding_window"):
+        raise RecipeError("sliding-window attention is not supported", key=where)
+    heads = int(config["num_attention_heads"])
+    rope = config.get("rope_parameters") or {}
+    return Architecture(
+        family=family,
+        layers=int(config["num_hidden_layers"]),
+        hidden=int(config["hidden_size"]),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or config["hidden_size"] // heads),
+        ffn=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        norm_eps=float(config["rms_norm_eps"]),
+        # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
+        rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
+        rope_scaling=_parse_scaling(rope or config.get("rope_scaling") or {}, where),
+        tied=bool(config.get("tie_word_embeddings", False)),
+        experts=_parse_experts(config, where) if family == "qwen3_moe" else None,
+    )
+
+
+def _parse_experts(config: Mapping[str, Any], where: str) -> MoeConfig:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise RecipeError(
+            "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
+            "mixture of experts",
+            key=where,
+        )
+    return MoeConfig(
+        # transformers 5 may write num_local_experts for num_experts.
+        count=int(config.get("num_experts") or config["num_local_experts"]),
+        per_token=int(config["num_experts_per_tok"]),
+        ffn=int(config["moe_intermediate_size"]),
+        norm_weights=bool(config.get("norm_topk_prob", False)),
+    )
+
+
+def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
+    """Sizes of the network that do not divide by the parallel sizes."""
+    cuts = [
+        ("num_hidden_layers", arch.layers, "pp", parallel.pp),
+        ("num_attention_heads", arch.heads, "tp", parallel.tp),
+        ("num_key_value_heads", arch.kv_heads, "tp", parallel.tp),
+    ]
+    if arch.experts is not None:
+        cuts.append(("num_experts", arch.experts.count, "ep", parallel.ep))
+    else:
+        cuts.append(("intermediate_size", arch.ffn, "tp", parallel.tp))
+        cuts.append(("the number of experts of a dense network,", 1, "ep", parallel.ep))
+    for what, size, key, parts in cuts:
+        if size % parts:
+            yield Problem(
+                f"{what} {size} must be a multiple of {key} {parts}",
+                f"trainer.parallel.{key}",
+                f"use a divisor of {size}",
+            )
+
+
+def _parse_scaling(rope: Mapping[str, Any], where: str) -> Llama3RopeScaling | None:
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind == "default":
+        return None
+    if kind != "llama3":
+        raise RecipeError(f"rope type must be default or llama3, got {kind!r}", key=where)
+    return Llama3RopeScaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def _stretch(frequency: float, scaling: Llama3RopeScaling) -> float:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended."""
+    turns = scaling.original_positions * frequency / (2 * math.pi)
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    kept = min(1.0, max(0.0, (turns - scaling.low_freq_factor) / span))
+    return frequency * (kept + (1 - kept) / scaling.factor)

@@ -1,0 +1,238 @@
+"""Which Hugging Face tensors make up which Megatron parameter, and how parallelism cuts it.
+
+The table is data: one `Parameter` per Megatron parameter, in export order. A new family adds
+rows (`_attention`, `_dense_mlp`, `_expert_mlp`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
+
+TensorShape = tuple[int, ...]
+
+
+class TpSplit(Enum):
+    """How one Megatron parameter is divided over tensor-parallel ranks."""
+
+    WHOLE = "every rank holds all of it"
+    VOCAB = "by rows, after padding the rows to a multiple of the ranks"
+    COLUMNS = "by columns"
+    QKV = "query, key, value interleaved by key-value head, then by rows"
+    GATE_UP = "each rank holds its rows of the gate, then its rows of the up projection"
+
+
+@dataclass(frozen=True, slots=True)
+class HfTensor:
+    """One tensor of a Hugging Face checkpoint."""
+
+    name: str
+    shape: TensorShape
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One Megatron parameter. Layers and experts are counted over the whole network here."""
+
+    megatron: str
+    """Name below the expert or the layer, or the whole name when both are None."""
+    hf: tuple[HfTensor, ...]
+    cut: TpSplit
+    layer: int | None = None
+    """Global index of the decoder layer."""
+    expert: int | None = None
+    """Global index of the expert; experts are never cut over tensor-parallel ranks."""
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+FINAL_NORM = "decoder.final_layernorm.weight"
+OUTPUT = "output_layer.weight"
+
+
+def build_weight_map(arch: Architecture) -> list[Parameter]:
+    """Every parameter of the network, first layer first. A tied head is not listed."""
+    embed = HfTensor("model.embed_tokens.weight", (arch.vocab, arch.hidden))
+    table = [Parameter(EMBEDDING, (embed,), TpSplit.VOCAB)]
+    for layer in range(arch.layers):
+        table += _attention(arch, layer)
+        if arch.experts is None:
+            table += _dense_mlp(arch, layer)
+        else:
+            table += _expert_mlp(arch, arch.experts, layer)
+    table.append(
+        Parameter(FINAL_NORM, (HfTensor("model.norm.weight", (arch.hidden,)),), TpSplit.WHOLE)
+    )
+    if not arch.tied:
+        head = HfTensor("lm_head.weight", (arch.vocab, arch.hidden))
+        table.append(Parameter(OUTPUT, (head,), TpSplit.VOCAB))
+    return table
+
+
+def _attention(arch: Architecture, layer: int) -> list[Parameter]:
+    prefix = f"model.layers.{layer}."
+    widths = {
+        "q": arch.heads * arch.head_dim,
+        "k": arch.kv_heads * arch.head_dim,
+        "v": arch.kv_heads * arch.head_dim,
+    }
+
+    def whole(megatron: str, name: str, width: int) -> Parameter:
+        return Parameter(megatron, (HfTensor(prefix + name, (width,)),), TpSplit.WHOLE, layer)
+
+    def qkv(kind: str, *trailing: int) -> Parameter:
+        tensors = tuple(
+            HfTensor(f"{prefix}self_attn.{part}_proj.{kind}", (width, *trailing))
+            for part, width in widths.items()
+        )
+        return Parameter(f"self_attention.linear_qkv.{kind}", tensors, TpSplit.QKV, layer)
+
+    rows = [
+        whole("input_layernorm.weight", "input_layernorm.weight", arch.hidden),
+        qkv("weight", arch.hidden),
+    ]
+    if arch.qkv_bias:
+        rows.append(qkv("bias"))
+    if arch.qk_norm:
+        rows += [
+            whole(
+                f"self_attention.{part}_layernorm.weight",
+                f"self_attn.{part}_norm.weight",
+                arch.head_dim,
+            )
+            for part in "qk"
+        ]
+    out = HfTensor(prefix + "self_attn.o_proj.weight", (arch.hidden, widths["q"]))
+    return [*rows, Parameter("self_attention.linear_proj.weight", (out,), TpSplit.COLUMNS, layer)]
+
+
+def _dense_mlp(arch: Architecture, layer: int) -> list[Parameter]:
+    gate_up, down = _projections(f"model.layers.{layer}.mlp.", arch.ffn, arch.hidden)
+    return [
+        _mlp_norm(arch, layer),
+        Parameter("mlp.linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer),
+        Parameter("mlp.linear_fc2.weight", down, TpSplit.COLUMNS, layer),
+    ]
+
+
+def _expert_mlp(arch: Architecture, experts: MoeConfig, layer: int) -> list[Parameter]:
+    prefix = f"model.layers.{layer}.mlp."
+    router = HfTensor(prefix + "gate.weight", (experts.count, arch.hidden))
+    rows = [
+        _mlp_norm(arch, layer),
+        Parameter("mlp.router.weight", (router,), TpSplit.WHOLE, layer),
+    ]
+    for expert in range(experts.count):
+        gate_up, down = _projections(f"{prefix}experts.{expert}.", experts.ffn, arch.hidden)
+        rows += [
+            Parameter("linear_fc1.weight", gate_up, TpSplit.GATE_UP, layer, expert),
+            Parameter("linear_fc2.weight", down, TpSplit.COLUMNS, layer, expert),
+        ]
+    return rows
+
+
+def _mlp_norm(arch: Architecture, layer: int) -> Parameter:
+    name = f"model.layers.{layer}.post_attention_layernorm.weight"
+    norm = HfTensor(name, (arch.hidden,))
+    return Parameter("pre_mlp_layernorm.weight", (norm,), TpSplit.WHOLE, layer)
+
+
+def _projections(
+    prefix: str, ffn: int, hidden: int
+) -> tuple[tuple[HfTensor, HfTensor], tuple[HfTensor]]:
+    gate, up = (HfTensor(f"{prefix}{part}_proj.weight", (ffn, hidden)) for part in ("gate", "up"))
+    return (gate, up), (HfTensor(prefix + "down_proj.weight", (hidden, ffn)),)
+
+
+def pad_vocab_size(arch: Architecture, tp: int) -> int:
+    """Rows of the embedding once every tensor-parallel rank holds equally many."""
+    return -(-arch.vocab // tp) * tp
+
+
+def count_tp_ranks(parameter: Parameter, tp: int) -> int:
+    """Tensor-parallel ranks that this parameter is cut over: all of them, or one."""
+    return 1 if parameter.cut is TpSplit.WHOLE or parameter.expert is not None else tp
+
+
+def get_shard_shape(parameter: Parameter, arch: Architecture, tp: int) -> TensorShape:
+    """Shape of one rank's part of the Megatron parameter."""
+    first, *trailing = parameter.hf[0].shape
+    ranks = count_tp_ranks(parameter, tp)
+    match parameter.cut:
+        case TpSplit.WHOLE:
+            return parameter.hf[0].shape
+        case TpSplit.VOCAB:
+            return (pad_vocab_size(arch, ranks) // ranks, *trailing)
+        case TpSplit.COLUMNS:
+            return (first, trailing[0] // ranks)
+        case TpSplit.QKV | TpSplit.GATE_UP:
+            return (sum(tensor.shape[0] for tensor in parameter.hf) // ranks, *trailing)
+
+
+def get_hf_slices(
+    parameter: Parameter, arch: Architecture, tp: int, rank: int
+) -> list[tuple[slice, ...]]:
+    """What rank `rank` needs of each Hugging Face tensor of the parameter."""
+    ranks = count_tp_ranks(parameter, tp)
+    match parameter.cut:
+        case TpSplit.WHOLE:
+            return [()]
+        case TpSplit.VOCAB:
+            rows = pad_vocab_size(arch, ranks) // ranks
+            first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
+            return [(slice(first, last),)]
+        case TpSplit.COLUMNS:
+            return [(slice(None), _share(parameter.hf[0].shape[1], ranks, rank))]
+        case TpSplit.GATE_UP | TpSplit.QKV:
+            # A rank holds whole key-value heads and the query heads that belong to them.
+            return [(_share(tensor.shape[0], ranks, rank),) for tensor in parameter.hf]
+
+
+def _share(size: int, ranks: int, rank: int) -> slice:
+    part = size // ranks
+    return slice(0, size) if ranks == 1 else slice(rank * part, (rank + 1) * part)
+
+
+def to_megatron(
+    parameter: Parameter, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
+) -> torch.Tensor:
+    """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
+    first, trailing = parts[0], parts[0].shape[1:]
+    match parameter.cut:
+        case TpSplit.WHOLE | TpSplit.COLUMNS:
+            return first
+        case TpSplit.VOCAB:
+            rows = get_shard_shape(parameter, arch, tp)[0]
+            return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
+        case TpSplit.GATE_UP:
+            return torch.cat(list(parts))
+        case TpSplit.QKV:
+            kv_heads = arch.kv_heads // count_tp_ranks(parameter, tp)
+            by_head = [part.reshape(kv_heads, -1, *trailing) for part in parts]
+            return torch.cat(by_head, 1).reshape(-1, *trailing)
+
+
+def to_hf(
+    parameter: Parameter, shards: Sequence[torch.Tensor], arch: Architecture
+) -> list[torch.Tensor]:
+    """Whole Hugging Face tensors from the parts of all ranks that the parameter is cut over."""
+    match parameter.cut:
+        case TpSplit.WHOLE:
+            return [shards[0]]
+        case TpSplit.VOCAB:
+            return [torch.cat(list(shards))[: arch.vocab]]
+        case TpSplit.COLUMNS:
+            return [torch.cat(list(shards), 1)]
+        case TpSplit.GATE_UP:
+            halves = [shard.chunk(2) for shard in shards]
+            return [torch.cat([half[part] for half in halves]) for part in (0, 1)]
+        case TpSplit.QKV:
+            per_group = arch.heads // arch.kv_heads
+            whole = torch.cat(list(shards))
+            grouped = whole.reshape(arch.kv_heads, per_group + 2, -1, *whole.shape[1:])
+            parts = grouped[:, :per_group], grouped[:, per_group], grouped[:, per_group + 1]
+            return [part.reshape(-1, *whole.shape[1:]) for part in parts]

@@ -1,0 +1,198 @@
+"""A model directory in Hugging Face's form, written tensor by tensor and put in place whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree
+
+HfSpec = tuple[str, tuple[int, ...], torch.dtype]
+"""Name, shape and dtype."""
+
+MAX_FILE_BYTES = 4 * 1024**3
+"""A safetensors file grows to about this."""
+
+COPIED_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files of a model directory that training does not change, but for the dtype that it names."""
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_HEADER_MULTIPLE = 8
+"""Tensors begin at a multiple of this, as safetensors advises."""
+
+ReportBytes = Callable[[int, int], None]
+"""Told after each file how many bytes are written, of how many."""
+
+
+def write_model(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    specs: Sequence[HfSpec],
+    source_dir: Path,
+    target_dir: Path,
+    *,
+    file_bytes: int = MAX_FILE_BYTES,
+    on_file: ReportBytes = lambda done, total: None,
+) -> None:
+    """Write safetensors files, their index, and `source_dir`'s other files.
+
+    No more than one tensor is held at a time. A hidden directory is filled, forced to disk, and
+    then takes the place of `target_dir`.
+
+    Args:
+        tensors: Exactly those of `specs`, in that order.
+        specs: What the files' headers say before the first tensor is there.
+        source_dir: Has the configuration and the tokenizer.
+        target_dir: Replaced when it exists.
+        file_bytes: Size at which another file is begun; one file needs no index.
+        on_file: Hears of progress.
+    """
+    _sweep(target_dir.parent)
+    # Another process may be writing the same model: the trainer, and a person who exports it.
+    writer = f"{socket.gethostname()}_{os.getpid()}"
+    partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
+    partial.mkdir(parents=True)
+    _write_tensors(iter(tensors), specs, partial, file_bytes, on_file)
+    for name in COPIED_FILES:
+        if (source_dir / name).is_file():
+            shutil.copyfile(source_dir / name, partial / name)
+    _name_dtype(partial / "config.json", specs[0][2])
+    fsync_tree(partial)
+    replaced = target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
+    if target_dir.exists():
+        target_dir.rename(replaced)
+    partial.rename(target_dir)
+    fsync_path(target_dir.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _sweep(directory: Path) -> None:
+    """Tidy up after writers of this host that were killed: a model half put in place is restored.
+
+    A hidden directory that this process left behind, by an error, is swept as well.
+    """
+    if not directory.is_dir():
+        return
+    name = re.compile(rf"\.(.+)\.(partial|replaced)_{re.escape(socket.gethostname())}_(\d+)")
+    for path in directory.iterdir():
+        found = name.fullmatch(path.name)
+        if found is None or _is_another_at_work(int(found[3])):
+            continue
+        target = directory / found[1]
+        if found[2] == "replaced" and not target.exists():
+            path.rename(target)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_another_at_work(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return pid != os.getpid()
+
+
+def _write_tensors(
+    tensors: Iterator[tuple[str, torch.Tensor]],
+    specs: Sequence[HfSpec],
+    directory: Path,
+    file_bytes: int,
+    on_file: ReportBytes,
+) -> None:
+    parts = split_into_files(specs, file_bytes)
+    total_bytes = sum(map(get_size_bytes, specs))
+    written_bytes = 0
+    file_of: dict[str, str] = {}
+    for number, part in enumerate(parts, 1):
+        file = f"model-{number:05d}-of-{len(parts):05d}.safetensors"
+        if len(parts) == 1:
+            file = "model.safetensors"
+        with (directory / file).open("wb") as stream:
+            stream.write(_header(part))
+            for spec in part:
+                _write_tensor(stream, *next(tensors), spec)
+        file_of |= dict.fromkeys((name for name, _, _ in part), file)
+        written_bytes += sum(map(get_size_bytes, part))
+        on_file(written_bytes, total_bytes)
+    # Exhausts a collective stream, and proves that nothing is left out.
+    for name, _ in tensors:
+        raise AssertionError(f"{name} is not in the specification")
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": file_of}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSpec]]:
+    """Tensors by file, in order: a file ends before it would exceed `file_bytes`."""
+    parts: list[list[HfSpec]] = [[]]
+    held_bytes = 0
+    for spec in specs:
+        if held_bytes and held_bytes + get_size_bytes(spec) > file_bytes:
+            parts.append([])
+            held_bytes = 0
+        parts[-1].append(spec)
+        held_bytes += get_size_bytes(spec)
+    return parts
+
+
+def get_size_bytes(spec: HfSpec) -> int:
+    """What the tensor takes in a file."""
+    _, shape, dtype = spec
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _header(specs: Sequence[HfSpec]) -> bytes:
+    """The head of a file: github.com/huggingface/safetensors#format."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for spec in specs:
+        name, shape, dtype = spec
+        end = start + get_size_bytes(spec)
+        entries[name] = {
+            "dtype": _DTYPE_NAMES[dtype],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_MULTIPLE)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_tensor(stream: BinaryIO, name: str, tensor: torch.Tensor, spec: HfSpec) -> None:
+    if (name, tuple(tensor.shape), tensor.dtype) != spec:
+        raise AssertionError(f"expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
+    stream.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+
+
+def _name_dtype(config_path: Path, dtype: torch.dtype) -> None:
+    """Readers that are not told a dtype take the one that the configuration names."""
+    config = json.loads(config_path.read_bytes())
+    name = str(dtype).removeprefix("torch.")
+    # transformers before 5 calls it torch_dtype.
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    if any(config.get(key) != name for key in keys):
+        config |= dict.fromkeys(keys, name)
+        config_path.write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,1 @@
+"""Operations of a layer that keep little memory for the backward pass."""

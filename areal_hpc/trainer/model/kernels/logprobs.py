@@ -1,0 +1,111 @@
+"""Log-probabilities of tokens from vocabulary-parallel logits.
+
+The logits are by far the largest activation (151,936 columns for Qwen2.5), so nothing of their size
+is ever made beside them: they are read in chunks of rows that fit a cache, in float32 whatever
+their own dtype, and the backward pass turns them into their gradient in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
+
+
+def compute_token_logprobs(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    temperature_N: torch.Tensor | None,
+    vocab: int,
+    group: dist.ProcessGroup,
+) -> torch.Tensor:
+    """Log p(label), in float32 [N]. A collective of the group.
+
+    Args:
+        logits_NV: This rank's part of the vocabulary, as the model's last stage gives it. The
+            backward pass overwrites it: nothing else may read it afterwards.
+        labels_N: The token that each row predicts.
+        temperature_N: Divides the logits, as the sampler did; None is 1 everywhere.
+        vocab: Tokens of the tokenizer; columns beyond it are padding of the tensor-parallel split
+            and take no probability.
+        group: The tensor-parallel ranks, each with its part of the vocabulary.
+    """
+    return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
+        logits_NV, labels_N, temperature_N, vocab, group
+    )
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Keeps the logits and one log-sum-exp per row; gradient of a row: g (onehot - softmax) / t."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits_NV: torch.Tensor,
+        labels_N: torch.Tensor,
+        temperature_N: torch.Tensor | None,
+        vocab: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        first = logits_NV.shape[1] * group.rank()
+        real_NV = logits_NV[:, : vocab - first]
+        is_own_N, columns_N = _own_columns(labels_N, first, real_NV.shape[1])
+        chosen_N = real_NV.gather(1, columns_N[:, None])[:, 0].float()
+        if temperature_N is not None:
+            chosen_N = chosen_N / temperature_N
+        lse_N = torch.empty_like(chosen_N)
+        for rows in iterate_row_chunks(real_NV):
+            values = real_NV[rows].float()
+            if temperature_N is not None:
+                values = values / temperature_N[rows, None]
+            torch.logsumexp(values, -1, out=lse_N[rows])
+        if group.size() > 1:
+            chosen_N = torch.where(is_own_N, chosen_N, 0.0)
+            dist.all_reduce(chosen_N, group=group)
+            lse_N = _lse_over_ranks(lse_N, group)
+        ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N)
+        ctx.first, ctx.vocab = first, vocab
+        return chosen_N - lse_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        logits_NV, labels_N, temperature_N, lse_N = ctx.saved_tensors
+        real_NV = logits_NV[:, : ctx.vocab - ctx.first]
+        is_own_N, columns_N = _own_columns(labels_N, ctx.first, real_NV.shape[1])
+        if temperature_N is not None:
+            gradient_N = gradient_N / temperature_N
+        chosen_N = torch.where(is_own_N, gradient_N, 0.0)
+        for rows in iterate_row_chunks(real_NV):
+            held = real_NV[rows]
+            values = held.float()  # the logits themselves when they are float32
+            if temperature_N is not None:
+                values.div_(temperature_N[rows, None])
+            values.sub_(lse_N[rows, None]).exp_().mul_(-gradient_N[rows, None])
+            values.scatter_add_(1, columns_N[rows, None], chosen_N[rows, None])
+            if values.dtype != held.dtype:
+                held.copy_(values)
+        logits_NV[:, ctx.vocab - ctx.first :] = 0
+        return logits_NV, None, None, None, None
+
+
+def _own_columns(
+    labels_N: torch.Tensor, first: int, columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which labels stand in this rank's columns, and in which (0 for the others)."""
+    local_N = labels_N - first
+    is_own_N = (local_N >= 0) & (local_N < columns)
+    return is_own_N, torch.where(is_own_N, local_N, 0)
+
+
+def _lse_over_ranks(lse_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Log-sum-exp over the columns of all tensor-parallel ranks."""
+    top_N = lse_N.clone()
+    dist.all_reduce(top_N, op=dist.ReduceOp.MAX, group=group)
+    share_N = (lse_N - top_N).exp_()
+    dist.all_reduce(share_N, group=group)
+    return top_N.add_(share_N.log_())

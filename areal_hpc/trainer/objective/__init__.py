@@ -1,0 +1,1 @@
+"""What a batch is trained towards: advantages, importance weights and the loss."""

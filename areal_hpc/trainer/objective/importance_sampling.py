@@ -1,0 +1,84 @@
+"""Weights for tokens that other weights sampled than those an update starts from.
+
+The importance weight of a token is w = pi_proximal / pi_behaviour. Unbounded it is unbiased and
+useless; `trainer.objective.correction` says what is done about large and small ones. When weights
+are clamped it is called truncated importance sampling (TIS, fengyao.notion.site/off-policy-rl),
+when tokens outside two bounds are masked IcePop (arXiv:2510.18855), when whole rows are, rejection.
+docs/objectives.md lists the settings, and AReaL's names for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.trainer.config import ObjectiveConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenRows:
+    """Which row each scored token of a micro-batch belongs to. N: tokens on this rank."""
+
+    row_N: torch.Tensor
+    """Number of the row within the micro-batch."""
+    count: int
+    """Rows of the micro-batch."""
+    group: dist.ProcessGroup | None = None
+    """The ranks that hold parts of the same rows; None when each row is whole here."""
+
+    def mean(self, values_N: torch.Tensor) -> torch.Tensor:
+        """The mean over the row's scored tokens, at each of them [N]. A collective of `group`."""
+        ones_N = torch.ones_like(values_N)
+        sums_2R = values_N.new_zeros((2, self.count), dtype=torch.float64)
+        sums_2R.index_add_(1, self.row_N, torch.stack([values_N, ones_N]).double())
+        if self.group is not None and self.group.size() > 1:
+            dist.all_reduce(sums_2R, group=self.group)
+        return (sums_2R[0] / sums_2R[1])[self.row_N].to(values_N.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CorrectedWeights:
+    """What the behaviour weights of some tokens became. No gradient flows through any of it."""
+
+    weight_N: torch.Tensor
+    """What each token's term of the objective is multiplied by; 0 where it is masked."""
+    raw_N: torch.Tensor
+    """The importance weight before the bounds: the token's, or the geometric mean of its row."""
+    outside_N: torch.Tensor
+    """Tokens whose weight or divergence was out of bounds: clamped or masked."""
+    kl_N: torch.Tensor
+    """An estimate of KL(behaviour || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
+
+
+def correct_off_policy(
+    proximal_N: torch.Tensor, behaviour_N: torch.Tensor, rows: TokenRows, config: ObjectiveConfig
+) -> CorrectedWeights:
+    """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
+
+    What is not a number is never out of bounds: it reaches the loss, where it is noticed.
+
+    Args:
+        proximal_N: Log-probabilities under the weights that the update starts from.
+        behaviour_N: As the engine reported them when it sampled.
+        rows: Whose means count at level `sequence`.
+        config: What to do about weights out of bounds.
+    """
+    log_ratio_N = (proximal_N - behaviour_N).detach()
+    raw_N = log_ratio_N.exp()
+    kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
+    by_row, by_kl = config.correction_level == "sequence", config.correction_metric == "kl"
+    if by_row and not by_kl and config.correction != "none":
+        raw_N = rows.mean(log_ratio_N).exp()
+    if config.correction == "none":
+        return CorrectedWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
+    judged_N = raw_N
+    if by_kl:
+        judged_N = rows.mean(kl_N) if by_row else kl_N
+    outside_N = (judged_N < config.correction_low) | (judged_N > config.correction_high)
+    if config.correction == "mask":
+        weight_N = torch.where(outside_N, 0.0, raw_N)
+    else:
+        weight_N = raw_N.clamp(config.correction_low, config.correction_high)
+    return CorrectedWeights(weight_N, raw_N, outside_N, kl_N)

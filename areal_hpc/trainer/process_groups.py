@@ -1,0 +1,151 @@
+"""The trainer's ranks: how they find one another and how they are grouped."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from areal_hpc.cluster.gpus import visible_gpus
+from areal_hpc.cluster.topology import TaskPosition, advertised_host
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir import rendezvous
+from areal_hpc.trainer.config import ParallelConfig
+
+JOIN_TIMEOUT_S = 300.0
+COLLECTIVE_TIMEOUT_S = 1800.0
+
+logger = logging.getLogger(__name__)
+
+
+def init_process_groups(
+    task: TaskPosition,
+    parallel: ParallelConfig,
+    device: Literal["auto", "cpu", "cuda"],
+    rendezvous_dir: Path,
+    *,
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> torch.device:
+    """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
+
+    Without a GPU `megatron_cpu.install` must come first.
+
+    Raises:
+        RecipeError: The job has not as many tasks as the layout has ranks.
+        ClusterError: The other ranks did not come in time, or `is_cancelled` became true.
+    """
+    if task.num_tasks != parallel.world_size:
+        raise RecipeError(
+            f"the layout tp x pp x cp x dp needs {parallel.world_size} ranks, "
+            f"the job has {task.num_tasks} tasks",
+            key="trainer.parallel",
+        )
+    own = _device(device, task.local_rank)
+    store = _join_store(task, rendezvous_dir, is_cancelled)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
+        store=store,
+        rank=task.rank,
+        world_size=task.num_tasks,
+        timeout=datetime.timedelta(seconds=COLLECTIVE_TIMEOUT_S),
+    )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tp,
+        pipeline_model_parallel_size=parallel.pp,
+        context_parallel_size=parallel.cp,
+        expert_model_parallel_size=parallel.ep,
+        # An expert is small and held whole: only attention is cut over tensor-parallel ranks.
+        expert_tensor_parallel_size=1,
+    )
+    # No layer draws random numbers (dropout is 0), yet Megatron wants its trackers seeded.
+    model_parallel_cuda_manual_seed(1)
+    return own
+
+
+def destroy_process_groups() -> None:
+    """Leave the groups."""
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def _device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ClusterError("trainer.device is cuda, and this node shows no GPU")
+    visible = torch.cuda.device_count()
+    index = 0 if visible == 1 else local_rank  # the one visible is bound to this task
+    if index >= visible:
+        raise ClusterError(
+            f"local rank {local_rank} of the trainer needs a GPU of its own, and {visible} are "
+            f"visible to it ({visible_gpus(os.environ).source})",
+            key="cluster.slurm.srun_flags",
+            hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
+        )
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def _join_store(
+    task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
+) -> dist.Store:  # type: ignore[name-defined]
+    if task.num_tasks == 1:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    if task.is_first:
+        host = advertised_host()
+        listener = socket.create_server((host, 0), family=_family(host))
+        port = listener.getsockname()[1]
+        # The store takes the descriptor over, so it listens on this address only.
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
+        )
+        rendezvous.publish_endpoint(rendezvous_dir, rendezvous.RANK_STORE, f"tcp://{host}:{port}")
+        return store
+    return _find_store(task, rendezvous_dir, is_cancelled)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+
+
+def _find_store(
+    task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
+) -> dist.Store:  # type: ignore[name-defined]
+    """Rank 0's store of this start. The file may still name a store of an earlier start.
+
+    That one is either gone, or already counted this rank in: each store takes a rank once.
+    """
+    give_up_at = time.monotonic() + JOIN_TIMEOUT_S
+    spent: set[str] = set()
+    while time.monotonic() < give_up_at and not is_cancelled():
+        endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE)
+        if endpoint is None or endpoint.url in spent:
+            time.sleep(0.1)
+            continue
+        host, _, port = endpoint.url.removeprefix("tcp://").rpartition(":")
+        try:
+            # Refused at once when nobody listens; the store's own client would insist for seconds.
+            socket.create_connection((host, int(port)), timeout=2).close()
+            store = dist.TCPStore(  # type: ignore[attr-defined]
+                host, int(port), is_master=False, timeout=datetime.timedelta(seconds=5)
+            )
+            if store.add(f"joined/{task.rank}", 1) == 1:
+                return store
+            spent.add(endpoint.url)
+        except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
+            logger.debug("the store at %s is gone (%s)", endpoint.url, error)
+            time.sleep(0.1)
+    raise ClusterError(
+        f"rank {task.rank} found no living {rendezvous.RANK_STORE} within {JOIN_TIMEOUT_S:.0f} s",
+        hint="read rank 0's log in logs/latest",
+    )

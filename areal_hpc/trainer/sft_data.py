@@ -1,0 +1,97 @@
+"""Supervised fine-tuning on demonstrations: which tokens are learnt, in which order."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.batch.packing import TrainingRow
+
+Conversation = list[dict[str, Any]]
+
+
+def read_demonstrations(path: Path) -> list[Conversation]:
+    """The conversations of a JSON-lines file, each ending with an assistant's message.
+
+    Raises:
+        RecipeError: A line is not such a conversation, or there is none.
+    """
+    conversations: list[Conversation] = []
+    with path.open() as stream:
+        for number, line in enumerate(stream, 1):
+            messages = json.loads(line).get("messages")
+            if not messages or messages[-1].get("role") != "assistant":
+                raise RecipeError(
+                    "a demonstration is {'messages': [...]} ending with an assistant's message",
+                    key=f"{path}:{number}",
+                )
+            conversations.append(messages)
+    if not conversations:
+        raise RecipeError("expected at least one demonstration, got none", key=str(path))
+    return conversations
+
+
+def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
+    """The demonstrations of one step: passes over all of them, each in an order of its own."""
+    first = step * batch_size
+    orders: dict[int, Any] = {}
+    chosen = []
+    for place in range(first, first + batch_size):
+        turn, offset = divmod(place, size)
+        if turn not in orders:
+            orders[turn] = np.random.default_rng((seed, turn)).permutation(size)
+        chosen.append(int(orders[turn][offset]))
+    return chosen
+
+
+class ConversationTokenizer:
+    """Turns conversations into rows with the model's own chat template.
+
+    The prompt is tokenised apart from the reply, as it is when the model is sampled. The reply
+    ends with the end-of-turn token; what the template writes after it is never sampled and is
+    left out.
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
+        self._end = self._tokenizer.eos_token_id
+
+    def rows(self, conversations: Sequence[Conversation]) -> list[TrainingRow]:
+        """One row per conversation; its last message is scored.
+
+        Raises:
+            RecipeError: The template rewrites the prompt once the reply is there.
+        """
+        render = self._tokenizer.apply_chat_template
+        prompts = render(
+            [messages[:-1] for messages in conversations],
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        wholes = render(list(conversations), tokenize=False)
+        for prompt, whole in zip(prompts, wholes, strict=True):
+            if not whole.startswith(prompt):
+                raise RecipeError(
+                    "the chat template must keep the prompt as it is when a reply follows, "
+                    f"got {prompt[-80:]!r} and then {whole[: len(prompt)][-80:]!r}",
+                    key="model.path",
+                    hint="use a template without a thinking preamble",
+                )
+        replies = [whole[len(prompt) :] for prompt, whole in zip(prompts, wholes, strict=True)]
+        ids = self._tokenizer([*prompts, *replies], add_special_tokens=False)["input_ids"]
+        half = len(prompts)
+        return [self._row(ids[place], ids[half + place]) for place in range(half)]
+
+    def _row(self, prompt: list[int], reply: list[int]) -> TrainingRow:
+        if self._end in reply:
+            reply = reply[: len(reply) - reply[::-1].index(self._end)]
+        loss_mask = np.zeros(len(prompt) + len(reply), dtype=np.uint8)
+        loss_mask[len(prompt) :] = 1
+        return TrainingRow(np.array(prompt + reply, dtype=np.int32), loss_mask, {})

@@ -1,0 +1,37 @@
+"""Private APIs of torch that the trainer uses.
+
+tests/contract/test_private_apis.py checks that each is there with the signature relied on.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+
+def get_default_store() -> dist.Store:  # type: ignore[name-defined]
+    """The store that the default process group was opened with."""
+    return _get_default_store()
+
+
+def run_flash_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    query_starts: torch.Tensor,
+    key_starts: torch.Tensor,
+    max_query_length: int,
+    max_key_length: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention by PyTorch's own build of FlashAttention-2: [t, heads, d].
+
+    Starts are where each segment begins and where the last one ends [S + 1], int32; the lengths are
+    those of the longest segment. Queries, keys and values have 16 bits and are on a GPU.
+    """
+    attended: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, query_starts, key_starts,
+        max_query_length, max_key_length, 0.0, True, False, scale=scale,
+    )[0]  # fmt: skip
+    return attended

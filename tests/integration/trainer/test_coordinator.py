@@ -1,0 +1,161 @@
+"""The first rank's loop beside cells that are well, that fail and that vanish."""
+
+import http.server
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
+from areal_hpc.trainer.loop.ledger_client import LedgerClient
+from areal_hpc.trainer.loop.ledger_source import LedgerSource
+from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
+from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.metrics import MetricsWriter
+from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.publisher import Publisher
+from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+from areal_hpc.wire.weight_version import WeightVersion
+
+REPOSITORY = Path(__file__).parents[3]
+SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
+HANG_S = 1.0
+"""What each try of the failing replica costs."""
+
+
+class Ledger(http.server.BaseHTTPRequestHandler):
+    """Has every batch at once."""
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        content = msgspec.json.encode(self.reply(body))
+        self.send_response(200)
+        self.send_header("content-length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def reply(self, body: bytes) -> object:
+        if self.path == "/batch":
+            request = msgspec.json.decode(body, type=BatchRequest)
+            return BatchReply(BatchManifest(request.step, request.epoch, []))
+        return Acknowledged()
+
+    def log_message(self, *args: object) -> None:
+        """Nothing on standard error."""
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def start_ledger(stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger) -> None:
+    server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    stack.callback(thread.join)
+    stack.callback(server.shutdown)
+    rendezvous.publish_endpoint(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
+
+
+def start_relay(
+    stack: ExitStack, directory: Path, cell: str, hang_s: float = 0.0
+) -> subprocess.Popen[bytes]:
+    module = "tests.integration.trainer.scripted_relay"
+    command = [sys.executable, "-m", module, cell, str(directory), str(hang_s)]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    stack.callback(process.wait)
+    stack.callback(process.kill)
+    return process
+
+
+def make_coordinator(
+    stack: ExitStack,
+    directory: Path,
+    cells: int,
+    schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
+    evaluation: AsyncEvaluation | None = None,
+) -> Coordinator:
+    weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
+    publisher = Publisher(
+        weights,
+        directory,
+        cells,
+        "key",
+        "gloo",
+        torch.device("cpu"),
+        directory / "weights",
+        evaluation_cell=evaluation is not None,
+    )
+    metrics = MetricsWriter(directory / "metrics.jsonl", None, 0)
+    record, stop = StepRecord(metrics, WeightVersion(1, 0), {}), StopRequest()
+    source = LedgerSource(
+        schedule,
+        record,
+        ledger=LedgerClient(directory, "key", 1, lambda: False),
+        publisher=publisher,
+        specs=SPECS,
+        events=EventLog(directory / "events.jsonl", "trainer"),
+        stop=stop,
+        async_evaluation=evaluation,
+    )
+    coordinator = Coordinator(schedule, record, source, stop)
+    stack.callback(coordinator.close)
+    return coordinator
+
+
+def train(coordinator: Coordinator, steps: int) -> float:
+    """Follow the coordinator until so many steps are trained; the seconds it took."""
+    began = time.monotonic()
+    step = 0
+    while step < steps:
+        assert time.monotonic() - began < 100
+        command = coordinator.next_command()
+        if isinstance(command, PublishWeights):
+            coordinator.publish(iter([(SPECS[0].name, torch.ones(16))]))
+        elif isinstance(command, TrainStep):
+            step = command.manifest.step
+            coordinator.on_trained(WeightVersion(1, step), {})
+        else:
+            assert isinstance(command, Wait)
+    return time.monotonic() - began
+
+
+def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_training(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    start_ledger(stack, tmp_path)
+    start_relay(stack, tmp_path, "cell-0")
+    start_relay(stack, tmp_path, "cell-1", HANG_S)
+    rendezvous.publish_endpoint(
+        tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
+    )
+    for cell in ("cell-0", "cell-1"):
+        rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
+    coordinator = make_coordinator(stack, tmp_path, cells=3)
+    took_s = train(coordinator, steps=40)
+    updates = [event for event in read_lines(tmp_path / "events.jsonl") if event["replicas"]]
+    tries = [event for event in read_lines(tmp_path / "events.jsonl") if event["failed"]]
+    assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
+    assert tries
+    assert 2 ** (len(tries) - 1) - 1 <= took_s, "tried again after ever longer pauses"
+    assert took_s < 25 * HANG_S, "40 updates that each wait for it take longer"
+    lines = read_lines(tmp_path / "metrics.jsonl")
+    phases = ("pause", "transfer", "load", "verify", "flush", "resume")
+    assert all(f"weights/{phase}_s" in lines[0] for phase in phases)
