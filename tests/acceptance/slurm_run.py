@@ -19,9 +19,10 @@ from areal_hpc.cluster.submissions import newest_of_each, read_submissions
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
 from areal_hpc.weights.version import WeightVersion
-from tests.faults.kills import FAULTS, HELD
-from tests.integration.launch.small_run import SIZES, processes_of
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import FAULTS, HELD
+from tests.support.small_run import SIZES, processes_of
 
 PATIENCE_S = 600.0
 """For anything to happen: other work may take most of the machine."""
@@ -35,7 +36,7 @@ CUT_DOWN = (
     "warmup.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
-    "rollout.workflow=tests.faults.hungry_agent.HungryAgent",
+    "rollout.workflow=tests.support.hungry_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
     "trainer.commit_every_steps=5",

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.parity_table import (
+from tests.support.layout_launch import Findings, launch
+from tests.support.parity_table import (
     DOCUMENT,
     FAMILIES,
     LAYOUTS,
@@ -21,8 +22,7 @@ from tests.contract.parity_table import (
     render,
     shortcomings,
 )
-from tests.integration.trainer.layout_launch import Findings, launch
-from tests.integration.trainer.rank_server import rank_server
+from tests.support.rank_server import rank_server
 
 pytestmark = pytest.mark.timeout(1800)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.slurm_run import SlurmRun
-from tests.contract.slurm_events_table import Row, record
-from tests.slurm.devclusters import Devcluster, devcluster
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.slurm_events_table import Row, record
 
 pytestmark = pytest.mark.timeout(5400)
 

@@ -10,9 +10,8 @@ import psutil
 import pytest
 
 from areal_hpc.json_lines import read_lines
-from tests.integration.commands import command_of, is_scheduler
-from tests.slurm.devclusters import Devcluster, devcluster, wait_for
-from tests.slurm.test_submit import Submitting
+from tests.support.devclusters import Devcluster, Submitting, devcluster, wait_for
+from tests.support.process_commands import command_of, is_scheduler
 
 START_S = 300.0
 """A server's start, beside other work."""

@@ -10,7 +10,8 @@ import pytest
 from areal_hpc.cluster.submissions import read_submissions
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster, wait_for
+from tests.support.environments import CHECKOUT
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
 STEPS = 3

@@ -18,15 +18,15 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_hpc.wire.replicas import ReplicaView
-from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
-from tests.integration.weights.fire import Gate, Reader, Sender, Trap, gates
+from tests.support.environments import CHECKOUT
+from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "update_under_fire.json"
-NOTE = REPOSITORY / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "update_under_fire.json"
+NOTE = CHECKOUT / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
 TABLE_BEGINS, TABLE_ENDS = "<!-- table begins -->\n", "<!-- table ends -->\n"
 
 CELLS = 3

@@ -2,7 +2,8 @@
 
 import re
 
-from tests.contract.agents_table import CHECKOUT, DOCUMENT, FRAMEWORKS, renewed
+from tests.support.agents_table import DOCUMENT, FRAMEWORKS, renewed
+from tests.support.environments import CHECKOUT
 
 SOURCES = [
     path.read_text()
@@ -14,7 +15,7 @@ RECIPES = [path.read_text() for path in sorted((CHECKOUT / "tests").rglob("*.yam
 
 def test_the_table_of_frameworks_is_that_of_the_locks() -> None:
     text = DOCUMENT.read_text()
-    assert renewed(text) == text, "run python -m tests.contract.agents_table"
+    assert renewed(text) == text, "run python -m tests.support.agents_table"
 
 
 def test_every_framework_of_the_table_has_its_test() -> None:

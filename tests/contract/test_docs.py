@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 PACKAGE = CHECKOUT / "areal_hpc"
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs"}
 

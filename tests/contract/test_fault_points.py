@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 from areal_hpc.trainer import cpu  # noqa: F401 (before anything of Megatron)
-from tests.faults.kills import HELD, POINTS, UPDATE, Point
+from tests.support.killed_run import HELD, POINTS, UPDATE, Point
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Sizes, names and habits of the package; every rule is shown to find an offence."""
+"""Names and habits of the package and its tests; every rule is shown to find an offence."""
 
 import ast
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "areal_hpc"
+from tests.support.environments import CHECKOUT
 
-MOST_FILE_LINES = 350
-MOST_FUNCTION_LINES = 70
+PACKAGE = CHECKOUT / "areal_hpc"
+
 BANNED_NAMES = {"utils", "util", "helpers", "helper", "common", "misc", "manager"}
 PRINTERS = {"cli", "view"}
 """Modules that talk to a person on standard output."""
@@ -44,20 +44,6 @@ class Module:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Rule = Callable[[Module], Iterator[str]]
-
-
-def files_are_short(module: Module) -> Iterator[str]:
-    lines = module.text.count("\n")
-    if lines > MOST_FILE_LINES:
-        yield f"{module.name}: {lines} lines"
-
-
-def functions_are_short(module: Module) -> Iterator[str]:
-    for node in module.nodes:
-        if isinstance(node, Function):
-            lines = (node.end_lineno or node.lineno) - node.lineno + 1
-            if lines > MOST_FUNCTION_LINES:
-                yield f"{module.name}: {node.name}: {lines} lines"
 
 
 def modules_are_named_for_what_they_hold(module: Module) -> Iterator[str]:
@@ -153,11 +139,6 @@ def nothing_is_left_for_later(module: Module) -> Iterator[str]:
 
 
 RULES: list[tuple[Rule, Module]] = [
-    (files_are_short, Module("a.py", "x = 1\n" * (MOST_FILE_LINES + 1))),
-    (
-        functions_are_short,
-        Module("a.py", "def f():\n" + "    x = 1\n" * MOST_FUNCTION_LINES),
-    ),
     (modules_are_named_for_what_they_hold, Module("trainer/utils.py", "")),
     (only_the_command_line_prints, Module("trainer/loop.py", "print(1)")),
     (
@@ -225,3 +206,29 @@ def test_an_entry_string_names_a_function_that_takes_a_configuration(entry: str)
         if isinstance(node, ast.FunctionDef) and node.name == function
     ]
     assert [len(node.args.args) for node in found] == [1]
+
+
+def imports_of_other_tiers(name: str, text: str) -> list[str]:
+    """What a file of tests, `tests/<tier>/...`, imports of other tiers."""
+    shared = {Path(name).parts[1], "golden", "support"}
+    if Path(name).parts[1] == "support":
+        shared.remove("golden")
+    found = re.findall(r"^\s*(?:from|import) (tests\.(\w+)[\w.]*)", text, re.M)
+    return [f"{name}: {module}" for module, tier in found if tier not in shared]
+
+
+def test_tiers_share_nothing_but_their_support() -> None:
+    found = [
+        offence
+        for path in sorted((CHECKOUT / "tests").rglob("*.py"))
+        for offence in imports_of_other_tiers(str(path.relative_to(CHECKOUT)), path.read_text())
+    ]
+    assert found == []
+
+
+def test_an_import_of_another_tier_is_found() -> None:
+    text = "from tests.support.chatml import CHATML\nfrom tests.unit.session import families\n"
+    assert imports_of_other_tiers("tests/unit/test_a.py", text) == []
+    assert imports_of_other_tiers("tests/gpu/test_a.py", text) == [
+        "tests/gpu/test_a.py: tests.unit.session"
+    ]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
 
 LAYERS = "Layers: actors meet only in media, and every module has a layer"
 ACYCLIC = "No package or module cycles, at any depth"

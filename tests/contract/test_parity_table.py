@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.contract.parity_table import DOCUMENT, shortcomings
+from tests.support.parity_table import DOCUMENT, shortcomings
 
 
 def test_every_layout_is_measured_and_within_its_bounds() -> None:

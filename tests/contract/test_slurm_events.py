@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tests.contract.slurm_events_table import DOCUMENT, EVENTS, read_results, renewed
+from tests.support.slurm_events_table import DOCUMENT, EVENTS, read_results, renewed
 
 
 def test_the_tables_are_those_of_the_figures() -> None:
     text = DOCUMENT.read_text()
-    assert text == renewed(text), "renew them: python -m tests.contract.slurm_events_table"
+    assert text == renewed(text), "renew them: python -m tests.support.slurm_events_table"
 
 
 def test_no_event_is_unknown_and_none_lost_anything() -> None:

@@ -13,7 +13,8 @@ from areal_hpc.cluster.jobspec import JobSpec, Launch, ProcessSpec, SlurmLaunch
 from areal_hpc.cluster.submissions import Submission, record_submission
 from areal_hpc.layout import ROLES, RunLayout
 from areal_hpc.recipe import load
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=quickstart-{trial}-{job}

@@ -15,7 +15,8 @@ from areal_hpc.cluster.submissions import (
     record_submission,
 )
 from areal_hpc.json_lines import read_lines
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
 
 RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
 

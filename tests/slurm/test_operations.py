@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 from tests.slurm.operated import OperatedRun
+from tests.support.devclusters import Devcluster, devcluster, wait_for
+from tests.support.environments import CHECKOUT
 
 TASK_SETS = ("train_dataset", "valid_dataset")
 

@@ -8,8 +8,8 @@ import pytest
 from openai import APIError
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
 
 PROMPT = "What is 3 + 4?"
 

@@ -10,8 +10,8 @@ import pytest
 from openai import DefaultHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
 
 LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
 """A session outlives the second that the SDK waits before it repeats a call."""

@@ -12,8 +12,8 @@ from anthropic.types import MessageParam, TextBlock
 
 from areal_hpc.session.template import Message
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 TOOL = {"name": "add", "input_schema": {"type": "object"}}

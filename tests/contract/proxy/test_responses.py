@@ -9,8 +9,8 @@ import pytest
 from openai import APIError, AsyncOpenAI, BadRequestError, NotFoundError
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
 
 QUESTION = "What is 3 + 4?"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": False}

@@ -10,8 +10,8 @@ from openai import APIError, AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 

@@ -21,8 +21,8 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 INF, NAN = float("inf"), float("nan")
 FUTURE = (9 << 32) + 1

@@ -12,13 +12,13 @@ import pytest
 
 from areal_hpc.recipe import TinyModelConfig
 from areal_hpc.tiny_model import tiny_config
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = "recipes/quickstart.yaml"
 
 
 def areal_hpc(
-    *arguments: str, cwd: Path = REPOSITORY, gpus: str | None = None
+    *arguments: str, cwd: Path = CHECKOUT, gpus: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_hpc", *arguments]
     environ = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
@@ -158,7 +158,7 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
     )
     answer = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=110,

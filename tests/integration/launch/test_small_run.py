@@ -14,7 +14,8 @@ import pytest
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import step_name
-from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -29,7 +30,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
 
 def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
 
 
 def test_every_step_is_trained_and_told(finished: SmallRun) -> None:

@@ -14,8 +14,8 @@ from areal_hpc.cluster.jobspec import Outcome
 from areal_hpc.json_lines import append_line
 from areal_hpc.layout import RunLayout
 from areal_hpc.recipe import load
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 STEP = {
     "step": 1,
     "reward/mean": 0.5,

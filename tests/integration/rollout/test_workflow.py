@@ -19,8 +19,8 @@ from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest, SamplingDefaults
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import CELL
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import CELL
 
 PATH = "examples.frameworks.recording_clients.TwoTries"
 TASK = {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"}

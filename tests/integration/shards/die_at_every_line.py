@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from areal_hpc import durable
 from areal_hpc.layout import RunLayout
 from areal_hpc.shards import disk, index, writer
-from tests.unit.shards.sample_trajectories import ticket
+from tests.support.sample_trajectories import ticket
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction

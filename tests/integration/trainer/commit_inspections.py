@@ -38,7 +38,7 @@ from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
 from areal_hpc.trajectory import Trajectory
 from areal_hpc.wire.ledger import BatchManifest
-from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
+from tests.support.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
 

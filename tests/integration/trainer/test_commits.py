@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from areal_hpc.layout import RunLayout
-from tests.integration.trainer.rank_server import REPOSITORY, Outcome, RankServer
-from tests.integration.trainer.recorded_run import record_run
+from tests.support.environments import CHECKOUT
+from tests.support.rank_server import Outcome, RankServer
+from tests.support.recorded_run import record_run
 
 INSPECTIONS = "tests.integration.trainer.commit_inspections"
 FIRST = ["step_00000001"]
@@ -200,7 +201,7 @@ def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.commit", *small, "--step-s", "0.001",
          "--folder", str(tmp_path), "--out", str(out)],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         check=True,

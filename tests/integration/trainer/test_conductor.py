@@ -29,8 +29,8 @@ from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.version import WeightVersion
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
 HANG_S = 1.0
 """What each try of the failing replica costs."""
@@ -77,7 +77,7 @@ def start_relay(
 ) -> subprocess.Popen[bytes]:
     module = "tests.integration.trainer.scripted_relay"
     command = [sys.executable, "-m", module, cell, str(directory), str(hang_s)]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
+    process = subprocess.Popen(command, cwd=CHECKOUT)
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process

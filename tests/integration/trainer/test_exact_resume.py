@@ -11,8 +11,8 @@ import pytest
 
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.integration.trainer.rank_server import Outcome, RankServer
-from tests.integration.trainer.recorded_run import claim_dropout, record_run
+from tests.support.rank_server import Outcome, RankServer
+from tests.support.recorded_run import claim_dropout, record_run
 
 STEPS = 6
 COMMITS = ["step_00000004", "step_00000006"]

@@ -10,8 +10,8 @@ import pytest
 
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.integration.trainer.rank_server import RankServer
-from tests.integration.trainer.recorded_run import record_run
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import record_run
 
 STEPS = 3
 OBJECTIVE = {

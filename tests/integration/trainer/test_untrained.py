@@ -16,8 +16,8 @@ from areal_hpc.audit.fates import Fate, audit_run
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
 from areal_hpc.telemetry import read_step_lines
-from tests.integration.trainer.rank_server import Outcome, RankServer
-from tests.integration.trainer.recorded_run import SAMPLES, record_run, spoil
+from tests.support.rank_server import Outcome, RankServer
+from tests.support.recorded_run import SAMPLES, record_run, spoil
 
 INSPECTIONS = "tests.integration.trainer.untrained_inspections"
 NAIVE = {"proximal": "none", "correction": "none"}

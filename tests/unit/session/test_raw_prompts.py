@@ -13,7 +13,7 @@ from areal_hpc.session.audit import audit_prompt
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
-from tests.unit.session.chatml import byte_level_tokenizer
+from tests.support.chatml import byte_level_tokenizer
 from tests.unit.session.model_stub import TEMPLATE, prompt_ids, say, user
 
 numbers = count()

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.session.tails import Tools, Variables, is_local, text_after_reply
 from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
-from tests.unit.session.chatml import CHATML
+from tests.support.chatml import CHATML
 from tests.unit.session.families import FAMILIES
 
 LOOP = "{%- for message in messages %}"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.integration.launch.small_run import SmallRun
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import SmallRun
 
-FAULTS = Path(__file__).parent
+FAULTS = CHECKOUT / "tests" / "faults"
 REST_S = 2.0
 """Between a kill and the next one: a process that is just starting has nothing to lose."""
 

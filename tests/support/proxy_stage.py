@@ -27,14 +27,14 @@ from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.replicas import ReplicaState
-from tests.contract.proxy.scripted_sglang import (
+from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.scripted_sglang import (
     CELL,
     LoopThread,
     ScriptedSGLang,
     StandInLedger,
     StandInRelay,
 )
-from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 
 PATIENCE_S = 60.0
 """What does not happen in such a time never will: it costs nothing where it does."""

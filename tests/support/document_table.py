@@ -1,12 +1,12 @@
-"""The table of docs/areal-documents.md: `python -m tests.contract.document_table` renews it."""
+"""The table of docs/areal-documents.md: `python -m tests.support.document_table` renews it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from tests.contract.document_commands import COMMANDS, SMALL
-from tests.contract.document_scenes import SCENES
-from tests.contract.documents import Block, blocks
+from tests.support.document_commands import COMMANDS, SMALL
+from tests.support.document_scenes import SCENES
+from tests.support.documents import Block, blocks
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "areal-documents.md"
 BEGIN, END = "<!-- table: blocks -->", "<!-- end of table -->"

@@ -7,7 +7,7 @@ from functools import partial
 
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.integration.launch.small_run import SmallRun
+from tests.support.small_run import SmallRun
 
 STOP_LIMIT_S = 20.0
 

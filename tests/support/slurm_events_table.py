@@ -1,4 +1,4 @@
-"""The tables of docs/operating.md: `python -m tests.contract.slurm_events_table` renews them.
+"""The tables of docs/operating.md: `python -m tests.support.slurm_events_table` renews them.
 
 The figures come from `tests/acceptance/test_slurm_events.py`.
 """
@@ -6,10 +6,10 @@ The figures come from `tests/acceptance/test_slurm_events.py`.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 DOCUMENT = CHECKOUT / "docs" / "operating.md"
 RESULTS = CHECKOUT / "benchmarks" / "results" / "slurm_events.json"
 BEGIN, END = "<!-- table: events -->", "<!-- end of table -->"

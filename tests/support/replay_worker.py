@@ -43,7 +43,7 @@ from areal_hpc.trainer.parallel import close_world, open_world
 from areal_hpc.trainer.ranks import from_rank_zero, one_report
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.sft_job import SftJobConfig, SftTrainer
-from tests.integration.trainer.recorded_run import TRAINER
+from tests.support.recorded_run import TRAINER
 
 Scenario = dict[str, Any]
 

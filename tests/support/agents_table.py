@@ -1,4 +1,4 @@
-"""The table of frameworks in docs/agents.md: `python -m tests.contract.agents_table` renews it.
+"""The table of frameworks in docs/agents.md: `python -m tests.support.agents_table` renews it.
 
 Its versions are those of the locks, which the environments of the tests are made from;
 `tests/integration/agents/test_versions.py` looks at what is installed there.
@@ -7,9 +7,9 @@ Its versions are those of the locks, which the environments of the tests are mad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 DOCUMENT = CHECKOUT / "docs" / "agents.md"
 BEGIN, END = "<!-- table: frameworks -->", "<!-- end of table -->"
 

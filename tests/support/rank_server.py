@@ -8,12 +8,10 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from areal_hpc.layout import RunLayout
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.support.environments import CHECKOUT
 
 
 @dataclass(frozen=True)
@@ -47,8 +45,8 @@ class RankServer:
 def rank_server() -> Iterator[RankServer]:
     """A server that ends with the block."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.trainer.replay_worker"],
-        cwd=REPOSITORY,
+        [sys.executable, "-m", "tests.support.replay_worker"],
+        cwd=CHECKOUT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

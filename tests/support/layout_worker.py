@@ -32,7 +32,7 @@ from areal_hpc.trainer.step import (
     run_passes,
     train_once,
 )
-from tests.integration.trainer.reference_models import (
+from tests.support.reference_models import (
     SIZES,
     by_checkpoint_name,
     hf_model,

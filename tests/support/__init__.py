@@ -1,0 +1,1 @@
+"""Shared support of the tests of several tiers."""
