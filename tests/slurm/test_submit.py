@@ -119,7 +119,7 @@ def test_scripts_of_a_site_pass_the_clusters_own_check(
     """The site that fits the emulated cluster but for its names and its processors."""
     shown = run.call(
         *("submit", "tests/golden/slurm/recipe.yaml", "--dry-run", "--site"),
-        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority", "inference.cells=2"),
+        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority"),
         *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.cpus_per_task=1"),
         "cluster.slurm.jobs.cell.cpus_per_task=16",
     )
