@@ -23,6 +23,7 @@ from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.durable import sync_path
 from areal_hpc.errors import ClusterError
+from areal_hpc.faults import fault_point
 from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import (
     SealedShard,
@@ -90,6 +91,7 @@ def seal(
                 np.array([oldest_version(piece) for piece in pieces["versions"]], np.int64),
             ),
         )
+        fault_point("shard.before_index")
         append_to_index(index_dir, shard)
     except OSError as error:
         raise ClusterError(

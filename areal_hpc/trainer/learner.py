@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from areal_hpc.faults import fault_point
 from areal_hpc.layout import RunLayout, step_name
 from areal_hpc.telemetry import EventLog, PhaseTimer
 from areal_hpc.trainer.batch.experience import (
@@ -118,6 +119,7 @@ class Learner:
             ShardError: This rank could not read a shard.
             OtherRankFailed: Another one could not.
         """
+        fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
             whole = read_batch(manifest, self._layout.shards_dir)
@@ -156,6 +158,7 @@ class Learner:
             "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
             **timer.metrics(),
         }
+        fault_point("train.after_step")
         return finite(line)
 
     def _judge(self, norms: Sequence[float], step: int) -> list[Untrained]:

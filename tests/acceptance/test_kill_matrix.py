@@ -73,7 +73,7 @@ def table(parties: dict[str, Any]) -> str:
         "",
         "| point | when exactly |",
         "|---|---|",
-        *(f"| {name} | {point.means} (`{point.function}`) |" for name, point in POINTS.items()),
+        *(f"| {name} | {point.means} (`{point.fault_point}`) |" for name, point in POINTS.items()),
         "",
         "Seconds from the kill to the next weights that a replica was given, which includes the",
         "start of new processes:",

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from areal_hpc.cluster.deadline import note_save
 from areal_hpc.durable import sync_path
 from areal_hpc.errors import ArealError, ClusterError
+from areal_hpc.faults import fault_point
 from areal_hpc.layout import step_name
 from areal_hpc.trainer.commits import sharded
 from areal_hpc.trainer.commits.refusal import commit_refused
@@ -185,12 +186,15 @@ class CommitStore:
                 partial.mkdir(parents=True)
             dist.barrier()
             self._writer = self._writer or WriterPeer()
+            fault_point("checkpoint.before_copy")
             data = sharded.save(policy, optimizer, partial, self._writer.copy)
+            fault_point("checkpoint.after_copy")
             small = []
             if is_first:  # the small files are all rank 0's
                 (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
                 small = [p.name for p in partial.iterdir() if p.suffix != sharded.DATA_SUFFIX]
             self._writer.write(partial / data, small)
+            fault_point("checkpoint.while_writing")
         self._begun = Commit(target, state)
         self._copied_s = time.monotonic() - began
         return target
@@ -259,12 +263,15 @@ class CommitStore:
             SupersededError: A newer trainer owns the run.
         """
         partial = self._partial(commit.path, commit.state.epoch)
+        fault_point("checkpoint.before_marker")
         with _storage(partial):
             (partial / MARKER).touch()
             sync_path(partial / MARKER)
             sync_path(partial)
             self._fence()
+            fault_point("checkpoint.before_rename")
             self._put_in_place(partial, commit)
+            fault_point("checkpoint.after_rename")
             sync_path(self._directory)
             for old in self.complete()[: -self._keep]:
                 # Hidden first: a half-deleted commit must not look complete.
@@ -272,6 +279,7 @@ class CommitStore:
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.remove(doomed)
+        fault_point("checkpoint.after_commit")
 
     def _put_in_place(self, partial: Path, commit: Commit) -> None:
         target = commit.path

@@ -19,6 +19,7 @@ import msgspec
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.preemption import STOP_SIGNALS
 from areal_hpc.durable import sync_path
+from areal_hpc.faults import fault_point
 
 NICENESS = 5
 """Training comes first on a node whose cores are all taken."""
@@ -69,6 +70,7 @@ def _carry_out(request: Write, memory: int) -> Written:
     began = time.perf_counter()
     try:
         path = Path(request.path)
+        fault_point("checkpoint.before_write")
         _copy(memory, path, request.size_bytes)
         for name in request.neighbours:
             sync_path(path.parent / name)

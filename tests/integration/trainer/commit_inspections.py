@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.epochs import take_next_epoch
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
+from areal_hpc.errors import AgentError, ArealError, ClusterError
+from areal_hpc.faults import VARIABLE
 from areal_hpc.layout import RunLayout
 from areal_hpc.ledger.manifests import read_manifest
 from areal_hpc.trainer.batch import experience
@@ -36,8 +37,6 @@ from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.ranks import any_rank
 from areal_hpc.trainer.replay import Replay
 from areal_hpc.trainer.step import Tally
-from areal_hpc.trajectory import Trajectory
-from areal_hpc.wire.ledger import BatchManifest
 from tests.support.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
@@ -196,27 +195,22 @@ def writer_dies_once(scenario: Scenario, layout: RunLayout) -> Found:
 
 def writers_keep_dying(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    send = WriterPeer._send
-
-    def send_to_the_dead(self: WriterPeer, request: Any) -> None:
-        self._process.kill()
-        send(self, request)
-
-    WriterPeer._send = send_to_the_dead  # type: ignore[method-assign]
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
     learner.begin_commit({})
+    os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.kill(writer, signal.SIGKILL)
     return failure(learner) | {"visible": names(layout)}
 
 
 def storage_refuses(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    write = WriterPeer.write
-
-    def write_into_nothing(self: WriterPeer, path: Path, neighbours: list[str]) -> None:
-        shutil.rmtree(path.parent)
-        write(self, path, neighbours)
-
-    WriterPeer.write = write_into_nothing  # type: ignore[method-assign]
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
     learner.begin_commit({})
+    for partial in layout.checkpoints_dir.glob(".step_*"):
+        shutil.rmtree(partial)
+    os.kill(writer, signal.SIGCONT)
     return failure(learner) | {"visible": names(layout)}
 
 
@@ -240,7 +234,6 @@ def place_commit(layout: RunLayout, epoch: int) -> Path:
 
 def successor_committed_first(scenario: Scenario, layout: RunLayout) -> Found:
     learner = begin(scenario, layout)
-    learner._commits._fence = lambda: None  # as on a node that does not see the new epoch yet
     place_commit(layout, epoch=9)
     learner.begin_commit({})
     found = failure(learner)
@@ -320,21 +313,15 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunLayout) -> Found:
 
 def chosen_commit_is_not_there(scenario: Scenario, layout: RunLayout) -> Found:
     begin(scenario, layout).close()
-    store = CommitStore(layout.checkpoints_dir, keep=2)
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
-    if dist.get_rank() == 1:
-        store._directory = layout.root / "elsewhere"
-    store.agree_on_latest()
+    is_blind = dist.get_rank() == 1
+    directory = layout.root / "elsewhere" if is_blind else layout.checkpoints_dir
+    CommitStore(directory, keep=2).agree_on_latest()
     return {}
 
 
 def rank_1_cannot_read(scenario: Scenario, layout: RunLayout) -> Found:
-    def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
-        raise ShardError("the shard is damaged")
-
     experience.SHARD_PATIENCE_S = 0.5
-    if dist.get_rank() == 1:
-        experience._read = refuse
     step(make_learner(scenario, layout), layout, 1)
     return {}
 

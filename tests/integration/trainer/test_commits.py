@@ -173,9 +173,12 @@ def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: 
 
 
 def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunLayout) -> None:
-    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2)
+    faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
+    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2, **faults)
     assert outcome.codes == [STOPPED, DATA_DAMAGED]
-    assert outcome.reports == [{}, {"error": "the shard is damaged", "kind": "ShardError"}]
+    assert outcome.reports[0] == {}
+    assert outcome.reports[1]["kind"] == "ShardError"
+    assert "a fault at shard.before_read" in outcome.reports[1]["error"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
