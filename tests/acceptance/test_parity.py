@@ -19,8 +19,8 @@ from tests.support.parity_table import (
     Resume,
     families_of,
     families_resumed,
-    render,
     shortcomings,
+    write,
 )
 from tests.support.rank_server import rank_server
 
@@ -55,5 +55,5 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
         for family in families_resumed(written, read)
         for gaps in [found[read][family]["resumed_from"][written]]
     ]
-    DOCUMENT.write_text(render(agreements, resumes))
+    write(agreements, resumes)
     assert shortcomings(DOCUMENT.read_text()) == []

@@ -15,16 +15,10 @@ from areal_hpc.areal_config.translation import rule_of, to_recipe
 from tests.support.agents_table import locked
 from tests.support.document_commands import COMMANDS
 from tests.support.document_scenes import SCENES
-from tests.support.document_table import DOCUMENT, renewed
 from tests.support.documents import Block, blocks
 
 BLOCKS = {block.key: block for block in blocks()}
 SETTINGS = [block for block in blocks() if block.language == "yaml"]
-
-
-def test_the_table_is_that_of_the_scenes() -> None:
-    text = DOCUMENT.read_text()
-    assert text == renewed(text), "renew it: python -m tests.support.document_table"
 
 
 def test_every_block_of_the_guides_is_found() -> None:

@@ -170,7 +170,8 @@ class KilledRun(SmallRun):
 
     def _victims(self, party: str) -> list[psutil.Process]:
         """Live processes of a party."""
-        run_dir, found = str(self.layout.root), []
+        run_dir = str(self.layout.root)
+        found: list[psutil.Process] = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 command = process.cmdline()

@@ -24,7 +24,6 @@ NAIVE = {"proximal": "none", "correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
-LEARN = "areal_hpc.trainer.learner:Learner.train"
 FAILED, STOPPED = 70, 143
 
 pytestmark = pytest.mark.timeout(120)
@@ -212,8 +211,8 @@ def resumed_after_a_kill(
     settings = {"total_steps": steps, "commit_every_steps": 2}
     alone = RunLayout(shutil.copytree(recorded, folder / "alone"))
     killed = RunLayout(shutil.copytree(recorded, folder / "killed"))
-    kill = {"rank": 0, "call": LEARN, "nth": nth, "when": "before"}
-    assert train(ranks, killed, trainer=settings, kill=kill).codes == [-9]
+    fault = f"train.before_step@{nth}=kill"
+    assert train(ranks, killed, trainer=settings, faults=fault).codes == [-9]
     return [train(ranks, one, trainer=settings) for one in (alone, killed)]
 
 
