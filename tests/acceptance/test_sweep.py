@@ -10,8 +10,9 @@ import pytest
 from areal_hpc.cluster.submissions import read_submissions
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.support.devclusters import Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
 STEPS = 3

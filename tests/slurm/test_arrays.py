@@ -10,8 +10,9 @@ from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
 from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.cluster.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob
-from tests.support.devclusters import Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 RESTART_S = 60.0
 SITE = SlurmConfig(

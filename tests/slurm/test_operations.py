@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from tests.slurm.operated import OperatedRun
-from tests.support.devclusters import Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 TASK_SETS = ("train_dataset", "valid_dataset")
 

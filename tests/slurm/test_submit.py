@@ -11,8 +11,9 @@ import pytest
 from areal_hpc.cluster.submissions import read_submissions
 from areal_hpc.json_lines import read_lines
 from areal_hpc.layout import RunLayout
-from tests.support.devclusters import Devcluster, Submitting, devcluster, wait_for
+from tests.support.devclusters import Devcluster, Submitting, devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from areal_hpc.devcluster.host import choosing
 from areal_hpc.layout import RunLayout
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
+from tests.support.waiting import wait_for
 
 NETWORK_LINKS = Path("/sys/class/net")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
@@ -125,13 +125,6 @@ def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
         yield cluster
     finally:
         cluster.down()
-
-
-def wait_for(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.2)
 
 
 CUT_DOWN = (
