@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from areal_hpc.faults import fault_point
 from areal_hpc.proxy.connection import Connection
 from areal_hpc.proxy.generation import (
     Generation,
@@ -143,6 +144,7 @@ class Upstream:
         self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
     ) -> Answered:
         """Give failures their names, and free the engine of a call that nobody waits for."""
+        fault_point("proxy.generate")
         try:
             return await call
         except TimeoutError:

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk import write_whole
 
@@ -149,6 +150,7 @@ class JournalWriter:
         with self._appending:
             if self._sync_error is not None:
                 raise _disk_trouble(self.path, self._sync_error) from self._sync_error
+            fault_point("journal.before_append")
             try:
                 record = header + payload
                 taken_bytes = os.write(self._descriptor, record)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
+from areal_hpc.faults import fault_point
 from areal_hpc.shards.disk import read_whole
 from areal_hpc.shards.schema import DATASETS, FORMAT, VERSION, Axis, Dataset
 from areal_hpc.wire.trajectory import Trajectory
@@ -133,6 +134,7 @@ class ShardReader:
     def _read(self, names: Iterable[str], spans: Spans | None = None) -> list[Array]:
         """Of each column the elements within the spans, one after another; all without spans."""
         try:
+            fault_point("shard.before_read")
             with self.path.open("rb", buffering=0) as stream:
                 return [_read_spans(stream.fileno(), self._places[name], spans) for name in names]
         except OSError as error:

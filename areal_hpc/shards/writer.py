@@ -22,6 +22,7 @@ import numpy.typing as npt
 from h5py import h5d, h5p, h5s, h5t
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.disk import write_whole
 from areal_hpc.shards.index import (
@@ -90,6 +91,7 @@ def seal(
                 np.array([oldest_version(piece) for piece in pieces["versions"]], np.int64),
             ),
         )
+        fault_point("shard.before_index")
         append_to_index(index_dir, shard)
     except OSError as error:
         raise ClusterError(

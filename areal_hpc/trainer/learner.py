@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from areal_hpc.faults import fault_point
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
@@ -129,6 +130,7 @@ class Learner:
             ShardError: This rank could not read a shard.
             OtherRankError: Another one could not.
         """
+        fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
         with timer.phase("read"):
             whole = read_batch(manifest, self._layout.shards_dir)
@@ -167,6 +169,7 @@ class Learner:
             "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
             **timer.metrics(),
         }
+        fault_point("train.after_step")
         return replace_non_finite(line)
 
     def _judge(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:

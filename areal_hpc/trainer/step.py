@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from areal_hpc.faults import fault_point
 from areal_hpc.trainer.batch.packing import TEMPERATURE, Pack, TrainingRow, build_pack, plan_packs
 from areal_hpc.trainer.model.attention_plan import AttentionPlan
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
@@ -139,6 +140,7 @@ def run_forward_backward(
         return total, torch.tensor(len(batch.labels_N), dtype=torch.int, device=total.device), {}
 
     def forward(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+        fault_point("train.before_forward")
         batch = next(batches)
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         return output, partial(score, batch)
@@ -163,4 +165,7 @@ def train_step(
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's tally, the gradient norm before clipping."""
     tally = run_forward_backward(policy, batches, loss, backward=True)
-    return tally, step_optimizer(policy, optimizer, rate)
+    fault_point("optimizer.before_step")
+    norm = step_optimizer(policy, optimizer, rate)
+    fault_point("optimizer.after_step")
+    return tally, norm

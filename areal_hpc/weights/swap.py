@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.faults import fault_point
 from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, compare
 from areal_hpc.weights.config import WeightsConfig
@@ -224,6 +225,7 @@ class GroupSwap(Swap):
 
     def end(self) -> None:
         """Close the update session: the server finishes what it loaded."""
+        fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
         self._all(lambda member: member.end())

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 INSTALLED = CHECKOUT / ".venvs" / "harnesses"
 NPM, PYTHON = INSTALLED / "node_modules", INSTALLED / "python" / "bin" / "python"
 PROGRAMS = Path(__file__).parent / "harness_programs"

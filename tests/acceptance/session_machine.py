@@ -16,8 +16,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 SESSIONS_A_PLAY = 3
 DIALECTS = ("chat", "responses", "messages", "completions")

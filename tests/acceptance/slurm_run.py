@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import subprocess
 import sys
@@ -14,14 +12,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.faults import VARIABLE
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.faults.kills import FAULTS, HELD
-from tests.integration.launch.small_run import SIZES, processes_of
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import Gate
+from tests.support.small_run import SIZES, processes_of
 
 PATIENCE_S = 600.0
 """For anything to happen: other work may take most of the machine."""
@@ -35,12 +35,14 @@ CUT_DOWN = (
     "warmup.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
-    "rollout.workflow=tests.faults.hungry_agent.HungryAgent",
+    "rollout.workflow=tests.support.hungry_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
     "trainer.commit_every_steps=5",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
+HELD = ("optimizer.before_step", "checkpoint.before_rename")
+"""Where a rank of the trainer can be kept."""
 _STARTED = re.compile(r"^(\S+ \S+) INFO \S+: started \w+ \(start 1\)", re.MULTILINE)
 
 
@@ -63,15 +65,9 @@ class SlurmRun:
         self.scratch = root / "scratch"
         """A folder for each node, for what it alone has: nodes here share all others."""
         self._food = root / "food"
-        self._faults = root / "faults"
-        self._faults.mkdir(parents=True)
-        points = [
-            {"name": name, "point": point.function, "moment": point.moment}
-            for name, point in HELD.items()
-        ]
-        plan = {"run_dir": str(self.layout.root), "rest_s": 0.0, "faults": points}
-        self._plan = self._faults / "plan.json"
-        self._plan.write_text(json.dumps(plan))
+        faults = root / "faults"
+        faults.mkdir(parents=True)
+        self._gates = {point: Gate(faults, point) for point in HELD}
 
     # Commands --------------------------------------------------------------------------------
 
@@ -82,12 +78,11 @@ class SlurmRun:
         timeout_s: float = COMMAND_TIMEOUT_S,
     ) -> str:
         """What `areal-hpc` prints; it must exit with one of the codes."""
-        path = os.pathsep.join(filter(None, (str(FAULTS), os.environ.get("PYTHONPATH", ""))))
-        variables = {"AREAL_HPC_FAULTS": str(self._plan), "PYTHONPATH": path}
+        faults = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
         asked = subprocess.run(
             (sys.executable, "-m", "areal_hpc", *arguments),
             cwd=CHECKOUT,
-            env={**self.cluster.environ, **variables},
+            env={**self.cluster.environ, **faults},
             capture_output=True,
             text=True,
             check=False,
@@ -264,13 +259,13 @@ class SlurmRun:
     # Holding ---------------------------------------------------------------------------------
 
     def hold(self, point: str) -> None:
-        """Return when a rank has come to a point and waits there."""
-        (self._faults / f"{point}.gate").touch()
-        self.await_true((self._faults / point).exists)
+        """Return when a rank has come to a fault point and waits there."""
+        self._gates[point].shut()
+        self.await_true(lambda: self._gates[point].held() is not None)
 
     def release(self, point: str) -> None:
         """Let it go on."""
-        (self._faults / f"{point}.gate").unlink()
+        self._gates[point].open()
 
     # The beginning ---------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.document_commands import COMMANDS, SLOW
-from tests.integration.areal.typed import make_inputs, typed
+from tests.support.document_commands import COMMANDS, SLOW
+from tests.support.guide_commands import make_inputs, typed
 
 
 @pytest.mark.timeout(400)

@@ -18,12 +18,13 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.faults.kills import KilledRun, warmed_up_model
-from tests.integration.launch.small_run import REPOSITORY, await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import KilledRun, warmed_up_model
+from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(1800)
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "elastic.json"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "elastic.json"
 CELLS = 3
 STEPS = 400
 STEPS_BETWEEN = 5
@@ -43,7 +44,7 @@ class ElasticRun(KilledRun):
             STEPS,
             f"inference.cells={CELLS}",
             "evaluation.every_steps=0",
-            "rollout.workflow=tests.faults.slow_agent.SlowAgent",
+            "rollout.workflow=tests.support.slow_agent.SlowAgent",
             "rollout.workflow_kwargs.mean_pause_s=1.0",
             "rollout.max_head_offpolicyness=1",
         )

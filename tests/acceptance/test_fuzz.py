@@ -29,7 +29,7 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from tests.acceptance.session_machine import Sessions
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 pytestmark = [
     pytest.mark.timeout(1500),

@@ -15,9 +15,9 @@ import httpx
 import pytest
 
 from tests.acceptance.harnesses import HARNESSES, TASK, Harness
-from tests.contract.proxy.scripted_sglang import LoopThread, Script, ScriptedSGLang
-from tests.contract.proxy.test_alone import LoneProxy
-from tests.unit.session.chatml import byte_level_tokenizer
+from tests.support.chatml import byte_level_tokenizer
+from tests.support.lone_proxy import LoneProxy
+from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 
 pytestmark = pytest.mark.timeout(400)
 WITH_TOOLS = "<|im_start|>system\n# Tools\n"

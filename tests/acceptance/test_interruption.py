@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.integration.launch.interruptions import PHASES, interrupt_in_each, trained_steps
-from tests.integration.launch.small_run import SmallRun
+from tests.support.interruptions import PHASES, interrupt_in_each, trained_steps
+from tests.support.small_run import SmallRun
 
 pytestmark = pytest.mark.timeout(600)
 

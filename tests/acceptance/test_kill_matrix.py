@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 
-from tests.faults.kills import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
-from tests.integration.launch.small_run import REPOSITORY, await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import PARTIES, POINTS, Kill, KilledRun, warmed_up_model
+from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(3600)
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "kill_matrix.json"
-TABLE = REPOSITORY / "docs" / "kill-matrix.md"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "kill_matrix.json"
+TABLE = CHECKOUT / "docs" / "kill-matrix.md"
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,7 @@ def table(parties: dict[str, Any]) -> str:
         "",
         "| point | when exactly |",
         "|---|---|",
-        *(f"| {name} | {point.means} (`{point.function}`) |" for name, point in POINTS.items()),
+        *(f"| {name} | {point.means} (`{point.fault_point}`) |" for name, point in POINTS.items()),
         "",
         "Seconds from the kill to the next weights that a replica was given, which includes the",
         "start of new processes:",

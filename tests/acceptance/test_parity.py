@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.parity_table import (
+from tests.support.layout_launch import Findings, launch
+from tests.support.parity_table import (
     DOCUMENT,
     FAMILIES,
     LAYOUTS,
@@ -18,11 +19,10 @@ from tests.contract.parity_table import (
     Resume,
     families_of,
     families_resumed,
-    render,
     shortcomings,
+    write,
 )
-from tests.integration.trainer.layout_launch import Findings, launch
-from tests.integration.trainer.rank_server import rank_server
+from tests.support.rank_server import rank_server
 
 pytestmark = pytest.mark.timeout(1800)
 
@@ -55,5 +55,5 @@ def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:
         for family in families_resumed(written, read)
         for gaps in [found[read][family]["resumed_from"][written]]
     ]
-    DOCUMENT.write_text(render(agreements, resumes))
+    write(agreements, resumes)
     assert shortcomings(DOCUMENT.read_text()) == []

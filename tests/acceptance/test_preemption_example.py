@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.agents.theatre import CHECKOUT, python_of
-from tests.integration.launch.small_run import CUT_DOWN
+from tests.support.environments import CHECKOUT, python_of
+from tests.support.small_run import CUT_DOWN
 
 
 @pytest.mark.timeout(600)

@@ -21,9 +21,9 @@ from areal_hpc.session.template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import ids_of
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
 from tests.support.prompt_audit import audit_prompt, prompt_ids
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "proxy_sessions.json"
 SESSIONS, TURNS = 1000, 8

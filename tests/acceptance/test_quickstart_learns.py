@@ -23,10 +23,10 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "quickstart.json"
-TABLE = REPOSITORY / "docs" / "learning.md"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "quickstart.json"
+TABLE = CHECKOUT / "docs" / "learning.md"
 SEEDS = (1, 2, 3)
 HELD_OUT_TASKS = 1024
 NORMAL_975 = 1.960
@@ -193,7 +193,7 @@ def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
             *(f"cluster.fileroot={fileroot}", f"seed={seed}"),
             *(f"train_dataset.kwargs.seed={seed}", *model, *overrides),
         ],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         check=True,
         timeout=850,
     )

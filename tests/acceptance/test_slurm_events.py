@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from tests.acceptance.slurm_run import SlurmRun
-from tests.contract.slurm_events_table import Row, record
-from tests.slurm.devclusters import Devcluster, devcluster
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.slurm_events_table import Row, record
 
 pytestmark = pytest.mark.timeout(5400)
 
@@ -137,8 +137,10 @@ def test_a_run_outlives_what_befalls_its_trainer(run: SlurmRun) -> None:
     run.submit()
     run.await_true(lambda: run.version.step >= 1)
     record("start", run.breakdown(called_at))
-    befalls_trainer(run, "preempted in a collective", lambda: preempt_at(run, "collective"))
-    befalls_trainer(run, "preempted in a save", lambda: preempt_at(run, "save"))
+    befalls_trainer(
+        run, "preempted in a collective", lambda: preempt_at(run, "optimizer.before_step")
+    )
+    befalls_trainer(run, "preempted in a save", lambda: preempt_at(run, "checkpoint.before_rename"))
     befalls_trainer(run, "requeued", lambda: requeue(run))
     limit_time(run)
     befalls_trainer(run, "time limit", lambda: meet_limit(run))

@@ -19,12 +19,13 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.faults.kills import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
-from tests.integration.launch.small_run import REPOSITORY, await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.killed_run import LAUNCH_TIMEOUT_S, Kill, KilledRun, warmed_up_model
+from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(3600)
 
-RESULTS = REPOSITORY / "benchmarks" / "results" / "soak.json"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "soak.json"
 SOAK_S = 900.0
 PAUSE_S = (45.0, 60.0)
 POINTS = (Kill("trainer", "commit"), Kill("proxy", "seal"), Kill("trainer", "update"))
@@ -46,7 +47,7 @@ class Soak(KilledRun):
             model,
             [*POINTS],
             10_000,
-            "rollout.workflow=tests.faults.slow_agent.SlowAgent",
+            "rollout.workflow=tests.support.slow_agent.SlowAgent",
             "rollout.workflow_kwargs.mean_pause_s=4.0",
             "rollout.max_head_offpolicyness=2",
             "inference.cells=2",
@@ -179,7 +180,7 @@ def test_a_run_survives_whatever_is_killed(tmp_path: Path) -> None:
         [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)],
         capture_output=True,
         text=True,
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
     )
     assert verified.returncode == 0, verified.stdout
     await_none_left(run, 20.0)

@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.integration.commands import command_of, is_scheduler
-from tests.slurm.devclusters import Devcluster, devcluster, wait_for
-from tests.slurm.test_submit import Submitting
+from tests.support.devclusters import Devcluster, Submitting, devcluster
+from tests.support.process_commands import command_of, is_scheduler
+from tests.support.waiting import wait_for
 
 START_S = 300.0
 """A server's start, beside other work."""

@@ -10,7 +10,9 @@ import pytest
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 RATES = ("1e-4", "4e-4", "1.6e-3")
 STEPS = 3

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.snapshot import read_snapshot
-from tests.integration.agents.theatre import CHECKOUT, python_of
+from tests.support.environments import CHECKOUT, python_of
 
 DOCUMENT = (CHECKOUT / "docs" / "tutorial.md").read_text()
 

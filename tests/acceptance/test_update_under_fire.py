@@ -18,16 +18,16 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_hpc.wire.replicas import ReplicaView
-from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
-from tests.integration.weights.fire import Gate, Reader, Sender, Trap, gates
+from tests.support.environments import CHECKOUT
+from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.tables import markdown, write_table
+from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 
 pytestmark = pytest.mark.timeout(900)
 log = logging.getLogger(__name__)
 
-REPOSITORY = Path(__file__).parents[2]
-RESULTS = REPOSITORY / "benchmarks" / "results" / "update_under_fire.json"
-NOTE = REPOSITORY / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
-TABLE_BEGINS, TABLE_ENDS = "<!-- table begins -->\n", "<!-- table ends -->\n"
+RESULTS = CHECKOUT / "benchmarks" / "results" / "update_under_fire.json"
+NOTE = CHECKOUT / "docs" / "decisions" / "0019-an-update-survives-the-death-of-any-party.md"
 
 CELLS = 3
 VICTIM = 1
@@ -228,7 +228,7 @@ def keep(row: Row) -> None:
     ordered = [rows[case] for case in cases if case in rows]
     RESULTS.write_text(json.dumps(ordered, indent=2) + "\n")
     if len(ordered) == len(cases):
-        write_table(ordered)
+        write_table(NOTE, "parties", table(ordered))
 
 
 @pytest.mark.parametrize("phase", PHASES)
@@ -304,28 +304,23 @@ def outcome(field: Field, before: list[ReplicaView], struck_at: float) -> Row:
     }
 
 
-def write_table(rows: list[Row]) -> None:
-    """Put what was seen of each party into the decision note, between its marks."""
-    lines = [
-        "| party | sender waits | cells wait | others silent | victim silent | restarted | sends |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def table(rows: list[Row]) -> str:
+    """What was seen of each party, for the decision note."""
+    header = "party, sender waits, cells wait, others silent, victim silent, restarted, sends"
+    lines = []
     for party in PARTIES:
         mine = [row for row in rows if row["party"] == party]
         restarted = span(len(row["restarted"]) for row in mine)
-        cells = (
-            party,
-            seconds(mine, "sender_waits_s") or "dead",
-            *(seconds(mine, key) for key in ("alone_s", "others_silent_s", "victim_silent_s")),
-            f"{restarted} of {CELLS}",
-            span(row["sends"] for row in mine),
+        lines.append(
+            (
+                party,
+                seconds(mine, "sender_waits_s") or "dead",
+                *(seconds(mine, key) for key in ("alone_s", "others_silent_s", "victim_silent_s")),
+                f"{restarted} of {CELLS}",
+                span(row["sends"] for row in mine),
+            )
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    text = NOTE.read_text()
-    head, _, rest = text.partition(TABLE_BEGINS)
-    _, _, tail = rest.partition(TABLE_ENDS)
-    table = "\n".join(lines)
-    NOTE.write_text(f"{head}{TABLE_BEGINS}{table}\n{TABLE_ENDS}{tail}")
+    return markdown(header.split(", "), lines)
 
 
 def seconds(rows: list[Row], key: str) -> str:

@@ -2,7 +2,8 @@
 
 import re
 
-from tests.contract.agents_table import CHECKOUT, DOCUMENT, FRAMEWORKS, renewed
+from tests.support.agents_table import DOCUMENT, FRAMEWORKS
+from tests.support.environments import CHECKOUT
 
 SOURCES = [
     path.read_text()
@@ -10,11 +11,6 @@ SOURCES = [
     for path in sorted((CHECKOUT / folder).rglob("*.py"))
 ]
 RECIPES = [path.read_text() for path in sorted((CHECKOUT / "tests").rglob("*.yaml"))]
-
-
-def test_the_table_of_frameworks_is_that_of_the_locks() -> None:
-    text = DOCUMENT.read_text()
-    assert renewed(text) == text, "run python -m tests.contract.agents_table"
 
 
 def test_every_framework_of_the_table_has_its_test() -> None:

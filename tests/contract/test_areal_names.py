@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 IMPORTS = """
 from {root}.api.cli_args import AgentRLConfig, GenerationHyperparameters, GRPOConfig, PPOConfig
 from {root}.api.cli_args import load_expr_config

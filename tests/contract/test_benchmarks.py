@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
 
 
 @pytest.mark.parametrize(

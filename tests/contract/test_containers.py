@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.container import IMAGE_ROOT, image_python
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[2]
 CONTAINERS = CHECKOUT / "slurm" / "containers"
 ROLES = {"train": ["train"], "serve": ["serve", "agents"]}
 STAND_IN = r"""#!/bin/bash

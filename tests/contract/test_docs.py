@@ -2,14 +2,15 @@
 
 import ast
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from areal_hpc.cli.main import main
+from tests.support.environments import CHECKOUT
+
 PACKAGE = CHECKOUT / "areal_hpc"
 SKIPPED = {".venvs", ".git", ".pytest_cache", "runs"}
 
@@ -101,16 +102,14 @@ def commands(document: Path) -> set[tuple[str, ...]]:
     sorted({found for document in DOCUMENTS for found in commands(document)}),
     ids=" ".join,
 )
-def test_commands_named_as_code_exist(command: tuple[str, ...]) -> None:
-    asked = subprocess.run(
-        [sys.executable, "-m", "areal_hpc", *command, "--help"],
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert asked.returncode == 0, asked.stderr
-    assert asked.stdout.startswith(f"usage: areal-hpc {' '.join(command)}")
+def test_commands_named_as_code_exist(
+    command: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["areal-hpc"])
+    with pytest.raises(SystemExit) as leaving:
+        main([*command, "--help"])
+    assert leaving.value.code == 0
+    assert capfd.readouterr().out.startswith(f"usage: areal-hpc {' '.join(command)}")
 
 
 def words() -> dict[str, tuple[str, list[str]]]:

@@ -12,19 +12,13 @@ from areal_hpc.areal.config.experiments import AgentRLConfig
 from areal_hpc.areal.config.loading import to_config
 from areal_hpc.areal.config.rules import flatten
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
-from tests.contract.agents_table import locked
-from tests.contract.document_commands import COMMANDS
-from tests.contract.document_scenes import SCENES
-from tests.contract.document_table import DOCUMENT, renewed
-from tests.contract.documents import Block, blocks
+from tests.support.agents_table import locked
+from tests.support.document_commands import COMMANDS
+from tests.support.document_scenes import SCENES
+from tests.support.documents import Block, blocks
 
 BLOCKS = {block.key: block for block in blocks()}
 SETTINGS = [block for block in blocks() if block.language == "yaml"]
-
-
-def test_the_table_is_that_of_the_scenes() -> None:
-    text = DOCUMENT.read_text()
-    assert text == renewed(text), "renew it: python -m tests.contract.document_table"
 
 
 def test_every_block_of_the_guides_is_found() -> None:

@@ -1,30 +1,92 @@
-"""The places where runs are killed exist: a renamed function must not disarm a fault in silence."""
+"""Every fault point stands at one place of the package, and a test uses each."""
 
 from __future__ import annotations
 
-import operator
-from importlib import import_module
+import errno
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.faults import FAULT_POINTS, Fault, FaultInjector, fault_point, parse_faults
+from tests.support.environments import CHECKOUT
 
-# isort: split
-from tests.faults.kills import HELD, POINTS, UPDATE, Point
+
+def test_each_name_of_the_table_stands_at_one_place_of_the_package() -> None:
+    sources = (path.read_text() for path in (CHECKOUT / "areal_hpc").rglob("*.py"))
+    calls = Counter(name for text in sources for name in re.findall(r"fault_point\((.+?)\)", text))
+    del calls["name: str"]  # its definition
+    assert calls == {f'"{name}"': 1 for name in FAULT_POINTS}
+
+
+def test_each_name_is_used_by_a_test() -> None:
+    own = Path(__file__)
+    texts = [path.read_text() for path in (CHECKOUT / "tests").rglob("*.py") if path != own]
+    assert [name for name in FAULT_POINTS if not any(f'"{name}' in text for text in texts)] == []
+
+
+def test_the_variable_is_read_as_its_docstring_says() -> None:
+    assert parse_faults("") == {}
+    assert parse_faults("checkpoint.before_rename@2=kill proxy.generate=hold:/a/b") == {
+        "checkpoint.before_rename": [Fault("kill", 2)],
+        "proxy.generate": [Fault("hold:/a/b", None)],
+    }
 
 
 @pytest.mark.parametrize(
-    "point", [*POINTS.values(), UPDATE, *HELD.values()], ids=lambda point: point.function
+    "text", ["proxy.generate", "proxy.generate@0=kill", "proxy.generate=die", "nowhere=kill"]
 )
-def test_a_point_names_a_function(point: Point) -> None:
-    module, _, path = point.function.partition(":")
-    assert callable(operator.attrgetter(path)(import_module(module)))
+def test_what_is_no_fault_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"expected POINT\[@N\]=kill, error or hold:FILE"):
+        parse_faults(text)
 
 
-def test_what_a_torn_record_needs_of_the_journal_is_there() -> None:
-    journal = import_module("areal_hpc.shards.journal")
-    for name in ("_appending", "_descriptor", "bytes_written"):
-        assert name in journal.JournalWriter.__init__.__code__.co_names or hasattr(
-            journal.JournalWriter, name
-        )
-    assert callable(journal.encode_header)
+def test_a_process_kills_itself_at_the_visit_that_is_named() -> None:
+    program = (
+        "from areal_hpc.faults import fault_point as f\nwhile not f('proxy.generate'): print()"
+    )
+    environ = {**os.environ, "AREAL_HPC_FAULTS": "proxy.generate@3=kill"}
+    command = [sys.executable, "-uc", program]
+    done = subprocess.run(command, env=environ, cwd=CHECKOUT, stdout=subprocess.PIPE, check=False)
+    assert (done.returncode, done.stdout) == (-signal.SIGKILL, b"\n\n")
+
+
+def test_an_error_is_raised_at_the_point_alone() -> None:
+    injector = FaultInjector(parse_faults("shard.before_read@2=error"))
+    for point in ("shard.before_read", "shard.before_index", "shard.before_index"):
+        injector.visit(point)
+    with pytest.raises(OSError, match=r"a fault at shard\.before_read") as caught:
+        injector.visit("shard.before_read")
+    assert caught.value.errno == errno.EIO
+
+
+def test_the_first_that_comes_is_held_while_the_file_is_there(tmp_path: Path) -> None:
+    gate, held = tmp_path / "gate", tmp_path / "gate.held"
+    injector = FaultInjector(parse_faults(f"proxy.generate=hold:{gate}"))
+    injector.visit("proxy.generate")
+    assert not held.exists()
+    gate.touch()
+    first = threading.Thread(target=injector.visit, args=("proxy.generate",))
+    first.start()
+    while not held.exists() or not held.read_text():
+        time.sleep(0.001)
+    assert held.read_text() == str(os.getpid())
+    injector.visit("proxy.generate")
+    assert first.is_alive()
+    gate.unlink()
+    first.join(10)
+    assert not first.is_alive()
+
+
+def test_a_point_without_a_fault_costs_next_to_nothing() -> None:
+    began = time.process_time()
+    for _ in range(10_000):
+        fault_point("proxy.generate")
+    assert time.process_time() - began < 0.1, "10 us a visit; it takes 0.1 us"

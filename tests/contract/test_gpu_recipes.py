@@ -19,8 +19,8 @@ from areal_hpc.recipe import Recipe, load
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from areal_hpc.user_function import load_function
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[2]
 MODELS = CHECKOUT / "tests" / "samples" / "models"
 COMMIT = "89abcdef" * 5
 NODES = {

@@ -10,7 +10,6 @@ from pathlib import Path
 from areal_hpc.areal.config.translation import RULES
 from areal_hpc.config import section_of
 from areal_hpc.recipe import Recipe
-from tests.contract.migration_table import DOCUMENT, renewed
 
 FOLDER = Path(__file__).parent
 
@@ -18,11 +17,6 @@ FOLDER = Path(__file__).parent
 def migrate(config: Path, *more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_hpc", "migrate", str(config), *more]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_the_table_of_keys_is_that_of_the_rules() -> None:
-    text = DOCUMENT.read_text()
-    assert text == renewed(text), "renew it: python -m tests.contract.migration_table"
 
 
 def test_every_key_of_a_recipe_that_a_rule_names_exists() -> None:

@@ -18,7 +18,8 @@ from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 ROLES = ("serve", "train", "agents")
 ENVIRONMENTS = (*ROLES, "frameworks", "camel")
 FRAMEWORKS = ["openai-agents", "langchain", "anthropic"]

@@ -12,7 +12,7 @@ from areal_hpc.shards.schema import ALIGNMENT_BYTES, DATASETS
 from areal_hpc.shards.verify import digest_file
 from areal_hpc.shards.writer import seal
 from tests.golden.make_shard_v1 import GOLDEN, WRITER, golden_rows
-from tests.unit.shards.sample_trajectories import fields
+from tests.support.sample_trajectories import fields
 
 GOLDEN_DIGEST = (13320, "crc32:f4939ce6")
 DOCUMENT = Path(__file__).parents[2] / "docs" / "shard-format-v1.md"

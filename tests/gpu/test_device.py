@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.bounds import (
+from tests.support.device_bounds import (
     CHECKS,
     Findings,
     benchmarks_tell_their_figures,

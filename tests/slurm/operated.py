@@ -19,7 +19,8 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
 
 SCRIPT = """#!/bin/bash
 #SBATCH --job-name=quickstart-{trial}-{job}

@@ -19,7 +19,8 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.rundir.jsonl import read_lines
-from tests.slurm.devclusters import CHECKOUT, Devcluster
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
 
 RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
 

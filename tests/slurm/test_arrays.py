@@ -9,8 +9,10 @@ import pytest
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
 from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.cluster.submit import submit_array
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 RESTART_S = 60.0
 SITE = SlurmConfig(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.devclusters import Devcluster, devcluster, wait_for
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.waiting import wait_for
 
 NODES = ["n01", "n02", "n03", "n04"]
 COUNTS_ITS_STARTS = "echo start ${SLURM_RESTART_COUNT:-0}; "

@@ -11,8 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
 from tests.slurm.operated import OperatedRun
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 TASK_SETS = ("train_dataset", "valid_dataset")
 

@@ -11,9 +11,9 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.agents.theatre import python_of
-from tests.slurm.devclusters import CHECKOUT, devcluster
-from tests.unit.session.chatml import TRAINING_TEXT
+from tests.support.chatml import TRAINING_TEXT
+from tests.support.devclusters import devcluster
+from tests.support.environments import CHECKOUT, python_of
 
 FOLDER = CHECKOUT / "tests" / "integration" / "areal"
 SITE = "slurm: {time_min: 10, mem: 4G, cpus_per_task: 1, setup: [export OMP_NUM_THREADS=1]}\n"

@@ -2,76 +2,24 @@
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jobs import Submission, read_submissions
+from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.launch.small_run import SIZES
-from tests.slurm.devclusters import CHECKOUT, Devcluster, devcluster, wait_for
-
-CUT_DOWN = (
-    *SIZES,
-    "warmup.total_steps=20",
-    "evaluation.every_steps=0",
-    "trainer.total_steps=5",
-)
+from tests.support.devclusters import Devcluster, Submitting, devcluster
+from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     with devcluster(tmp_path_factory.mktemp("cluster") / "state", "--nodes=4") as found:
         yield found
-
-
-class Submitting:
-    """`areal-hpc` in the environment of a cluster, for one run directory."""
-
-    def __init__(self, cluster: Devcluster, fileroot: Path) -> None:
-        self._cluster = cluster
-        self._fileroot = fileroot
-        self.layout = RunPaths(fileroot / "quickstart" / "slurm")
-
-    def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            (sys.executable, "-m", "areal_hpc", *arguments),
-            cwd=CHECKOUT,
-            env=self._cluster.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_s,
-        )
-
-    def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
-        return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
-
-    def start(self, *options: str) -> subprocess.Popen[str]:
-        """`areal-hpc submit`, without waiting for its end."""
-        return subprocess.Popen(
-            (sys.executable, "-m", "areal_hpc", "submit", *self._recipe, *options),
-            cwd=CHECKOUT,
-            env=self._cluster.environ,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    @property
-    def _recipe(self) -> tuple[str, ...]:
-        return (
-            "recipes/quickstart_slurm.yaml",
-            f"cluster.fileroot={self._fileroot}",
-            *CUT_DOWN,
-        )
-
-    @property
-    def submissions(self) -> list[Submission]:
-        return read_submissions(self.layout.submissions)
 
 
 @pytest.fixture
@@ -172,7 +120,7 @@ def test_scripts_of_a_site_pass_the_clusters_own_check(
     """The site that fits the emulated cluster but for its names and its processors."""
     shown = run.call(
         *("submit", "tests/golden/slurm/recipe.yaml", "--dry-run", "--site"),
-        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority", "inference.cells=2"),
+        *("slurm/sites/plain.yaml", "cluster.slurm.partition=priority"),
         *("trainer.parallel.dp=2", "cluster.slurm.jobs.trainer.cpus_per_task=1"),
         "cluster.slurm.jobs.cell.cpus_per_task=16",
     )

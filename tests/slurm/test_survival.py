@@ -6,8 +6,9 @@ import pytest
 
 from areal_hpc.cluster.requeue import release_held
 from areal_hpc.rundir.jsonl import read_lines
-from tests.slurm.devclusters import Devcluster, devcluster, wait_for
 from tests.slurm.supervised_jobs import SupervisedJob
+from tests.support.devclusters import Devcluster, devcluster
+from tests.support.waiting import wait_for
 
 RESTART_S = 60.0
 """Within this a requeued job runs again on a busy machine: six seconds are Slurm's."""

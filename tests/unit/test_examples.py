@@ -16,9 +16,8 @@ from examples.coding.agent import tried
 from examples.custom import sorting
 from examples.search.agent import CORPUS, Index, hotpot
 from examples.tools.calculator import calculate
-from tests.unit.shards.sample_trajectories import trajectory
-
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+from tests.support.sample_trajectories import trajectory
 
 
 @pytest.mark.parametrize(

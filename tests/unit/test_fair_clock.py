@@ -8,7 +8,7 @@ import time
 
 STOPS_ITSELF = """
 import os, signal, time
-from tests.fair_clock import FairClock
+from tests.support.fair_clock import FairClock
 with FairClock() as clock:
     began = time.monotonic()
     time.sleep(0.3)

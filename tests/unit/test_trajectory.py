@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.trajectory import MAX_REWARD, find_defect
-from tests.unit.shards.sample_trajectories import trajectory
+from tests.support.sample_trajectories import trajectory
 
 SOUND = trajectory(tokens=6)
 IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from areal_hpc.cluster.deadline import note_save
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
+from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER,
@@ -147,7 +148,9 @@ class CheckpointStore:
                 partial.mkdir(parents=True)
             dist.barrier()
             self._writer = self._writer or WriterClient()
+            fault_point("checkpoint.before_copy")
             data = megatron_format.save_sharded(policy, optimizer, partial, self._writer.copy)
+            fault_point("checkpoint.after_copy")
             small = []
             if is_first:  # the small files are all rank 0's
                 write_trainer_state(partial, state)
@@ -155,6 +158,7 @@ class CheckpointStore:
                     p.name for p in partial.iterdir() if p.suffix != megatron_format.DATA_SUFFIX
                 ]
             self._writer.write(partial / data, small)
+            fault_point("checkpoint.while_writing")
         self._begun = Checkpoint(target, state)
         self._copied_s = time.monotonic() - began
         return target
@@ -214,12 +218,15 @@ class CheckpointStore:
             SupersededTrainerError: A newer trainer owns the run.
         """
         partial = unfinished_path(self._directory, checkpoint.state.step, checkpoint.state.epoch)
+        fault_point("checkpoint.before_marker")
         with _storage(partial):
             (partial / MARKER).touch()
             fsync_path(partial / MARKER)
             fsync_path(partial)
             self._check_generation()
+            fault_point("checkpoint.before_rename")
             self._put_in_place(partial, checkpoint)
+            fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
             for old in list_checkpoints(self._directory)[: -self._keep]:
                 # Hidden first: a half-deleted checkpoint must not look complete.
@@ -227,6 +234,7 @@ class CheckpointStore:
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.remove(doomed)
+        fault_point("checkpoint.after_commit")
 
     def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.epoch

@@ -18,6 +18,7 @@ import msgspec
 
 from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.cluster.preemption import STOP_SIGNALS
+from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
 
 NICENESS = 5
@@ -69,6 +70,7 @@ def _carry_out(request: WriteRequest, memory: int) -> WriteReply:
     began = time.perf_counter()
     try:
         path = Path(request.path)
+        fault_point("checkpoint.before_write")
         _copy(memory, path, request.size_bytes)
         for name in request.neighbours:
             fsync_path(path.parent / name)

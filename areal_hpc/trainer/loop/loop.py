@@ -103,6 +103,7 @@ class BatchSource(Protocol):
 
     def begin_version(self) -> None:
         """A step was taken: the weights are new."""
+        return  # not abstract: a hook that a source may leave out
 
     def find_delivery(self) -> Delivery:
         """What the weights need before anything else is done with them."""
@@ -110,6 +111,7 @@ class BatchSource(Protocol):
 
     def publish(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Send the weights to the replicas that lack them."""
+        return  # not abstract: a hook that a source may leave out
 
     def is_evaluated(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
@@ -125,9 +127,11 @@ class BatchSource(Protocol):
 
     def finish(self) -> None:
         """The run is complete."""
+        return  # not abstract: a hook that a source may leave out
 
     def close(self) -> None:
         """Leave whoever was served."""
+        return  # not abstract: a hook that a source may leave out
 
 
 def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopRequest) -> bool:

@@ -17,8 +17,8 @@ from areal_hpc.client.engine import Engine
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.rewards import RewardRefused
 from areal_hpc.wire.proxy import EngineAddress
-from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
-from tests.unit.session.chatml import CHATML, byte_level_tokenizer, write_model_dir
+from tests.support.chatml import CHATML, byte_level_tokenizer, write_model_dir
+from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 HI: ChatCompletionUserMessageParam = {"role": "user", "content": "hi"}
 AGAIN: ChatCompletionUserMessageParam = {"role": "user", "content": "again"}

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 
 @pytest.fixture(scope="session")

@@ -10,69 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 import httpx
 import pytest
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.contract.proxy.scripted_sglang import LoopThread, Script, ScriptedSGLang
-from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.lone_proxy import LoneProxy
+from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]
-
-
-class LoneProxy:
-    """The command, running."""
-
-    def __init__(self, folder: Path, *urls: str, arguments: Sequence[str] = ()) -> None:
-        self.key_file = folder / "admin.key"
-        self.log = folder / "proxy.log"
-        self._argv = [
-            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
-            *(word for url in urls for word in ("--upstream", url)),
-            *("--tokenizer", str(write_model_dir(folder / "model"))),
-            *("--admin-key-file", str(self.key_file), "--context-tokens", "2048", *arguments),
-        ]
-        self.start()
-
-    def start(self) -> None:
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._argv, stdout=subprocess.PIPE, stderr=log, text=True
-            )
-        first = self.stdout.readline()
-        assert first, self.log.read_text()
-        self.url = first.split("listens on ")[1].split(",")[0]
-        self.welcome = first + "".join(self.stdout.readline() for _ in range(3))
-
-    @property
-    def stdout(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0, self.log.read_text()
-        self.stdout.close()
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        self.stdout.close()
-
-    def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
-        key = key or self.key_file.read_text()
-        headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=60)
-
-    def open_session(self) -> tuple[str, str]:
-        """(session id, key)."""
-        opened = self.post("/rl/start_session", {"task_id": "try"})
-        assert opened.status_code == 200, opened.text
-        return opened.json()["session_id"], opened.json()["api_key"]
 
 
 Lone = Callable[..., LoneProxy]

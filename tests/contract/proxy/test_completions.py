@@ -8,8 +8,8 @@ import pytest
 from openai import APIError
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
 
 PROMPT = "What is 3 + 4?"
 
@@ -45,25 +45,6 @@ def test_the_openai_sdk_completes_a_text(stage: Stage) -> None:
     assert completion.usage.prompt_tokens == len(request["input_ids"])
 
 
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-@pytest.mark.parametrize(
-    ("route", "body"),
-    [
-        ("/completions", {"prompt": "hi"}),
-        ("/tokenize", {"prompt": "hi"}),
-        ("/detokenize", {"tokens": [5]}),
-    ],
-)
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(
-    stage: Stage, prefix: str, header: str, route: str, body: dict[str, Any]
-) -> None:
-    _, key = stage.open_session()
-    value = f"Bearer {key}" if header == "authorization" else key
-    answer = stage.http.post(f"{stage.url}{prefix}{route}", json=body, headers={header: value})
-    assert answer.status_code == 200, answer.text
-
-
 def test_token_ids_are_read_as_they_are(stage: Stage) -> None:
     letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
     _, key = stage.open_session()
@@ -93,10 +74,10 @@ def test_a_prompt_that_goes_on_keeps_the_models_own_tokens(
         text = ask(stage, key, asked if as_ids else prompt, stop=stop).json()["choices"][0]["text"]
         assert text == "Think."
         prompt += text + (stop or "") + " 42\n"
-    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
-    assert second[: len(first) + len(letters)] == first + letters
-    assert third[: len(second) + len(letters)] == second + letters
-    assert stage.tokenizer.decode(third) == PROMPT + 2 * (said + " 42\n")
+    stage.assert_continued(letters)
+    assert stage.tokenizer.decode(stage.sglang.requests[-1]["input_ids"]) == PROMPT + 2 * (
+        said + " 42\n"
+    )
     assert spliced(stage) - before == 2
     one, two, three = stage.journaled(key)
     assert (two.parent_id, three.parent_id) == (one.interaction_id, two.interaction_id)
@@ -112,8 +93,7 @@ def test_a_prompt_without_the_end_of_a_reply_is_not_its_continuation(stage: Stag
 
 
 def test_a_chat_may_be_continued_with_plain_tokens(stage: Stage) -> None:
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
-    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    letters = stage.speak_in_letters()
     _, key = stage.open_session(TicketRef(1, 0))
     stage.ask(key, PROMPT)
     reply = {"role": "assistant", "content": "hello"}

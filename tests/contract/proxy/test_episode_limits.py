@@ -7,8 +7,8 @@ import pytest
 
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest, SessionLimits, StartSessionRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 QUESTION = [{"role": "user", "content": "hi"}]
 CALLS = {

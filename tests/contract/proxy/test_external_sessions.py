@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 KEY = "sk-chosen-by-the-client"
 

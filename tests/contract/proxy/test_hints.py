@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.proxy.app import DIALECTS
 from areal_hpc.proxy.dialects.dialect import Dialect
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]

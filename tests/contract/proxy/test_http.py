@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 
 @pytest.fixture

@@ -10,8 +10,9 @@ import pytest
 from openai import DefaultHttpxClient
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
+from tests.support.waiting import wait_for
 
 LIMITS = {"max_calls": 2, "max_messages": 5, "max_sessions": 3, "session_timeout_s": 4.0}
 """A session outlives the second that the SDK waits before it repeats a call."""
@@ -68,10 +69,8 @@ def test_a_stream_that_its_client_left_gives_its_place_back(small_stage: Stage) 
             assert answer.status_code == 200, answer.read()
             next(answer.iter_lines())
     stage.sglang.script = lambda request: Script()
-    give_up_at = time.monotonic() + 15  # they would speak for longer
-    while stage.http.get(f"{stage.url}/healthz").json()["requests_in_flight"]:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.01)
+    health = f"{stage.url}/healthz"  # they would speak for longer
+    wait_for(lambda: not stage.http.get(health).json()["requests_in_flight"], 15)
     assert stage.ask(key, "hi").status_code == 200
     stage.post("/rl/end_session", {}, key)
 
@@ -92,8 +91,5 @@ def test_sessions_beyond_the_limit_wait_until_idle_ones_expire(small_stage: Stag
     request = {"task_id": "late"}
     refused = small_stage.post("/rl/start_session", request)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    give_up_at = time.monotonic() + 60
-    while small_stage.post("/rl/start_session", request).status_code != 200:
-        assert time.monotonic() < give_up_at
-        time.sleep(0.2)
+    wait_for(lambda: small_stage.post("/rl/start_session", request).status_code == 200)
     assert small_stage.ask(keys[0], "hi").status_code == 401

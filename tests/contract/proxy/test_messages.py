@@ -1,19 +1,18 @@
 """What agents see of Anthropic's dialect: the anthropic SDK and raw HTTP against a real proxy."""
 
-import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import httpx
 import pytest
-from anthropic import Anthropic, APIStatusError, AsyncAnthropic, BadRequestError
+from anthropic import Anthropic, BadRequestError
 from anthropic.types import MessageParam, TextBlock
 
 from areal_hpc.session.template import Message
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 QUESTION: list[MessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 TOOL = {"name": "add", "input_schema": {"type": "object"}}
@@ -72,10 +71,6 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def decoded(stage: Stage, request: dict[str, Any]) -> str:
-    return stage.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
-
-
 def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     _, key = stage.open_session(temperature=0.5)
     with sdk(stage, key) as client:
@@ -96,25 +91,9 @@ def test_the_anthropic_sdk_talks_to_the_proxy(stage: Stage) -> None:
     names = ("temperature", "max_new_tokens", "top_k", "top_p")
     assert [sent[name] for name in names] == [0.5, 33, 7, 0.5]
     assert message.usage.input_tokens == len(request["input_ids"])
-    assert decoded(stage, request).startswith(
+    assert stage.prompt_of(request).startswith(
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>"
     )
-
-
-@pytest.mark.parametrize("prefix", ["", "/v1"])
-@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
-def test_both_prefixes_and_both_kinds_of_key_open_a_session(
-    stage: Stage, prefix: str, header: str
-) -> None:
-    _, key = stage.open_session()
-    value = f"Bearer {key}" if header == "authorization" else key
-    for route in ("/messages", "/messages/count_tokens"):
-        answer = stage.http.post(
-            f"{stage.url}{prefix}{route}?beta=true",
-            json={"messages": QUESTION},
-            headers={header: value, "anthropic-version": "2023-06-01"},
-        )
-        assert answer.status_code == 200, answer.text
 
 
 @pytest.mark.parametrize("incremental", [False, True])
@@ -147,8 +126,7 @@ def test_the_sdk_reads_a_stream(stage: Stage) -> None:
 def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
     stage: Stage,
 ) -> None:
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
-    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    letters = stage.speak_in_letters()
     _, key = stage.open_session()
     hints: dict[str, Any] = {"cache_control": {"type": "ephemeral"}}
     header = "x-anthropic-billing-header: cc_version=2.1.{}; cc_entrypoint=cli; cch={};"
@@ -167,10 +145,8 @@ def test_a_conversation_sends_the_models_own_tokens_back_whatever_sdks_do_to_it(
         messages = history[: 2 * turn + 1]
         answer = ask(stage, key, messages, system=system, metadata={"user_id": f"u{turn}"})
         assert answer.status_code == 200, answer.text
-    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
-    assert second[: len(first) + len(letters)] == first + letters
-    assert third[: len(second) + len(letters)] == second + letters
-    assert "billing" not in decoded(stage, stage.sglang.requests[0])
+    stage.assert_continued(letters)
+    assert "billing" not in stage.prompt_of(stage.sglang.requests[0])
 
 
 def without_clock(message: Message) -> Message:
@@ -190,21 +166,7 @@ def test_a_users_own_normaliser_lets_conversations_go_on(own_stage: Stage) -> No
         ask(own_stage, key, messages[:turn], system=f"You help. It is {turn} o'clock.")
     before, after = (request["input_ids"] for request in own_stage.sglang.requests)
     assert after[: len(before)] == before
-    assert "o'clock" not in decoded(own_stage, own_stage.sglang.requests[1])
-
-
-def test_a_conversation_may_change_its_dialect(stage: Stage) -> None:
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
-    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
-    _, key = stage.open_session()
-    chat = [{"role": "system", "content": "You help."}, *QUESTION]
-    reply = stage.chat(key, chat).json()["choices"][0]["message"]
-    then = [*QUESTION, {"role": "assistant", "content": "hello"}, {"role": "user", "content": "?"}]
-    ask(stage, key, then, system="You help.")
-    stage.chat(key, [*chat, reply, then[-1], reply, {"role": "user", "content": "!"}])
-    first, second, third = (request["input_ids"] for request in stage.sglang.requests)
-    assert second[: len(first) + len(letters)] == first + letters
-    assert third[: len(second) + len(letters)] == second + letters
+    assert "o'clock" not in own_stage.prompt_of(own_stage.sglang.requests[1])
 
 
 def test_a_stop_sequence_is_told_and_a_full_reply_too(stage: Stage) -> None:
@@ -253,7 +215,7 @@ def test_results_of_tools_are_messages_of_their_own(stage: Stage) -> None:
         {"role": "user", "content": [*results, {"type": "text", "text": "go on"}]},
     ]
     assert ask(stage, key, history).status_code == 200
-    _, tail = decoded(stage, stage.sglang.requests[0]).split("assistant\n<|im_end|>\n")
+    _, tail = stage.prompt_of(stage.sglang.requests[0]).split("assistant\n<|im_end|>\n")
     assert tail == (
         "<|im_start|>tool\n7<|im_end|>\n<|im_start|>tool\nError: <|im_end|>\n"
         "<|im_start|>tool\nx<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
@@ -330,39 +292,6 @@ def test_the_sdk_raises_its_own_errors(stage: Stage) -> None:
         assert caught.value.type == "invalid_request_error"
         with pytest.raises(BadRequestError, match="too warm"):
             client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True)
-
-
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
-    faults = iter(["late_hang_up:1"])
-    odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
-    stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
-    _, key = stage.open_session(TicketRef(1, 0))
-    with sdk(stage, key) as client, pytest.raises(APIStatusError, match="lost"):
-        list(client.messages.create(model="m", max_tokens=9, messages=QUESTION, stream=True))
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
-
-
-def test_a_client_that_hangs_up_loses_nothing_it_was_shown(stage: Stage) -> None:
-    stage.sglang.script = lambda request: TALKATIVE
-    _, key = stage.open_session(TicketRef(1, 0))
-
-    async def read_a_little() -> str:
-        shown = ""
-        async with (
-            AsyncAnthropic(base_url=stage.url, api_key=key) as client,
-            client.messages.stream(model="m", max_tokens=900, messages=QUESTION) as stream,
-        ):
-            async for text in stream.text_stream:
-                shown += text
-                if len(shown) > 20:
-                    return shown
-        return shown
-
-    shown = asyncio.run(read_a_little())
-    (interaction,) = stage.await_journaled(key)
-    assert interaction.finish_reason == "abort"
-    assert interaction.reply["content"].startswith(shown)
-    assert len(interaction.reply["content"]) < MUCH_CHARS
 
 
 def test_the_anthropic_sdk_lists_the_model(stage: Stage) -> None:

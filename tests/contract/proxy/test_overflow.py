@@ -9,7 +9,7 @@ from anthropic import Anthropic
 from anthropic import BadRequestError as AnthropicBadRequest
 from openai import BadRequestError
 
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 LONG = "x y " * 2000
 MESSAGES: list[Any] = [{"role": "user", "content": LONG}]

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
+from tests.support.waiting import wait_for
 
 REF = TicketRef(7, 2)
 
@@ -33,15 +33,8 @@ def seal(stage: Stage) -> int:
     return int(reply.json()["tickets"])
 
 
-def await_(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at
-        time.sleep(0.02)
-
-
 def await_settled(stage: Stage) -> None:
-    await_(lambda: stage.ledger.settled)
+    wait_for(lambda: stage.ledger.settled)
 
 
 def test_a_finished_ticket_is_sealed_as_it_was_said_and_settled(own_stage: Stage) -> None:
@@ -144,7 +137,7 @@ def test_a_ticket_sealed_just_before_the_crash_is_found_in_the_index(own_stage: 
     stage.kill_proxy()
     journal.write_bytes(unsealed)  # as if it died before it could note the shard
     stage.start_proxy()
-    await_(lambda: len(stage.ledger.settled) == 2)
+    wait_for(lambda: len(stage.ledger.settled) == 2)
     assert stage.ledger.settled[0] == stage.ledger.settled[1]
     assert len(read_index(stage.layout.index_dir)) == 1
 
@@ -175,7 +168,7 @@ def test_sigterm_seals_what_is_finished_and_waits_for_no_reply(own_stage: Stage)
     stage.sglang.script = lambda request: Script(gate=threading.Event())
     _, busy = stage.open_session(TicketRef(8, 0))
     threading.Thread(target=_ask_in_vain, args=(stage, busy), daemon=True).start()
-    await_(lambda: len(stage.sglang.requests) == 2)
+    wait_for(lambda: len(stage.sglang.requests) == 2)
     stage.stop_proxy()  # the reply would never come
     assert [ticket.ref for ticket in stage.ledger.settled] == [REF]
 

@@ -9,8 +9,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.session.tree import ids_of
 from areal_hpc.wire.replicas import ReplicaView
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 BEGINNING, END = "hello world the quick", " brown fox jumps"
 ASK: list[ChatCompletionMessageParam] = [{"role": "user", "content": "hi"}]

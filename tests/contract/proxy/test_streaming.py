@@ -1,17 +1,15 @@
 """Tokens leave as the model says them; what has been shown is recorded, whatever breaks off."""
 
-import asyncio
 import json
 import threading
 from typing import Any
 
 import pytest
-from openai import APIError, AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import TALKATIVE, Script
 
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 3 + 4?"}]
 
@@ -58,14 +56,12 @@ def test_a_streamed_turn_is_continued_with_the_models_own_tokens(
     stage: Stage, incremental: bool
 ) -> None:
     stage.sglang.incremental = incremental
-    letters = [i for c in "hello" for i in stage.tokenizer.encode(c).ids]
-    stage.sglang.script = lambda request: Script("hello", finish="length", output_ids=letters)
+    letters = stage.speak_in_letters()
     _, key = stage.open_session(TicketRef(1, 0))
     said = text_of(events(stage, key))
     reply = {"role": "assistant", "content": said}
     stage.chat(key, [*QUESTION, reply, {"role": "user", "content": "and 1?"}])
-    before, after = (request["input_ids"] for request in stage.sglang.requests)
-    assert after[: len(before) + len(letters)] == before + letters
+    stage.assert_continued(letters)
 
 
 def test_parts_leave_while_the_model_still_speaks(stage: Stage) -> None:
@@ -127,32 +123,6 @@ def test_a_stop_string_is_never_shown_not_even_its_beginning(
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
-    stage: Stage,
-) -> None:
-    stage.sglang.script = lambda request: TALKATIVE
-    _, key = stage.open_session(TicketRef(1, 0))
-
-    async def read_a_little() -> str:
-        shown = ""
-        async with AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=key) as client:
-            stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)
-            async for chunk in stream:
-                shown += chunk.choices[0].delta.content or ""
-                if len(shown) > 20:
-                    break
-            await stream.close()
-        return shown
-
-    shown = asyncio.run(read_a_little())
-    (request,) = stage.sglang.requests
-    (interaction,) = stage.await_journaled(key)
-    assert stage.sglang.aborted == [request["rid"]]
-    assert interaction.finish_reason == "abort"
-    assert interaction.reply["content"].startswith(shown)
-    assert len(interaction.reply["content"]) < MUCH_CHARS
-
-
 def test_what_a_client_left_is_not_the_last_completed_reply(stage: Stage) -> None:
     _, key = stage.open_session(TicketRef(1, 0))
     first = stage.chat(key, QUESTION).json()["id"]
@@ -183,16 +153,6 @@ def test_a_stream_lost_before_it_speaks_is_repeated(stage: Stage, fault: str) ->
     _, key = stage.open_session(TicketRef(1, 0))
     assert text_of(events(stage, key)) == "hello world"
     assert len(stage.sglang.requests) == 2
-
-
-def test_a_stream_lost_while_it_speaks_ends_with_an_error(stage: Stage) -> None:
-    faults = iter(["late_hang_up:1"])
-    odd = [("1.1", 0, 5)]  # not what the relay says: nobody can go on from such tokens
-    stage.sglang.script = lambda request: Script(fault=next(faults, ""), versions=odd)
-    _, key = stage.open_session(TicketRef(1, 0))
-    with stage.client(key) as client, pytest.raises(APIError, match="lost"):
-        list(client.chat.completions.create(model="m", messages=QUESTION, stream=True))
-    assert stage.post("/rl/end_session", {}, key).json()["interaction_count"] == 0
 
 
 def test_what_is_wrong_before_the_stream_has_an_ordinary_status(stage: Stage) -> None:

@@ -21,8 +21,9 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import JournalWriter
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
+from tests.support.waiting import wait_for
 
 INF, NAN = float("inf"), float("nan")
 FUTURE = (9 << 32) + 1
@@ -218,9 +219,6 @@ def test_a_dropped_ticket_is_told_once_the_ledger_answers_again(own_stage: Stage
     stage.start_proxy()
     assert stage.ledger.dropped == []
     stage.ledger.away = False
-    give_up_at = time.monotonic() + 60
-    while not stage.ledger.dropped:
-        assert time.monotonic() < give_up_at, stage.log
-        time.sleep(0.02)
+    wait_for(lambda: stage.ledger.dropped, why=lambda: stage.log)
     assert [one.ref for one in stage.ledger.dropped] == [ref]
     assert not list(Path(stage.layout.shards_dir).glob("*.h5"))

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from areal_hpc.proxy.job import journal_path
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 
 @pytest.mark.parametrize("fault", ["hang_up", "500", "garbage"])

@@ -18,7 +18,7 @@ from areal_hpc.wire.proxy import (
     OfferRequest,
     StartSessionRequest,
 )
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 TASK = {"question": "What is 1 + 2?"}
 

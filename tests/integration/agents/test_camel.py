@@ -3,8 +3,10 @@
 import json
 import os
 import subprocess
+from pathlib import Path
 
-from tests.integration.agents.theatre import FOLDER, Theatre, assert_a_tool_was_used, python_of
+from tests.integration.agents.theatre import Theatre, assert_a_tool_was_used
+from tests.support.environments import CHECKOUT, python_of
 
 
 def test_a_chat_agent_and_its_tool_are_recorded(theatre: Theatre) -> None:
@@ -18,12 +20,12 @@ def test_a_chat_agent_on_a_recording_client_exports_its_turns(theatre: Theatre) 
     subprocess.run(
         [
             python_of("camel"),
-            FOLDER / "camel_client.py",
+            Path(__file__).with_name("camel_client.py"),
             theatre.url,
             theatre.stage.model_dir,
             report,
         ],
-        env={**os.environ, "PYTHONPATH": str(FOLDER.parents[2])},
+        env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         check=True,
         timeout=110,
     )

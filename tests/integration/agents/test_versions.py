@@ -4,8 +4,8 @@ import importlib.metadata
 
 import pytest
 
-from tests.contract.agents_table import FRAMEWORKS, Framework, locked
-from tests.integration.agents.theatre import python_of
+from tests.support.agents_table import FRAMEWORKS, Framework, locked
+from tests.support.environments import python_of
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS, ids=lambda one: one.name)

@@ -11,9 +11,9 @@ from areal_hpc.areal.config.run_rules import map_areal_module
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 from areal_hpc.rollout.agent import load_agent
-from tests.contract.document_commands import COMMANDS
-from tests.contract.documents import blocks
 from tests.integration.agents.theatre import FORCED, INDIVIDUAL, Scene, Theatre
+from tests.support.document_commands import COMMANDS
+from tests.support.documents import blocks
 
 QUESTION = {"messages": [{"role": "user", "content": "What is 1 + 2?"}]}
 THREE: dict[str, Any] = {"extra_body": {"regex": r"\\boxed\{3\}"}}

@@ -19,21 +19,16 @@ from areal_hpc.session.tree import Interaction, ids_of
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import Trajectory
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import CELL
+from tests.support.environments import CHECKOUT, python_of
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import CELL
 
 FOLDER = Path(__file__).parent
-CHECKOUT = FOLDER.parents[2]
 TASK = {"messages": [{"role": "user", "content": "What is 1 + 2?"}], "answer": ""}
 """Every answer is right: the model says anything."""
 FORCED = {"tool_choice": "required", "parallel_tool_calls": False}
 """A random model would not call a tool by itself; a grammar makes it."""
 INDIVIDUAL = msgspec.structs.asdict(ExportSettings(style="individual", turn_discount=0.5))
-
-
-def python_of(environment: str) -> Path:
-    """The interpreter of an environment that scripts/setup.sh makes."""
-    return CHECKOUT / ".venvs" / environment / "bin" / "python"
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.launch.small_run import processes_of
-from tests.unit.session.chatml import TRAINING_TEXT
+from tests.support.chatml import TRAINING_TEXT
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import processes_of
 
 FOLDER = Path(__file__).parent
-CHECKOUT = FOLDER.parents[2]
 pytestmark = pytest.mark.timeout(400)
 
 

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[3]
+from tests.support.environments import CHECKOUT
+
 LOW = 200
 
 
@@ -28,7 +29,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
     subprocess.run(
         ["bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry],
         check=True,
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )
     assert int((tmp_path / "limit").read_text()) == hard

@@ -15,6 +15,7 @@ import pytest
 
 from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
+from tests.support.waiting import wait_for
 
 ACTORS = """
 import os, signal, subprocess, sys, time
@@ -88,13 +89,6 @@ def actor(folder: Path, name: str, function: str, **options: object) -> ProcessS
     return ProcessSpec(name, "agents", f"actors:{function}", config, **options)  # type: ignore[arg-type]
 
 
-def await_true(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
-    give_up_at = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < give_up_at, "waited too long"
-        time.sleep(0.05)
-
-
 def is_running(pid: int) -> bool:
     """False for a process that is gone, or dead and not yet collected by init."""
     try:
@@ -104,7 +98,7 @@ def is_running(pid: int) -> bool:
 
 
 def pids_in(path: Path) -> list[int]:
-    await_true(lambda: path.exists() and path.read_text() != "")
+    wait_for(lambda: path.exists() and path.read_text() != "")
     return [int(word) for word in path.read_text().split()]
 
 
@@ -112,7 +106,7 @@ def test_the_job_ends_with_its_leading_process(
     folder: Path, submit: Callable[..., JobHandle]
 ) -> None:
     job = submit(actor(folder, "w", "wait"), actor(folder, "f", "finish_after_w", ends_job=True))
-    await_true(job.done)
+    wait_for(job.done)
     (outcome,) = job.outcomes()
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
@@ -121,7 +115,7 @@ def test_the_job_ends_with_its_leading_process(
 def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., JobHandle]) -> None:
     spec = actor(folder, "c", "crash_until", crashes=2, restarts=3, ends_job=True)
     job = submit(spec)
-    await_true(job.done)
+    wait_for(job.done)
     assert job.outcomes()[0].exit_code == 0
     assert (folder / "c.txt").read_text() == "3"
     assert (folder / "events.jsonl").read_text().count("process_died") == 2
@@ -129,7 +123,7 @@ def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., 
 
 def test_too_many_crashes_fail_the_job(folder: Path, submit: Callable[..., JobHandle]) -> None:
     job = submit(actor(folder, "c", "crash_until", crashes=9, restarts=1, ends_job=True))
-    await_true(job.done)
+    wait_for(job.done)
     (outcome,) = job.outcomes()
     assert outcome.exit_code == 128 + signal.SIGKILL
     assert outcome.log.endswith("c.log")
@@ -139,7 +133,7 @@ def test_a_mistake_of_the_user_is_not_retried(
     folder: Path, submit: Callable[..., JobHandle]
 ) -> None:
     job = submit(actor(folder, "r", "refuse", restarts=5))
-    await_true(job.done)
+    wait_for(job.done)
     (outcome,) = job.outcomes()
     assert outcome.exit_code == 78
     assert outcome.reason == "the shoe does not fit\n  at: shoe.size\n  try: use a larger one"
@@ -154,7 +148,7 @@ def test_every_task_runs_and_only_the_first_runs_first_task_processes(
         actor(folder, "all", "finish", ends_job=True),
         tasks=2,
     )
-    await_true(job.done)
+    wait_for(job.done)
     assert len(job.outcomes()) == 2
     assert sorted(path.name for path in (folder / "logs" / "job").iterdir()) == [
         "all-0.log",
@@ -180,7 +174,7 @@ def test_killing_the_supervisor_leaves_no_process(
     submit(actor(folder, "w", "wait"))
     (pid,) = pids_in(folder / "w.txt")
     os.kill(psutil.Process(pid).ppid(), signal.SIGKILL)
-    await_true(lambda: not is_running(pid))
+    wait_for(lambda: not is_running(pid))
 
 
 def test_the_job_stops_when_the_launcher_vanishes(
@@ -193,6 +187,6 @@ def test_the_job_stops_when_the_launcher_vanishes(
         (pid,) = pids_in(folder / "w.txt")
         time.sleep(0.5)
         assert is_running(pid)
-    await_true(job.done)
+    wait_for(job.done)
     assert not is_running(pid)
     assert job.outcomes()[0].reason == "the launcher is gone"

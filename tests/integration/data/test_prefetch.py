@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.integration.data.small_hub import COMMIT, SmallHub
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 ROWS = b'{"messages": [{"role": "user", "content": "What is 2 + 2?"}], "answer": "4"}\n' * 3
 WEIGHTS = b"weights of a model" * 100
 REPOS = {

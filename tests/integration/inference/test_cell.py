@@ -7,8 +7,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.commands import is_scheduler
-from tests.integration.inference.cell import Cell, alive, running_cell, tiny_qwen3
+from tests.support.inference_cell import Cell, alive, running_cell, tiny_qwen3
+from tests.support.process_commands import is_scheduler
 
 pytestmark = pytest.mark.timeout(240)
 

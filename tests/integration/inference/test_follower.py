@@ -17,8 +17,8 @@ from areal_hpc.inference.replica import Replica
 from areal_hpc.inference.span import Span
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
-from tests.integration.commands import command_of
 from tests.integration.inference.test_replica import server
+from tests.support.process_commands import command_of
 
 KEY = "the admin key"
 PATIENCE_S = 1.0

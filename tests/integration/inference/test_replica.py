@@ -20,7 +20,7 @@ from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.inference.span import Span
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
-from tests.integration.commands import is_scheduler
+from tests.support.process_commands import is_scheduler
 
 SERVER = """
 import http.server, subprocess, sys, time

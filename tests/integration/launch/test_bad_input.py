@@ -4,145 +4,149 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.cli.main import main
 from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe import TinyModelConfig
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 QUICKSTART = "recipes/quickstart.yaml"
 
 
-def areal_hpc(
-    *arguments: str, cwd: Path = REPOSITORY, gpus: str | None = None
-) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "areal_hpc", *arguments]
-    environ = os.environ | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=110, env=environ
-    )
+NO_DATA = "train_dataset.generator=null train_dataset.path=data/none.jsonl"
+OWN_DATA = "train_dataset.generator=null train_dataset.path=DIR/tasks.jsonl train_dataset.kwargs={}"
+OWN_MODEL = "model.tiny=null model.path=DIR"
+FOUR_RANKS = "trainer.parallel.dp=2 inference.replicas_per_cell=2 inference.tp=2"
+ON_GPUS = "trainer.device=cuda inference.device=cuda"
+AGENT = "examples.quickstart.agent"
 
-
-def refused(tmp_path: Path, *overrides: str, gpus: str | None = None) -> str:
-    """What the launcher says; asserts that it refused and left no job behind."""
-    fileroot = f"cluster.fileroot={tmp_path / 'runs'}"
-    answer = areal_hpc("run", QUICKSTART, fileroot, *overrides, gpus=gpus)
-    assert answer.returncode == 78, answer.stderr + answer.stdout
-    assert not list(tmp_path.glob("runs/quickstart/demo/jobs/*"))
-    assert "Traceback" not in answer.stderr
-    return answer.stderr
-
-
-def test_unknown_key(tmp_path: Path) -> None:
-    said = refused(tmp_path, "trainer.optimiser.lr=1")
-    assert "unknown key 'optimiser'" in said
-    assert "did you mean optimizer?" in said
-
-
-def test_wrong_type(tmp_path: Path) -> None:
-    said = refused(tmp_path, "trainer.batch_size=big")
-    assert "at: trainer.batch_size" in said
-    assert "'big'" in said
-
-
-def test_missing_dataset(tmp_path: Path) -> None:
-    said = refused(tmp_path, "train_dataset.generator=null", "train_dataset.path=data/none.jsonl")
-    assert "there is no data set at" in said
-    assert "at: train_dataset.path" in said
-
-
-def test_a_task_whose_episodes_outlast_their_sessions(tmp_path: Path) -> None:
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text('{"question": "2+2"}\n{"question": "3+3", "limits": {"timeout_s": 1800}}\n')
-    said = refused(tmp_path, "train_dataset.generator=null", f"train_dataset.path={tasks}",
-                   "train_dataset.kwargs={}")  # fmt: skip
-    assert "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s" in said
-    assert "at: train_dataset" in said
-
-
-def test_a_generator_that_does_not_import(tmp_path: Path) -> None:
-    said = refused(tmp_path, "train_dataset.generator=examples.quickstart.task:no_such_tasks")
-    assert "at: train_dataset.generator" in said
-    assert "no_such_tasks" in said
-
-
-@pytest.mark.parametrize(
-    "workflow",
-    ["examples.quickstart.agent.ArithmeticAgnt", "no_such_package.agent.Agent", "nodots"],
-)
-def test_agent_path_that_does_not_import(tmp_path: Path, workflow: str) -> None:
-    said = refused(tmp_path, f"rollout.workflow={workflow}")
-    assert "at: rollout.workflow" in said
-    assert "try:" in said
-
-
-def test_agent_misspelt_names_the_nearest_class(tmp_path: Path) -> None:
-    said = refused(tmp_path, "rollout.workflow=examples.quickstart.agent.ArithmeticAgnt")
-    assert "ArithmeticAgent" in said
-
-
-def test_model_directory_without_tokenizer(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"num_key_value_heads": 2}))
-    (model / "model.safetensors").write_bytes(b"")
-    said = refused(tmp_path, "model.tiny=null", f"model.path={model}")
-    assert "has no tokenizer.json" in said
-    assert "copy the tokenizer files" in said
-
-
-def test_a_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps(tiny_config(**TinyModelConfig().model_dump())))
-    split = ("trainer.parallel.tp=4", "trainer.parallel.pp=3", "trainer.parallel.dp=2")
-    said = refused(tmp_path, "model.tiny=null", f"model.path={model}", *split)
-    assert "num_key_value_heads 2 must be a multiple of tp 4" in said
-    assert "num_hidden_layers 2 must be a multiple of pp 3" in said
-
-
-def test_a_network_that_is_not_known(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    said = refused(tmp_path, "model.tiny=null", f"model.path={model}")
-    assert "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'" in said
-
-
-def test_a_tiny_model_that_does_not_split_as_asked(tmp_path: Path) -> None:
-    said = refused(tmp_path, "trainer.parallel.ep=2", "trainer.parallel.dp=2")
-    assert "at: trainer.parallel.ep" in said
-    assert "the number of experts of a dense network, 1 must be a multiple of ep 2" in said
-
-
-def test_batch_sizes_that_do_not_divide(tmp_path: Path) -> None:
-    said = refused(tmp_path, "trainer.batch_size=10", "trainer.minibatches=4")
-    assert "batch_size=10 tickets do not divide into minibatches=4" in said
-
-
-def test_a_machine_with_too_few_gpus_is_told_with_whatever_else_is_wrong(tmp_path: Path) -> None:
-    shape = ("trainer.parallel.dp=2", "inference.replicas_per_cell=2", "inference.tp=2")
-    devices = ("trainer.device=cuda", "inference.device=cuda")
-    missing = ("train_dataset.generator=null", "train_dataset.path=data/none.jsonl")
-    said = refused(tmp_path, *shape, *devices, *missing, gpus="3,5,7,9")
-    assert (
+CASES = [
+    # overrides (DIR has the files of the case), what is said
+    ("trainer.optimiser.lr=1", "unknown key 'optimiser'", "did you mean optimizer?"),
+    ("trainer.batch_size=big", "at: trainer.batch_size", "'big'"),
+    (NO_DATA, "there is no data set at", "at: train_dataset.path"),
+    (
+        OWN_DATA,
+        "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s",
+        "at: train_dataset",
+    ),
+    (
+        "train_dataset.generator=examples.quickstart.task:no_such_tasks",
+        "at: train_dataset.generator",
+        "no_such_tasks",
+    ),
+    (f"rollout.should_accept={AGENT}:no_such", "at: rollout.should_accept", "no_such"),
+    (f"rollout.curriculum={AGENT}:no_such", "at: rollout.curriculum", "no_such"),
+    (f"rollout.workflow={AGENT}.ArithmeticAgnt", "at: rollout.workflow", "ArithmeticAgent"),
+    ("rollout.workflow=no_such_package.agent.Agent", "at: rollout.workflow", "try:"),
+    ("rollout.workflow=nodots", "at: rollout.workflow", "try:"),
+    (OWN_MODEL, "has no tokenizer.json", "copy the tokenizer files"),
+    (
+        f"{OWN_MODEL} trainer.parallel.tp=4 trainer.parallel.pp=3 trainer.parallel.dp=2",
+        "num_key_value_heads 2 must be a multiple of tp 4",
+        "num_hidden_layers 2 must be a multiple of pp 3",
+    ),
+    (
+        f"{OWN_MODEL}/mamba",
+        "model_type must be one of llama, qwen2, qwen3, qwen3_moe, got 'mamba'",
+    ),
+    (
+        "trainer.parallel.ep=2 trainer.parallel.dp=2",
+        "at: trainer.parallel.ep",
+        "the number of experts of a dense network, 1 must be a multiple of ep 2",
+    ),
+    (
+        "trainer.batch_size=10 trainer.minibatches=4",
+        "batch_size=10 tickets do not divide into minibatches=4",
+    ),
+    (
+        f"{FOUR_RANKS} {ON_GPUS} {NO_DATA}",
         "too few GPUs for the stage train: it needs 6 at once "
         "(trainer 2 ranks x 1 = 2, cell-0 2 replicas x tp 2 = 4), "
-        "this machine shows 4 (CUDA_VISIBLE_DEVICES='3,5,7,9')"
-    ) in said
-    assert "stage warmup" not in said
-    assert "there is no data set at" in said
+        "this machine shows 4 (CUDA_VISIBLE_DEVICES='3,5,7,9')",
+        "there is no data set at",
+    ),
+    (
+        "cluster.serve.python=/no/such/python",
+        "no Python for the role serve at /no/such/python",
+        "make setup",
+    ),
+    (
+        "model.tiny=null model.path=/no/model rollout.workflow=nowhere.Agent "
+        "valid_dataset.generator=null valid_dataset.path=/no/data.jsonl",
+        "3 errors:",
+    ),
+]
 
 
-def test_an_interpreter_that_is_not_there(tmp_path: Path) -> None:
-    said = refused(tmp_path, "cluster.serve.python=/no/such/python")
-    assert "no Python for the role serve at /no/such/python" in said
-    assert "make setup" in said
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """A folder of tasks and of a model without tokenizer, and below it one of an odd model."""
+    folder = tmp_path / "given"
+    (folder / "mamba").mkdir(parents=True)
+    tiny = tiny_config(**TinyModelConfig().model_dump())
+    (folder / "config.json").write_text(json.dumps(tiny))
+    (folder / "model.safetensors").touch()
+    (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    tasks = [{"question": "2+2"}, {"question": "3+3", "limits": {"timeout_s": 1800}}]
+    (folder / "tasks.jsonl").write_text("\n".join(map(json.dumps, tasks)))
+    return folder
+
+
+def areal_hpc(*arguments: str) -> int:
+    """The command's exit code, in this process."""
+    with pytest.raises(SystemExit) as leaving:
+        main(arguments)
+    assert isinstance(leaving.value.code, int)
+    return leaving.value.code
+
+
+@pytest.mark.parametrize(("overrides", "said"), [(one[0], one[1:]) for one in CASES])
+def test_what_is_wrong_is_named_and_nothing_is_left_behind(
+    overrides: str,
+    said: Sequence[str],
+    given: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7,9")
+    fileroot = f"cluster.fileroot={tmp_path / 'runs'}"
+    assert (
+        areal_hpc("run", QUICKSTART, fileroot, *overrides.replace("DIR", str(given)).split()) == 78
+    )
+    shown = capfd.readouterr().err
+    assert [part for part in said if part not in shown] == [], shown
+    assert "stage warmup" not in shown
+    assert not list(tmp_path.glob("runs/quickstart/demo/jobs/*"))
+
+
+def test_help_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
+    assert areal_hpc("--help") == 0
+    assert "train a recipe in the foreground" in capfd.readouterr().out
+
+
+def test_a_recipe_of_several_sources_is_planned_without_them(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(CHECKOUT)
+    sources = "{sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl}], generator: null}"
+    assert areal_hpc("plan", QUICKSTART, f"train_dataset={sources}") == 0
+    assert "ledger" in capfd.readouterr().out
+
+
+def test_status_of_a_folder_that_is_no_run_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert areal_hpc("status", str(tmp_path)) == 78
+    assert "there is no run at" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -159,7 +163,7 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
     )
     answer = subprocess.run(
         ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         timeout=110,
@@ -168,50 +172,3 @@ def test_full_or_read_only_run_directory(mount_options: str, expected: str, tmp_
     assert answer.returncode == 78, answer.stderr
     assert expected in answer.stderr
     assert "at: cluster.fileroot" in answer.stderr
-
-
-def test_all_missing_things_are_reported_together(tmp_path: Path) -> None:
-    said = refused(
-        tmp_path,
-        "model.tiny=null",
-        "model.path=/no/model",
-        "rollout.workflow=nowhere.Agent",
-        "valid_dataset.generator=null",
-        "valid_dataset.path=/no/data.jsonl",
-    )
-    assert "3 errors:" in said
-
-
-def test_help_lists_the_commands() -> None:
-    answer = areal_hpc("--help")
-    assert answer.returncode == 0
-    assert re.search(
-        r"run:\n  run +train a recipe in .*\ninspect:\n  status .*\noperate:.*\ndevelop:",
-        answer.stdout,
-        re.DOTALL,
-    )
-
-
-def test_a_recipe_of_several_sources_is_planned_without_them() -> None:
-    sources = "{sources: [{path: a.jsonl, weight: 3}, {path: b.jsonl}], generator: null}"
-    answer = areal_hpc("plan", QUICKSTART, f"train_dataset={sources}")
-    assert answer.returncode == 0, answer.stderr
-    assert "ledger" in answer.stdout
-
-
-def test_status_of_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
-    answer = areal_hpc("status", str(tmp_path))
-    assert answer.returncode == 78
-    assert "there is no run at" in answer.stderr
-
-
-def test_a_filter_of_groups_that_does_not_import_is_named(tmp_path: Path) -> None:
-    said = refused(tmp_path, "rollout.should_accept=examples.quickstart.agent:no_such_filter")
-    assert "at: rollout.should_accept" in said
-    assert "no_such_filter" in said
-
-
-def test_a_curriculum_that_does_not_import_is_named(tmp_path: Path) -> None:
-    said = refused(tmp_path, "rollout.curriculum=examples.quickstart.agent:no_such_weights")
-    assert "at: rollout.curriculum" in said
-    assert "no_such_weights" in said

@@ -14,8 +14,8 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import read_step_lines
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.integration.launch.interruptions import trained_steps
-from tests.integration.launch.small_run import SmallRun, await_none_left
+from tests.support.interruptions import trained_steps
+from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -20,8 +20,8 @@ from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe import Recipe, load
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 OUTER = "3,5,7,9"
 RECORDER = """
 import os, time
@@ -78,12 +78,12 @@ def recording(stage: Stage, folder: Path) -> Stage:
 
 
 def recipe_of(folder: Path, *overrides: str) -> Recipe:
-    path = os.pathsep.join([str(folder), str(REPOSITORY)])
+    path = os.pathsep.join([str(folder), str(CHECKOUT)])
     roles = [
         f"cluster.{role}={{python: {sys.executable}, variables: {{PYTHONPATH: '{path}'}}}}"
         for role in ("serve", "train", "agents")
     ]
-    return load(REPOSITORY / "recipes" / "quickstart.yaml", [*roles, *overrides])
+    return load(CHECKOUT / "recipes" / "quickstart.yaml", [*roles, *overrides])
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.integration.launch.interruptions import (
+from tests.support.interruptions import (
     PHASES,
     STOP_LIMIT_S,
     interrupt_in_each,
     trained_steps,
 )
-from tests.integration.launch.small_run import SmallRun, await_none_left
+from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(600)
 

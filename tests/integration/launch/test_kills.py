@@ -9,8 +9,8 @@ import psutil
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from tests.faults.kills import Kill, KilledRun, warmed_up_model
-from tests.integration.launch.small_run import await_none_left
+from tests.support.killed_run import Kill, KilledRun, warmed_up_model
+from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(900)
 

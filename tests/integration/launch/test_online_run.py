@@ -16,7 +16,7 @@ import pytest
 from areal_hpc.rundir.jsonl import read_lines
 from examples.online.chat import chat
 from examples.quickstart.task import verify
-from tests.integration.launch.small_run import SmallRun, await_none_left
+from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(400)
 

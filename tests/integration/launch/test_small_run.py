@@ -16,7 +16,8 @@ import areal_hpc
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
-from tests.integration.launch.small_run import REPOSITORY, SmallRun, await_none_left
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import SmallRun, await_none_left
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -31,7 +32,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallRun]:
 
 def verify(run: SmallRun) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "areal_hpc", "shards", "verify", str(run.layout.root)]
-    return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60)
 
 
 def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
@@ -103,7 +104,7 @@ def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) 
 def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
     finished: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(REPOSITORY)
+    monkeypatch.chdir(CHECKOUT)
     handler = signal.getsignal(signal.SIGINT)
     result = areal_hpc.run(finished.layout.recipe, trainer={"total_steps": 4})
     assert "changed  trainer.total_steps: 3 -> 4" in capsys.readouterr().out

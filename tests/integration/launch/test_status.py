@@ -14,8 +14,8 @@ from areal_hpc.recipe import load
 from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 STEP = {
     "step": 1,
     "reward/mean": 0.5,

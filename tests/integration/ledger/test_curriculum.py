@@ -9,8 +9,8 @@ import numpy as np
 
 from areal_hpc.wire.ledger import Acknowledged, DropRequest
 from tests.integration.ledger.ledger_process import LedgerProcess
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 HERE = "tests.integration.ledger.test_curriculum"
 
 
@@ -26,7 +26,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(tmp_path: Path) -> None:
         tmp_path / "run",
         n_train_tasks=4,
         curriculum=f"{HERE}:untried",
-        sys_path=[str(REPOSITORY)],
+        sys_path=[str(CHECKOUT)],
     )
     try:
         ledger.open_epoch()
@@ -51,7 +51,7 @@ def test_a_curriculum_that_fails_is_told_to_the_trainer(tmp_path: Path) -> None:
         tmp_path / "run",
         n_train_tasks=2,
         curriculum=f"{HERE}:untried",
-        sys_path=[str(REPOSITORY)],
+        sys_path=[str(CHECKOUT)],
     )
     try:
         ledger.open_epoch()

@@ -9,9 +9,9 @@ import pytest
 
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.launch.tiny_model import make_tiny_model
-from tests.contract.proxy.proxy_stage import Stage
 from tests.integration.sglang_server import serving
-from tests.unit.session.chatml import TRAINING_TEXT
+from tests.support.chatml import TRAINING_TEXT
+from tests.support.proxy_stage import Stage
 
 VERSION = "1.0"
 

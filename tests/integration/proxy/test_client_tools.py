@@ -11,10 +11,10 @@ import psutil
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.parsers import shared_parsers
-from tests.contract.proxy.scripted_sglang import Script, ScriptedSGLang
-from tests.integration.commands import command_of
 from tests.integration.proxy.test_tool_calls import ADD, CALL, QUESTION
-from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.process_commands import command_of
+from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 
 def parser_processes() -> int:

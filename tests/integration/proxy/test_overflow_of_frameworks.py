@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from areal_hpc.cluster.submit import interpreter_of
-from tests.contract.proxy.proxy_stage import Stage
+from tests.support.proxy_stage import Stage
 
 PROGRAM = """
 import sys

@@ -16,8 +16,8 @@ from areal_hpc.session.template import TokenEncoder
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 EPISODES = 6
 TURNS = 3

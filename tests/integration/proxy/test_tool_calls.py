@@ -14,8 +14,8 @@ from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMes
 
 from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 ADD: ChatCompletionFunctionToolParam = {
     "type": "function",

@@ -9,8 +9,8 @@ import pytest
 from anthropic import Anthropic
 
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import Script
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import Script
 
 PARAMETERS = {
     "type": "object",

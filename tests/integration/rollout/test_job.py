@@ -19,8 +19,8 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from examples.quickstart.task import train_tasks
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger, StandInProxy
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 START = """
 import json, sys
 from areal_hpc.rollout.job import run

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from areal_hpc.reward import math_process
 from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
 from areal_hpc.reward.mathematics import MATH_MEMORY_BYTES, MATH_TIMEOUT_S, math_reward
 from areal_hpc.rollout.reward import AsyncRewardWrapper
+from tests.support.waiting import wait_for
 
 SLOW = ("(x+1)^{2}", "(x+1)^{5000}")
 """The right answer, and one whose difference from it takes minutes to expand."""
@@ -37,13 +37,6 @@ AT_ONCE = [
 SCRIPT = Path(__file__).with_name("math_rewards.py")
 QUESTION = json.dumps([SLOW[0], f"\\boxed{{{SLOW[1]}}}"]).encode() + b"\n"
 EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode() + b"\n"
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    ends = time.monotonic() + 30.0
-    while not condition():
-        assert time.monotonic() < ends
-        time.sleep(0.01)
 
 
 def processes(timeout_s: float) -> AnsweringProcesses:

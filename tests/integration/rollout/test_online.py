@@ -14,9 +14,9 @@ from typing import Any
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest
-from tests.contract.proxy.proxy_stage import Stage
 from tests.integration.rollout.standins import KEY, LedgerScript, StandInLedger
 from tests.integration.rollout.test_job import START, config
+from tests.support.proxy_stage import Stage
 
 GROUP = 4
 

@@ -23,8 +23,8 @@ from areal_hpc.wire.proxy import (
     FinishTicketRequest,
     StartSessionRequest,
 )
-from tests.contract.proxy.proxy_stage import Stage
-from tests.contract.proxy.scripted_sglang import CELL
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import CELL
 
 PATH = "examples.frameworks.recording_clients.TwoTries"
 TASK = {"messages": [{"role": "user", "content": "hi"}], "answer": "hello"}

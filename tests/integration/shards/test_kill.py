@@ -13,9 +13,8 @@ from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair, verify_run
 from areal_hpc.shards.writer import seal
-from tests.unit.shards.sample_trajectories import fields, ticket
-
-CHECKOUT = Path(__file__).parents[3]
+from tests.support.environments import CHECKOUT
+from tests.support.sample_trajectories import fields, ticket
 
 
 def module_command(name: str, path: Path) -> list[str]:

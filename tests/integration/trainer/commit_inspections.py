@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.errors import AgentError, ArealError, ClusterError, ShardError
+from areal_hpc.errors import AgentError, ArealError, ClusterError
+from areal_hpc.faults import VARIABLE
 from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
@@ -42,8 +43,7 @@ from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.step import LossStats
 from areal_hpc.wire.ledger import BatchManifest
-from areal_hpc.wire.trajectory import Trajectory
-from tests.integration.trainer.replay_worker import Scenario, config_of, digests, make_learner
+from tests.support.replay_worker import Scenario, config_of, digests, make_learner
 
 Found = dict[str, Any]
 
@@ -202,27 +202,22 @@ def writer_dies_once(scenario: Scenario, layout: RunPaths) -> Found:
 
 def writers_keep_dying(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    send = WriterClient._send
-
-    def send_to_the_dead(self: WriterClient, request: Any) -> None:
-        self._process.kill()
-        send(self, request)
-
-    WriterClient._send = send_to_the_dead  # type: ignore[method-assign]
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
     learner.begin_checkpoint({})
+    os.environ[VARIABLE] = "checkpoint.before_write=kill"  # for the one that takes its place
+    os.kill(writer, signal.SIGKILL)
     return failure(learner) | {"visible": names(layout)}
 
 
 def storage_refuses(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    write = WriterClient.write
-
-    def write_into_nothing(self: WriterClient, path: Path, neighbours: list[str]) -> None:
-        shutil.rmtree(path.parent)
-        write(self, path, neighbours)
-
-    WriterClient.write = write_into_nothing  # type: ignore[method-assign]
+    writer = writer_of(learner)._process.pid
+    os.kill(writer, signal.SIGSTOP)
     learner.begin_checkpoint({})
+    for partial in layout.checkpoints_dir.glob(".step_*"):
+        shutil.rmtree(partial)
+    os.kill(writer, signal.SIGCONT)
     return failure(learner) | {"visible": names(layout)}
 
 
@@ -246,9 +241,6 @@ def place_commit(layout: RunPaths, epoch: int) -> Path:
 
 def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    learner._checkpoints._check_generation = lambda: (
-        None
-    )  # as on a node that does not see the new epoch yet
     place_commit(layout, epoch=9)
     learner.begin_checkpoint({})
     found = failure(learner)
@@ -328,21 +320,15 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
 
 def chosen_commit_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
-    store = CheckpointStore(layout.checkpoints_dir, keep=2)
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
-    if dist.get_rank() == 1:
-        store._directory = layout.root / "elsewhere"
-    store.find_latest_on_all_ranks()
+    is_blind = dist.get_rank() == 1
+    directory = layout.root / "elsewhere" if is_blind else layout.checkpoints_dir
+    CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
     return {}
 
 
 def rank_1_cannot_read(scenario: Scenario, layout: RunPaths) -> Found:
-    def refuse(manifest: BatchManifest, shards_dir: Path) -> list[Trajectory]:
-        raise ShardError("the shard is damaged")
-
     training_rows.SHARD_TIMEOUT_S = 0.5
-    if dist.get_rank() == 1:
-        training_rows._read = refuse
     step(make_learner(scenario, layout), layout, 1)
     return {}
 

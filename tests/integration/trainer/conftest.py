@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.parity_table import FAMILIES, LAYOUTS
-from tests.integration.trainer.layout_launch import Findings, launch
-from tests.integration.trainer.rank_server import RankServer, rank_server
+from tests.support.layout_launch import Findings, launch
+from tests.support.parity_table import FAMILIES, LAYOUTS
+from tests.support.rank_server import RankServer, rank_server
 
 OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
 ALL = (*OTHERS, "1")

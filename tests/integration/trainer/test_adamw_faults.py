@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.trainer.rank_server import RankServer
-from tests.integration.trainer.recorded_run import record_run
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import record_run
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.trainer.rank_server import REPOSITORY, Outcome, RankServer
-from tests.integration.trainer.recorded_run import record_run
+from tests.support.environments import CHECKOUT
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import record_run
 
 INSPECTIONS = "tests.integration.trainer.commit_inspections"
 FIRST = ["step_00000001"]
@@ -35,7 +36,7 @@ def layout(recorded: Path, tmp_path: Path) -> RunPaths:
 
 def inspect(
     ranks: RankServer, layout: RunPaths, function: str, count: int = 1, **scenario: Any
-) -> Outcome:
+) -> TaskExit:
     trainer = {"total_steps": 4, "parallel": {"dp": count}}
     name = f"{INSPECTIONS}:{function}"
     return ranks.run(layout, "inspect", count, trainer=trainer, inspect=name, **scenario)
@@ -170,9 +171,12 @@ def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: 
 
 
 def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, layout: RunPaths) -> None:
-    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2)
+    faults = {"faulty_rank": 1, "faults": "shard.before_read=error"}
+    outcome = inspect(ranks, layout, "rank_1_cannot_read", 2, **faults)
     assert outcome.codes == [STOPPED, DATA_DAMAGED]
-    assert outcome.reports == [{}, {"error": "the shard is damaged", "kind": "ShardError"}]
+    assert outcome.reports[0] == {}
+    assert outcome.reports[1]["kind"] == "ShardError"
+    assert "a fault at shard.before_read" in outcome.reports[1]["error"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -198,7 +202,7 @@ def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.commit", *small, "--step-s", "0.001",
          "--folder", str(tmp_path), "--out", str(out)],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         check=True,

@@ -30,8 +30,8 @@ from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 SPECS = [TensorSpec("model.norm.weight", (16,), "float32")]
 HANG_S = 1.0
 """What each try of the failing replica costs."""
@@ -78,7 +78,7 @@ def start_relay(
 ) -> subprocess.Popen[bytes]:
     module = "tests.integration.trainer.scripted_relay"
     command = [sys.executable, "-m", module, cell, str(directory), str(hang_s)]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
+    process = subprocess.Popen(command, cwd=CHECKOUT)
     stack.callback(process.wait)
     stack.callback(process.kill)
     return process
@@ -147,7 +147,7 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
         tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
     )
     for cell in ("cell-0", "cell-1"):
-        rendezvous.await_endpoint(tmp_path, f"relay-{cell}", 60)
+        rendezvous.await_endpoint(tmp_path, rendezvous.format_control_proxy_name(cell), 60)
     coordinator = make_coordinator(stack, tmp_path, cells=3)
     took_s = train(coordinator, steps=40)
     updates = [event for event in read_lines(tmp_path / "events.jsonl") if event["replicas"]]

@@ -11,41 +11,33 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.trainer.rank_server import Outcome, RankServer
-from tests.integration.trainer.recorded_run import claim_dropout, record_run
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import claim_dropout, record_run
 
 STEPS = 6
 COMMITS = ["step_00000004", "step_00000006"]
 
-LEARN = "areal_hpc.trainer.learner:Learner.train"
-FORWARD = "areal_hpc.trainer.step:run_forward_backward"
-APPLY = "areal_hpc.trainer.step:step_optimizer"
-COPY = "areal_hpc.trainer.checkpoints.megatron_format:save_sharded"
-WRITE = "areal_hpc.trainer.checkpoints.writer_client:WriterClient.write"
-FINISH = "areal_hpc.trainer.checkpoints.store:CheckpointStore._make_visible"
-RENAME = "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place"
-
-KILLS: dict[str, tuple[str, int, str, set[int]]] = {
-    # what, which call, before or after it, the steps that a resume may go on from
-    "before any step": (LEARN, 1, "before", {0}),
-    "before a step": (LEARN, 5, "before", {2, 4}),
-    "between gradients and update": (APPLY, 7, "before", {0, 2}),
-    "between two updates of a step": (APPLY, 7, "after", {0, 2}),
-    "in a forward pass": (FORWARD, 6, "after", {0, 2}),
-    "after a step": (LEARN, 4, "after", {0, 2}),
-    "before the state is copied": (COPY, 2, "before", {2}),
-    "when the state is copied": (COPY, 2, "after", {2}),
-    "while the writer writes": (WRITE, 2, "after", {2}),
-    "between data and marker": (FINISH, 2, "before", {2}),
-    "between marker and rename": (RENAME, 2, "before", {2}),
-    "between rename and deletion of the oldest": (RENAME, 3, "after", {6}),
-    "after the commit": (FINISH, 2, "after", {4}),
+KILLS: dict[str, set[int]] = {
+    # fault point @ visit -> the steps that a resume may go on from
+    "train.before_step@1": {0},
+    "train.before_step@5": {2, 4},
+    "train.before_forward@10": {0, 2},
+    "optimizer.before_step@7": {0, 2},
+    "optimizer.after_step@7": {0, 2},
+    "train.after_step@4": {0, 2},
+    "checkpoint.before_copy@2": {2},
+    "checkpoint.after_copy@2": {2},
+    "checkpoint.while_writing@2": {2},
+    "checkpoint.before_marker@2": {2},
+    "checkpoint.before_rename@2": {2},
+    "checkpoint.after_rename@3": {6},
+    "checkpoint.after_commit@2": {4},
 }
 
-KILLS_OF_TWO: dict[str, tuple[int, str, int, str, set[int]]] = {
-    "rank 1 in a step": (1, APPLY, 7, "before", {0, 2}),
-    "rank 1 while it writes": (1, WRITE, 2, "after", {2}),
-    "rank 0 between marker and rename": (0, RENAME, 2, "before", {2}),
+KILLS_OF_TWO: dict[tuple[int, str], set[int]] = {
+    (1, "optimizer.before_step@7"): {0, 2},
+    (1, "checkpoint.while_writing@2"): {2},
+    (0, "checkpoint.before_rename@2"): {2},
 }
 
 pytestmark = pytest.mark.timeout(180)
@@ -61,7 +53,7 @@ def layout(recorded: Path, tmp_path: Path) -> RunPaths:
     return RunPaths(shutil.copytree(recorded, tmp_path / "run"))
 
 
-def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> Outcome:
+def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
     settings = {"total_steps": STEPS, "minibatches": 2, "parallel": {"dp": dp}}
     return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
 
@@ -87,7 +79,7 @@ def expected_of_two(
     return uninterrupted(ranks, recorded, tmp_path_factory.mktemp("two"), 2)
 
 
-def check_complete(layout: RunPaths, outcome: Outcome, began_at: set[int]) -> None:
+def check_complete(layout: RunPaths, outcome: TaskExit, began_at: set[int]) -> None:
     assert set(outcome.codes) == {0}, outcome.log
     for report in outcome.reports:
         assert report["began_at"] in began_at
@@ -99,30 +91,26 @@ def check_complete(layout: RunPaths, outcome: Outcome, began_at: set[int]) -> No
     assert [line["step"] for line in read_lines(layout.metrics)] == list(range(1, STEPS + 1))
 
 
-@pytest.mark.parametrize("point", KILLS)
+@pytest.mark.parametrize("fault", KILLS)
 def test_a_killed_run_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected: list[Any], point: str
+    ranks: RankServer, layout: RunPaths, expected: list[Any], fault: str
 ) -> None:
-    call, nth, when, began_at = KILLS[point]
-    kill = {"rank": 0, "call": call, "nth": nth, "when": when}
-    assert train(ranks, layout, kill=kill).codes == [-9]
+    assert train(ranks, layout, faults=f"{fault}=kill").codes == [-9]
     resumed = train(ranks, layout)
-    check_complete(layout, resumed, began_at)
+    check_complete(layout, resumed, KILLS[fault])
     assert resumed.reports[0]["digests"] == expected[0]
 
 
-@pytest.mark.parametrize("point", KILLS_OF_TWO)
+@pytest.mark.parametrize(("rank", "fault"), KILLS_OF_TWO)
 def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
-    ranks: RankServer, layout: RunPaths, expected_of_two: list[Any], point: str
+    ranks: RankServer, layout: RunPaths, expected_of_two: list[Any], rank: int, fault: str
 ) -> None:
-    rank, call, nth, when, began_at = KILLS_OF_TWO[point]
-    kill = {"rank": rank, "call": call, "nth": nth, "when": when}
-    codes = train(ranks, layout, 2, kill=kill).codes
+    codes = train(ranks, layout, 2, faulty_rank=rank, faults=f"{fault}=kill").codes
     assert codes[rank] == -9
     # Rank 0 says that it lost a peer (75); without rank 0 there is nobody to say so to (143).
     assert codes[1 - rank] == (75 if rank else 143)
     resumed = train(ranks, layout, 2)
-    check_complete(layout, resumed, began_at)
+    check_complete(layout, resumed, KILLS_OF_TWO[rank, fault])
     assert [report["digests"] for report in resumed.reports] == expected_of_two
 
 
@@ -130,9 +118,8 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     ranks: RankServer, layout: RunPaths, expected: list[Any]
 ) -> None:
     # The fifth step begins after the second commit, which has waited for the first.
-    kill = {"rank": 0, "call": LEARN, "nth": 5, "when": "before"}
     deaths = 0
-    while (outcome := train(ranks, layout, kill=kill)).codes == [-9]:
+    while (outcome := train(ranks, layout, faults="train.before_step@5=kill")).codes == [-9]:
         deaths += 1
         assert deaths < STEPS
     assert deaths >= 1
@@ -161,7 +148,7 @@ def test_a_killed_warm_up_ends_with_the_same_bits(
             ]
             stream.write(json.dumps({"messages": messages}) + "\n")
 
-    def warm_up(root: Path, **scenario: Any) -> Outcome:
+    def warm_up(root: Path, **scenario: Any) -> TaskExit:
         shutil.copytree(layout.root, root, dirs_exist_ok=True)
         config = {
             "run_dir": str(root),
@@ -176,14 +163,10 @@ def test_a_killed_warm_up_ends_with_the_same_bits(
 
     expected = warm_up(tmp_path / "left-alone")
     assert expected.codes == [0], expected.log
-    calls = {
-        "areal_hpc.trainer.sft_job:train_step": (7, {3, 6}),
-        "areal_hpc.trainer.checkpoints.store:CheckpointStore._put_in_place": (2, {3}),
-    }
-    for number, (call, (nth, began_at)) in enumerate(calls.items()):
-        root = tmp_path / f"killed-{number}"
-        kill = {"rank": 0, "call": call, "nth": nth, "when": "before"}
-        assert warm_up(root, kill=kill).codes == [-9]
+    faults = {"optimizer.before_step@7": {3, 6}, "checkpoint.before_rename@2": {3}}
+    for fault, began_at in faults.items():
+        root = tmp_path / fault
+        assert warm_up(root, faults=f"{fault}=kill").codes == [-9]
         resumed = warm_up(root)
         assert resumed.codes == [0], resumed.log
         assert resumed.reports[0]["began_at"] in began_at

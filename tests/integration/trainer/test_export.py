@@ -14,12 +14,12 @@ from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
-from tests.contract.parity_table import FAMILIES, LOGPROB_BOUND
 from tests.integration.sglang_server import serving
 from tests.integration.trainer.conftest import ALL
-from tests.integration.trainer.layout_launch import Findings
-from tests.integration.trainer.layout_worker import make_rows
-from tests.integration.trainer.reference_models import hf_model
+from tests.support.layout_launch import Findings
+from tests.support.layout_worker import make_rows
+from tests.support.parity_table import FAMILIES, LOGPROB_BOUND
+from tests.support.reference_models import hf_model
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.gpu.bounds import (
+from tests.support.device_bounds import (
     CHECKS,
-    REPOSITORY,
     Findings,
     benchmarks_tell_their_figures,
     run_benchmarks,
     run_worker,
 )
+from tests.support.environments import CHECKOUT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -44,7 +44,7 @@ def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     sizes = ["--pairs", "2", "--hidden", "128", "--layers", "1", "--vocab", "256"]
     ended = subprocess.run(
         [
-            *(f"{REPOSITORY}/.venvs/agents/bin/areal-hpc", "bench", "trainer", *sizes),
+            *(f"{CHECKOUT}/.venvs/agents/bin/areal-hpc", "bench", "trainer", *sizes),
             *("--rows", "3", "--length", "40", "--out", str(out)),
         ],
         cwd=tmp_path,
@@ -63,9 +63,9 @@ def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
 
 
 def test_the_gpu_tier_says_what_it_misses(tmp_path: Path) -> None:
-    python = f"{REPOSITORY}/.venvs/train/bin/python"
+    python = f"{CHECKOUT}/.venvs/train/bin/python"
     ended = subprocess.run(
-        [REPOSITORY / "benchmarks/gpu/run.sh"],
+        [CHECKOUT / "benchmarks/gpu/run.sh"],
         env={**os.environ, "PYTHON": python, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

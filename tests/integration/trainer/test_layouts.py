@@ -11,16 +11,16 @@ import pytest
 import torch
 import transformers
 
-from tests.contract.parity_table import (
+from tests.integration.trainer.conftest import ALL, OTHERS
+from tests.support.layout_launch import Findings
+from tests.support.parity_table import (
     FAMILIES,
     GRADIENT_BOUND,
     LOGPROB_BOUND,
     NORM_BOUND,
     RESUME_BOUND,
 )
-from tests.integration.trainer.conftest import ALL, OTHERS
-from tests.integration.trainer.layout_launch import Findings
-from tests.integration.trainer.reference_models import hf_model
+from tests.support.reference_models import hf_model
 
 pytestmark = pytest.mark.timeout(900)
 

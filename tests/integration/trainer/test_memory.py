@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).parents[3]
+from tests.support.environments import CHECKOUT
 
 
 def test_a_layer_keeps_as_much_as_is_estimated() -> None:

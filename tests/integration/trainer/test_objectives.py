@@ -10,8 +10,8 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.trainer.rank_server import RankServer
-from tests.integration.trainer.recorded_run import record_run
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import record_run
 
 STEPS = 3
 OBJECTIVE = {

@@ -17,8 +17,9 @@ from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.progress import PlainReporter
-from tests.integration.trainer.rank_server import REPOSITORY, RankServer
-from tests.integration.trainer.recorded_run import TRAINER, record_run, write_recipe
+from tests.support.environments import CHECKOUT
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import TRAINER, record_run, write_recipe
 
 STEPS = 6
 SETTINGS = {"total_steps": STEPS, "minibatches": 3}
@@ -39,7 +40,7 @@ def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> Run
 def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "areal_hpc", "replay", str(run), *words],
-        cwd=REPOSITORY,
+        cwd=CHECKOUT,
         capture_output=True,
         text=True,
         check=False,

@@ -16,15 +16,14 @@ from areal_hpc.audit.fates import Fate, audit_run
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import read_step_lines
-from tests.integration.trainer.rank_server import Outcome, RankServer
-from tests.integration.trainer.recorded_run import SAMPLES, record_run, spoil
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import SAMPLES, record_run, spoil
 
 INSPECTIONS = "tests.integration.trainer.untrained_inspections"
 NAIVE = {"proximal": "none", "correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
-LEARN = "areal_hpc.trainer.learner:Learner.train"
 FAILED, STOPPED = 70, 143
 
 pytestmark = pytest.mark.timeout(120)
@@ -48,7 +47,7 @@ def column(report: dict[str, Any], name: str) -> list[Any]:
     return [line[name] for line in report["lines"]]
 
 
-def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> Outcome:
+def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
     optimizer = {"lr": 1e-3, "on_nonfinite": scenario.pop("on_nonfinite", "skip")}
     settings = {"commit_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
                 "parallel": {"dp": dp}, **scenario.pop("trainer", {})}  # fmt: skip
@@ -207,13 +206,13 @@ def test_a_run_that_is_to_stop_does_so_at_the_first(ranks: RankServer, tmp_path:
 
 def resumed_after_a_kill(
     ranks: RankServer, recorded: Path, folder: Path, steps: int, nth: int
-) -> Sequence[Outcome]:
+) -> Sequence[TaskExit]:
     """A run left alone, and the resume of one that was killed before its nth step."""
     settings = {"total_steps": steps, "commit_every_steps": 2}
     alone = RunPaths(shutil.copytree(recorded, folder / "alone"))
     killed = RunPaths(shutil.copytree(recorded, folder / "killed"))
-    kill = {"rank": 0, "call": LEARN, "nth": nth, "when": "before"}
-    assert train(ranks, killed, trainer=settings, kill=kill).codes == [-9]
+    fault = f"train.before_step@{nth}=kill"
+    assert train(ranks, killed, trainer=settings, faults=fault).codes == [-9]
     return [train(ranks, one, trainer=settings) for one in (alone, killed)]
 
 

@@ -9,8 +9,8 @@ from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.step import train_step
-from tests.integration.trainer.layout_worker import LR, Case, make_rows, weighted_loss
-from tests.integration.trainer.replay_worker import Scenario, digests, make_learner
+from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
+from tests.support.replay_worker import Scenario, digests, make_learner
 
 
 def each_step(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:

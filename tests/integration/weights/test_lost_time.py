@@ -19,7 +19,7 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.fair_clock import FairClock
+from tests.support.fair_clock import FairClock
 
 UPDATE_TIMEOUT_S = 1.0
 

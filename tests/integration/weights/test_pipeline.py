@@ -16,9 +16,9 @@ from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.environments import CHECKOUT
 from tests.support.weight_updates import raise_if_failed
 
-REPOSITORY = Path(__file__).parents[3]
 BUCKET_BYTES = 4096
 SPECS = [TensorSpec(f"norm.{at}.weight", (BUCKET_BYTES // 4,), "float32") for at in range(6)]
 """Each fills a bucket."""
@@ -28,7 +28,7 @@ SPECS = [TensorSpec(f"norm.{at}.weight", (BUCKET_BYTES // 4,), "float32") for at
 def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
     module = "tests.integration.trainer.scripted_relay"
     command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
-    process = subprocess.Popen(command, cwd=REPOSITORY)
+    process = subprocess.Popen(command, cwd=CHECKOUT)
     try:
         rendezvous.await_endpoint(directory, "relay-cell-0", 60)
         yield

@@ -20,8 +20,8 @@ from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import UpdateReport
 from areal_hpc.weights.swap import GroupSwap
 from areal_hpc.wire.weight_version import WeightVersion
-from tests.integration.inference.cell import Cell, running_cell, tiny_qwen3
-from tests.integration.weights.fire import Trap, gates
+from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
+from tests.support.update_faults import Trap, gates
 from tests.support.weight_updates import raise_if_failed
 
 pytestmark = pytest.mark.timeout(240)

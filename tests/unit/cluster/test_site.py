@@ -8,8 +8,8 @@ import yaml
 from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe import load
+from tests.support.environments import CHECKOUT
 
-CHECKOUT = Path(__file__).parents[3]
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 

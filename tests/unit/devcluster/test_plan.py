@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from difflib import ndiff
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def planned(settings: Settings) -> Plan:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_files_and_processes_are_the_golden_ones(name: str) -> None:
     # After a change that is meant: python -m tests.golden.make_devcluster
-    assert describe(plan_variant(name)) == (GOLDEN / f"{name}.txt").read_text()
+    assert describe(plan_variant(VARIANTS[name])) == (GOLDEN / f"{name}.txt").read_text()
 
 
 def test_nodes_in_namespaces_differ_in_name_and_address_and_share_the_port() -> None:
@@ -61,10 +62,16 @@ def test_all_nodes_together_claim_no_more_memory_than_there_is() -> None:
     assert 7 * int(claimed_mib[1]) <= FACTS.memory_mib < 7 * (int(claimed_mib[1]) + 1)
 
 
-def test_without_accounting_there_is_no_database() -> None:
-    made = planned(Settings(accounting=False))
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_without_accounting_there_is_no_database_and_all_else_is_as_with_it(
+    namespaces: bool,
+) -> None:
+    with_it = plan_variant(Settings(namespaces=namespaces))
+    made = plan_variant(Settings(namespaces=namespaces, accounting=False))
     assert [daemon.name for daemon in made.daemons] == ["munged", "slurmctld"]
     assert "slurmdbd" not in "".join(made.files.values())
+    whole, less = describe(with_it).splitlines(), describe(made).splitlines()
+    assert [line for line in ndiff(whole, less) if line.startswith("+")] == []
 
 
 def test_everything_lies_below_the_state_directory() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tokenizers import Tokenizer
 
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
-from tests.unit.session.chatml import byte_level_tokenizer
+from tests.support.chatml import byte_level_tokenizer
 
 MARKS = [
     "<|begin_of_text|>",

@@ -11,7 +11,7 @@ import numpy as np
 from areal_hpc.session.normalise import normalise_chat_message
 from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
-from tests.unit.session.chatml import CHATML, byte_level_tokenizer
+from tests.support.chatml import CHATML, byte_level_tokenizer
 
 ENCODER = TokenEncoder(byte_level_tokenizer())
 TEMPLATE = ChatTemplate(CHATML)

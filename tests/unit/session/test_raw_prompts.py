@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
+from tests.support.chatml import byte_level_tokenizer
 from tests.support.prompt_audit import audit_prompt
-from tests.unit.session.chatml import byte_level_tokenizer
 from tests.unit.session.model_stub import TEMPLATE, prompt_ids, say, user
 
 numbers = count()

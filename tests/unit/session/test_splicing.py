@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from areal_hpc.session.template import ChatTemplate, Message
 from areal_hpc.session.template_suffix import REPLY_PLACEHOLDER
 from areal_hpc.session.tree import InteractionTree, ids_of
-from tests.unit.session.chatml import CHATML
+from tests.support.chatml import CHATML
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
 
 texts = st.text(

@@ -10,7 +10,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from areal_hpc.errors import RecipeError
 from areal_hpc.session.normalise import normalise_chat_message
 from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal, TokenEncoder
-from tests.unit.session.chatml import write_model_dir
+from tests.support.chatml import write_model_dir
 
 MESSAGES = [{"role": "user", "content": "<é>"}]
 

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 from areal_hpc.session import words
 from areal_hpc.session.template import TokenEncoder
 from areal_hpc.session.words import WordEncoder
-from tests.unit.session.chatml import TRAINING_TEXT
+from tests.support.chatml import TRAINING_TEXT
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 QWEN = (

@@ -16,7 +16,7 @@ from areal_hpc.shards.report import (
 )
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
-from tests.unit.shards.sample_trajectories import ticket, trajectory
+from tests.support.sample_trajectories import ticket, trajectory
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.shards.writer import seal
 from areal_hpc.wire.trajectory import Trajectory
-from tests.unit.shards.sample_trajectories import fields, ticket, trajectories, trajectory
+from tests.support.sample_trajectories import fields, ticket, trajectories, trajectory
 
 
 @pytest.fixture

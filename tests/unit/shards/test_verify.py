@@ -9,7 +9,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import repair, verify_run
 from areal_hpc.shards.writer import seal
-from tests.unit.shards.sample_trajectories import ticket
+from tests.support.sample_trajectories import ticket
 
 
 @pytest.fixture

@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from tests.contract.document_scenes import SCENES
-from tests.contract.documents import blocks
-from tests.contract.proxy.scripted_sglang import CELL
-from tests.integration.agents.theatre import CHECKOUT, Theatre, python_of
+from tests.integration.agents.theatre import Theatre
+from tests.support.document_scenes import SCENES
+from tests.support.documents import blocks
+from tests.support.environments import CHECKOUT, python_of
+from tests.support.scripted_sglang import CELL
 
 FIRST_TICKETS = {"agents": 100_000, "camel": 101_000, "frameworks": 102_000}
 """By environment, away from those of the folder above. They decide what the model samples, so

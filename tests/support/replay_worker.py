@@ -16,7 +16,6 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
+from areal_hpc.faults import VARIABLE
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.telemetry import set_up_logging
@@ -44,7 +44,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.sft_job import SftTrainer
-from tests.integration.trainer.recorded_run import TRAINER
+from tests.support.recorded_run import TRAINER
 
 Scenario = dict[str, Any]
 
@@ -120,35 +120,6 @@ def inspect(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     return found
 
 
-def resolve(call: str) -> tuple[Any, str]:
-    """Where `package.module:Class.method` is kept, and under which name."""
-    module, _, path = call.partition(":")
-    owner: Any = importlib.import_module(module)
-    *parents, name = path.split(".")
-    for parent in parents:
-        owner = getattr(owner, parent)
-    return owner, name
-
-
-def die_at(call: str, nth: int, when: str) -> None:
-    """Let this process be killed at the nth call of a function, before or after its work."""
-    owner, name = resolve(call)
-    original: Callable[..., Any] = getattr(owner, name)
-    calls = 0
-
-    def fatal(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == nth and when == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
-        result = original(*args, **kwargs)
-        if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return result
-
-    setattr(owner, name, fatal)
-
-
 def be_rank(scenario: Scenario, rank: int) -> int:
     """One rank of a scenario, in a process of its own; its exit code."""
     os.environ |= {"AREAL_HPC_RANK": str(rank), "AREAL_HPC_NUM_TASKS": str(scenario["ranks"])}
@@ -161,9 +132,8 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     torch.manual_seed(int.from_bytes(os.urandom(4)))
     np.random.seed(int.from_bytes(os.urandom(4)))
     random.seed(os.urandom(4))
-    kill = scenario.get("kill")
-    if kill and kill["rank"] == rank:
-        die_at(kill["call"], kill["nth"], kill["when"])
+    if rank == scenario.get("faulty_rank", 0):
+        os.environ[VARIABLE] = scenario.get("faults", "")
     act = {"replay": replay, "warm_up": warm_up, "inspect": inspect}[scenario["act"]]
     report = layout.root / f"report.{rank}.json"
     report.unlink(missing_ok=True)

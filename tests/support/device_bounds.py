@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+
 VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
 GRADIENT_BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 """Rounding to 8 bits is 2**-9 = 0.2 % a time."""
@@ -43,7 +44,7 @@ def _run(command: list[str], device: str) -> None:
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     if device == "cpu":
         environ["CUDA_VISIBLE_DEVICES"] = ""
-    subprocess.run(command, cwd=REPOSITORY, env=environ, check=True, timeout=540)
+    subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=540)
 
 
 def attention_is_plain_attention(found: Findings) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.faults.slow_agent import SlowAgent
+from tests.support.slow_agent import SlowAgent
 
 BITE_BYTES = 64 * 1024**2
 MOST_BITES = 96

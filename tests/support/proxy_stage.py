@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -27,14 +28,15 @@ from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.replicas import ReplicaState
-from tests.contract.proxy.scripted_sglang import (
+from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.scripted_sglang import (
     CELL,
     LoopThread,
+    Script,
     ScriptedSGLang,
     StandInLedger,
     StandInRelay,
 )
-from tests.unit.session.chatml import byte_level_tokenizer, write_model_dir
 
 PATIENCE_S = 60.0
 """What does not happen in such a time never will: it costs nothing where it does."""
@@ -176,6 +178,23 @@ class Stage:
             assert time.monotonic() < give_up_at, self.log
             time.sleep(0.02)
         return found
+
+    def speak_in_letters(self, text: str = "hello") -> list[int]:
+        """Let the model say a text in tokens that no tokenizer would choose; the tokens."""
+        letters = [token for letter in text for token in self.tokenizer.encode(letter).ids]
+        self.sglang.script = lambda request: Script(text, finish="length", output_ids=letters)
+        return letters
+
+    def assert_continued(self, said: list[int]) -> None:
+        """Each prompt so far began with the one before and the model's own tokens after it."""
+        prompts = [request["input_ids"] for request in self.sglang.requests]
+        assert len(prompts) > 1
+        for before, after in itertools.pairwise(prompts):
+            assert after[: len(before) + len(said)] == before + said
+
+    def prompt_of(self, request: dict[str, Any]) -> str:
+        """What a request of SGLang's asks, as text."""
+        return self.tokenizer.decode(request["input_ids"], skip_special_tokens=False)
 
     def catch_up(self) -> None:
         """Return when the proxy has read all that came before, the end of connections included.

@@ -1,4 +1,4 @@
-"""The table of frameworks in docs/agents.md: `python -m tests.contract.agents_table` renews it.
+"""The table of frameworks in docs/agents.md; `tests.support.generated_tables` renews it.
 
 Its versions are those of the locks, which the environments of the tests are made from;
 `tests/integration/agents/test_versions.py` looks at what is installed there.
@@ -7,11 +7,11 @@ Its versions are those of the locks, which the environments of the tests are mad
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+from tests.support.tables import markdown
+
 DOCUMENT = CHECKOUT / "docs" / "agents.md"
-BEGIN, END = "<!-- table: frameworks -->", "<!-- end of table -->"
 
 
 @dataclass(frozen=True)
@@ -73,21 +73,10 @@ def locked(environment: str) -> dict[str, str]:
 
 def table() -> str:
     """The table as it must stand in the document."""
-    lines = ["| framework | packages | proven | test |", "|---|---|---|---|"]
+    rows = []
     for one in FRAMEWORKS:
         pins = locked(one.environment)
         packages = ", ".join(f"{name} {pins[name]}" for name in one.packages)
         test = f"`tests/integration/agents/{one.test}`"
-        lines.append(f"| {one.name} | {packages} | {one.proven} | {test} |")
-    return "\n".join(lines)
-
-
-def renewed(document: str) -> str:
-    """The document with the table of today."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+        rows.append((one.name, packages, one.proven, test))
+    return markdown(("framework", "packages", "proven", "test"), rows)

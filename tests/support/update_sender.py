@@ -1,4 +1,4 @@
-"""`python -m tests.integration.weights.sender CONFIG`: a trainer's end of updates, and no more.
+"""`python -m tests.support.update_sender CONFIG`: a trainer's end of updates, and no more.
 
 Each line of standard input is an order; each line of standard output says what came of it.
 """

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
 
-REPOSITORY = Path(__file__).parents[3]
 TIMEOUT_S = 240.0
 
 SIZES = (
@@ -64,7 +64,7 @@ class SmallRun:
                     *(sys.executable, "-m", "areal_hpc", "run", "recipes/quickstart.yaml"),
                     *self._overrides,
                 ],
-                cwd=REPOSITORY,
+                cwd=CHECKOUT,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environ},
@@ -116,7 +116,7 @@ class SmallRun:
         """The last line of `areal-hpc audit`, which must find nothing at fault."""
         command = [sys.executable, "-m", "areal_hpc", "audit", str(self.layout.root)]
         answer = subprocess.run(
-            command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
+            command, cwd=CHECKOUT, capture_output=True, text=True, timeout=60, check=False
         )
         assert answer.returncode == 0, answer.stdout + answer.stderr
         return answer.stdout.splitlines()[-1]

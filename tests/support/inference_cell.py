@@ -25,7 +25,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
-from tests.integration.commands import command_of, is_scheduler
+from tests.support.process_commands import command_of, is_scheduler
 
 VOCABULARY = 300
 """Not a multiple of 64, so SGLang pads it."""

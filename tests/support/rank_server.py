@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
-
-REPOSITORY = Path(__file__).parents[3]
+from tests.support.environments import CHECKOUT
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TaskExit:
     """How the ranks of one scenario ended, and what they left."""
 
     codes: list[int]
@@ -31,7 +29,7 @@ class RankServer:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def run(self, layout: RunPaths, act: str, ranks: int = 1, **scenario: Any) -> Outcome:
+    def run(self, layout: RunPaths, act: str, ranks: int = 1, **scenario: Any) -> TaskExit:
         request = {"run_dir": str(layout.root), "act": act, "ranks": ranks, "trainer": {}}
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -40,15 +38,15 @@ class RankServer:
         codes = json.loads(self._process.stdout.readline())
         files = [layout.root / f"report.{rank}.json" for rank in range(ranks)]
         reports = [json.loads(file.read_text()) if file.exists() else {} for file in files]
-        return Outcome(codes, reports, (layout.root / "ranks.log").read_text()[-6000:])
+        return TaskExit(codes, reports, (layout.root / "ranks.log").read_text()[-6000:])
 
 
 @contextmanager
 def rank_server() -> Iterator[RankServer]:
     """A server that ends with the block."""
     with subprocess.Popen(
-        [sys.executable, "-m", "tests.integration.trainer.replay_worker"],
-        cwd=REPOSITORY,
+        [sys.executable, "-m", "tests.support.replay_worker"],
+        cwd=CHECKOUT,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,15 +1,12 @@
-"""The table of docs/areal-documents.md: `python -m tests.contract.document_table` renews it."""
+"""The table of docs/areal-documents.md; `tests.support.generated_tables` renews it."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from tests.support.document_commands import COMMANDS, SMALL
+from tests.support.document_scenes import SCENES
+from tests.support.documents import Block, blocks
+from tests.support.tables import markdown
 
-from tests.contract.document_commands import COMMANDS, SMALL
-from tests.contract.document_scenes import SCENES
-from tests.contract.documents import Block, blocks
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "areal-documents.md"
-BEGIN, END = "<!-- table: blocks -->", "<!-- end of table -->"
 REAL = "tests/integration/agents/documents/test_documents.py"
 SETTINGS = "tests/contract/test_documents.py"
 DRAWING = "a drawing"
@@ -41,7 +38,7 @@ def patches_of(block: Block) -> list[str]:
 
 def table() -> str:
     """One row a block."""
-    lines = ["| block | language | begins | how | test | patches |", "|---|---|---|---|---|---|"]
+    rows = []
     for block in blocks():
         patches, how = "; ".join(patches_of(block)), how_of(block)
         test = test_of(block)
@@ -51,17 +48,5 @@ def table() -> str:
         beginning = beginning if block.language == "command" else f"`{beginning}`"
         if block.language == "drawing":
             beginning, shown = DRAWING, ""
-        cells = (block.key, block.language, beginning, how, shown, patches)
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def renewed(document: str) -> str:
-    """The document with the table of today."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{table()}\n{END}{after}"
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+        rows.append((block.key, block.language, beginning, how, shown, patches))
+    return markdown(("block", "language", "begins", "how", "test", "patches"), rows)

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.contract.document_scenes import SCENES, Patch
-from tests.contract.documents import Block, blocks
+from tests.support.document_scenes import SCENES, Patch
+from tests.support.documents import Block, blocks
+from tests.support.environments import CHECKOUT
 
 QUICK = "tests/integration/areal/test_commands.py"
 SLOW = "tests/acceptance/test_document_commands.py"
@@ -24,7 +25,6 @@ NAMES = (
     Patch("<your experiment name>", "guide", "a name of the reader's"),
     Patch("<your trial name>", "trial", "a name of the reader's"),
 )
-CLONE = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ COMMANDS = {
     "proxy_mode:1": Command(
         "trains",
         SLOW,
-        patches=(Patch("/path/to/AReaL", str(CLONE), "the path of the clone"),),
+        patches=(Patch("/path/to/AReaL", str(CHECKOUT), "the path of the clone"),),
         run="agent-workflow/trial0",
     ),
     "proxy_mode:3": Command("plays", PLAYED, "frameworks"),

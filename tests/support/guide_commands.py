@@ -9,11 +9,11 @@ from pathlib import Path
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.contract.document_commands import COMMANDS, OWN_MODULE, overrides
-from tests.contract.documents import blocks
-from tests.integration.agents.conftest import make_talking_model
-from tests.integration.agents.theatre import CHECKOUT, python_of
-from tests.integration.launch.small_run import processes_of
+from tests.support.document_commands import COMMANDS, OWN_MODULE, overrides
+from tests.support.documents import blocks
+from tests.support.environments import CHECKOUT, python_of
+from tests.support.small_run import processes_of
+from tests.support.talking_model import make_talking_model
 
 BLOCKS = {block.key: block for block in blocks()}
 TASKS = [

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "parity.md"
+from tests.support.environments import CHECKOUT
+from tests.support.tables import markdown, write_table
+
+DOCUMENT = CHECKOUT / "docs" / "parity.md"
 
 DENSE = ("llama", "qwen2", "qwen3")
 MIXTURE = "qwen3_moe"
@@ -71,59 +73,29 @@ def families_resumed(written_under: str, read_under: str) -> tuple[str, ...]:
     )
 
 
-TEXT = f"""\
-# Parity with transformers
-
-Written by `make parity`; a test keeps every layout in it and every figure within its bound.
-
-Each family is a small random model in float32 on CPU and gloo, its norms, biases and routers far
-from their usual starting values, its vocabulary odd. Eleven sequences of 4 to 40 tokens are packed
-without padding into micro-batches, exactly as in training. The distributed optimizer is always on.
-EP spreads the experts over ranks of TP or DP; where it is not named, every rank holds all experts.
-
-| figure | meaning | bound |
-|---|---|---|
-| log-probs | largest absolute difference of any scored token's log-probability \
-| {LOGPROB_BOUND:g} |
-| gradients | largest difference in any tensor, relative to the largest gradient in that tensor \
-| {GRADIENT_BOUND:g} |
-| norm | relative difference of the global gradient norm | {NORM_BOUND:g} |
-| loss, weights | largest absolute difference after one more step, between a trainer that went on \
-and one that resumed from its commit under another layout (AdamW at learning rate 1e-3) \
-| {RESUME_BOUND:g} |
-
-## Against transformers
-
-| family | layout | log-probs | gradients | norm |
-|---|---|---|---|---|
-"""
-
-RESUME_TEXT = """
-## Committed under one layout, resumed under another
-
-| family | committed under | resumed under | loss | weights |
-|---|---|---|---|---|
-"""
+def write(agreements: list[Agreement], resumes: list[Resume]) -> None:
+    """Put both tables into the document."""
+    agreed = [
+        (one.family, one.layout, *_shown(one.logprob_gap, one.gradient_gap, one.norm_gap))
+        for one in agreements
+    ]
+    header = ("family", "layout", "log-probs", "gradients", "norm")
+    write_table(DOCUMENT, "agreements", markdown(header, agreed))
+    resumed = [
+        (one.family, one.written_under, one.read_under, *_shown(one.loss_gap, one.weight_gap))
+        for one in resumes
+    ]
+    header = ("family", "committed under", "resumed under", "loss", "weights")
+    write_table(DOCUMENT, "resumes", markdown(header, resumed))
 
 
-def render(agreements: list[Agreement], resumes: list[Resume]) -> str:
-    """The whole document."""
-    first = "".join(
-        f"| {row.family} | {row.layout} "
-        f"| {row.logprob_gap:.1e} | {row.gradient_gap:.1e} | {row.norm_gap:.1e} |\n"
-        for row in agreements
-    )
-    second = "".join(
-        f"| {row.family} | {row.written_under} | {row.read_under} "
-        f"| {row.loss_gap:.1e} | {row.weight_gap:.1e} |\n"
-        for row in resumes
-    )
-    return f"{TEXT}{first}{RESUME_TEXT}{second}"
+def _shown(*gaps: float) -> list[str]:
+    return [f"{gap:.1e}" for gap in gaps]
 
 
 def parse(document: str) -> tuple[list[Agreement], list[Resume]]:
     """The rows of both tables."""
-    first, _, second = document.partition(RESUME_TEXT)
+    first, _, second = document.partition("<!-- table: resumes -->")
     agreements = [
         Agreement(family, layout, *map(float, figures)) for family, layout, *figures in _rows(first)
     ]

@@ -28,7 +28,8 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
-from tests.integration.inference.cell import Cell
+from tests.support.environments import CHECKOUT
+from tests.support.inference_cell import Cell
 
 PROMPT = [10, 20, 30, 40, 50]
 REPLY_TOKENS = 12
@@ -158,13 +159,13 @@ class Sender:
         with (directory / f"sender.{epoch}.log").open("wb") as log_file:
             self.process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "tests.integration.weights.sender"),
+                    *(sys.executable, "-m", "tests.support.update_sender"),
                     json.dumps(config),
                 ],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log_file,
-                cwd=Path(__file__).parents[3],
+                cwd=CHECKOUT,
                 env=os.environ,
             )
 

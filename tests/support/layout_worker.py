@@ -33,7 +33,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
-from tests.integration.trainer.reference_models import (
+from tests.support.reference_models import (
     SIZES,
     by_checkpoint_name,
     hf_model,

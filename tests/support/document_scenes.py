@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tests.contract.documents import Block
+from tests.support.documents import Block
 
 
 @dataclass(frozen=True)

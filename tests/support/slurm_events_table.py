@@ -1,4 +1,4 @@
-"""The tables of docs/operating.md: `python -m tests.contract.slurm_events_table` renews them.
+"""The tables of docs/operating.md; `tests.support.generated_tables` renews them.
 
 The figures come from `tests/acceptance/test_slurm_events.py`.
 """
@@ -6,13 +6,13 @@ The figures come from `tests/acceptance/test_slurm_events.py`.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
-CHECKOUT = Path(__file__).parents[2]
+from tests.support.environments import CHECKOUT
+from tests.support.tables import markdown, write_table
+
 DOCUMENT = CHECKOUT / "docs" / "operating.md"
 RESULTS = CHECKOUT / "benchmarks" / "results" / "slurm_events.json"
-BEGIN, END = "<!-- table: events -->", "<!-- end of table -->"
 
 EVENTS = {
     "preempted in a collective": "the trainer is preempted while a rank is inside a collective",
@@ -48,22 +48,20 @@ def record(part: str, figures: dict[str, Any]) -> None:
         name: results["events"][name] for name in EVENTS if name in results["events"]
     }
     RESULTS.write_text(json.dumps(results, indent=2) + "\n")
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))
+    write_table(DOCUMENT, "events", tables())
 
 
 def tables() -> str:
     """What happened at each event, and what the first step waits for."""
     results = read_results()
-    lines = ["| event | what happened | recovery |", "|---|---|---|"]
-    for name, title in EVENTS.items():
-        row = results["events"].get(name)
-        lines.append(f"| {title} | {happened(row)} | {recovery(row)} |")
+    rows = [(title, results["events"].get(name)) for name, title in EVENTS.items()]
+    cells = [(title, happened(row), recovery(row)) for title, row in rows]
+    lines = [markdown(("event", "what happened", "recovery"), cells)]
     start = results["start"]
     if start:
         parts = [name for name in start if name != "total"]
         lines += ["", f"From `areal-hpc submit` to the first trained step: {start['total']:.0f} s."]
-        lines += ["", f"| {' | '.join(parts)} |", f"|{'---|' * len(parts)}"]
-        lines.append(f"| {' | '.join(f'{start[name]:g} s' for name in parts)} |")
+        lines += ["", markdown(parts, [[f"{start[name]:g} s" for name in parts]])]
     if learning := results["learning"]:
         lines += [
             "",
@@ -98,14 +96,3 @@ def recovery(row: Row | None) -> str:
     if "first_step_s" in row:
         parts.append(f"first new step {row['first_step_s']:.0f} s after the start of the process")
     return "; ".join(parts)
-
-
-def renewed(document: str) -> str:
-    """The document with the tables of today."""
-    before, _, rest = document.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{tables()}\n{END}{after}"
-
-
-if __name__ == "__main__":
-    DOCUMENT.write_text(renewed(DOCUMENT.read_text()))

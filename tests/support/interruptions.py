@@ -7,7 +7,7 @@ from functools import partial
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.launch.small_run import SmallRun
+from tests.support.small_run import SmallRun
 
 STOP_LIMIT_S = 20.0
 

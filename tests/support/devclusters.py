@@ -4,8 +4,7 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,8 +12,12 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.devcluster.host import choosing
+from areal_hpc.rundir.jobs import Submission, read_submissions
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import SIZES
+from tests.support.waiting import wait_for
 
-CHECKOUT = Path(__file__).parents[2]
 NETWORK_LINKS = Path("/sys/class/net")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 
@@ -124,8 +127,54 @@ def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
         cluster.down()
 
 
-def wait_for(condition: Callable[[], bool], within_s: float) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {within_s} s"
-        time.sleep(0.2)
+CUT_DOWN = (
+    *SIZES,
+    "warmup.total_steps=20",
+    "evaluation.every_steps=0",
+    "trainer.total_steps=5",
+)
+
+
+class Submitting:
+    """`areal-hpc` in the environment of a cluster, for one run directory."""
+
+    def __init__(self, cluster: Devcluster, fileroot: Path) -> None:
+        self._cluster = cluster
+        self._fileroot = fileroot
+        self.layout = RunPaths(fileroot / "quickstart" / "slurm")
+
+    def call(self, *arguments: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            (sys.executable, "-m", "areal_hpc", *arguments),
+            cwd=CHECKOUT,
+            env=self._cluster.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_s,
+        )
+
+    def submit(self, *options: str, timeout_s: float = 110) -> subprocess.CompletedProcess[str]:
+        return self.call("submit", *self._recipe, *options, timeout_s=timeout_s)
+
+    def start(self, *options: str) -> subprocess.Popen[str]:
+        """`areal-hpc submit`, without waiting for its end."""
+        return subprocess.Popen(
+            (sys.executable, "-m", "areal_hpc", "submit", *self._recipe, *options),
+            cwd=CHECKOUT,
+            env=self._cluster.environ,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def _recipe(self) -> tuple[str, ...]:
+        return (
+            "recipes/quickstart_slurm.yaml",
+            f"cluster.fileroot={self._fileroot}",
+            *CUT_DOWN,
+        )
+
+    @property
+    def submissions(self) -> list[Submission]:
+        return read_submissions(self.layout.submissions)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
-from tests.integration.trainer.rank_server import RankServer
+from tests.support.rank_server import RankServer
 
 Findings = dict[str, dict[str, Any]]
 """What was found, by family."""
@@ -37,7 +37,7 @@ def launch(
         "inspect",
         ranks,
         trainer={"parallel": parallel},
-        inspect="tests.integration.trainer.layout_worker:go_through",
+        inspect="tests.support.layout_worker:go_through",
         families=list(families),
         others=[str(other) for other in others],
     )

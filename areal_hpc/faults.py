@@ -1,0 +1,151 @@
+"""Named points at which tests kill, hold or fail a process.
+
+A call of `fault_point` does nothing unless `AREAL_HPC_FAULTS` names its point when the process
+first comes to any. The variable holds faults, separated by spaces:
+
+    POINT=ACTION        at every visit of this process
+    POINT@N=ACTION      at its N-th visit, counted from 1
+
+| action    | what happens                                                                        |
+|-----------|-------------------------------------------------------------------------------------|
+| kill      | the process kills itself with SIGKILL                                               |
+| error     | OSError (EIO) is raised                                                             |
+| hold:FILE | while FILE exists, the first process that comes to the point waits; it writes its   |
+|           | process id to FILE.held. Others pass, and so does everybody while there is no FILE. |
+
+Example: `AREAL_HPC_FAULTS="checkpoint.before_rename@2=kill journal.before_append=hold:/tmp/gate"`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import threading
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "AREAL_HPC_FAULTS"
+MAX_HOLD_S = 300.0
+"""A test that died leaves its file behind."""
+_POLL_S = 0.02
+_FAULT = re.compile(r"(?P<point>[a-z_.]+)(@(?P<visit>[1-9]\d*))?=(?P<action>kill|error|hold:.+)")
+
+FAULT_POINTS = {
+    "train.before_step": "a training step begins",
+    "train.before_forward": "a micro-batch's forward pass begins",
+    "train.after_step": "a training step is over",
+    "optimizer.before_step": "gradients are computed, the optimizer has not stepped",
+    "optimizer.after_step": "the optimizer has stepped",
+    "checkpoint.before_copy": "the state is about to be copied for a commit",
+    "checkpoint.after_copy": "the state is copied, nothing of it is written",
+    "checkpoint.while_writing": "the writer has begun to write a commit",
+    "checkpoint.before_write": "the writer is about to write a commit",
+    "checkpoint.before_marker": "all data of a commit is on disk, its marker is not",
+    "checkpoint.before_rename": "a commit is written but not visible",
+    "checkpoint.after_rename": "a commit is visible, the oldest one is not deleted",
+    "checkpoint.after_commit": "a commit is visible and durable",
+    "weights.before_end": "replicas hold new weights half loaded",
+    "proxy.generate": "SGLang is about to be asked for a reply",
+    "journal.before_append": "a record is about to be written to the journal",
+    "shard.before_read": "columns of a shard are about to be read",
+    "shard.before_index": "a shard is whole but not indexed",
+}
+"""Every point of the package, and what is true there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What happens at a point."""
+
+    action: str
+    """As in the variable."""
+    visit: int | None
+    """At which visit of this process; None: at each."""
+
+
+def parse_faults(text: str) -> dict[str, list[Fault]]:
+    """The faults of a variable's value, by point.
+
+    Raises:
+        ValueError: The text is not of the form that the module describes, or a point is unknown.
+    """
+    faults: dict[str, list[Fault]] = {}
+    for word in text.split():
+        found = _FAULT.fullmatch(word)
+        if found is None or found["point"] not in FAULT_POINTS:
+            raise ValueError(
+                f"{VARIABLE} holds {word!r}; expected POINT[@N]=kill, error or hold:FILE, with a "
+                f"point of {', '.join(FAULT_POINTS)}"
+            )
+        visit = int(found["visit"]) if found["visit"] else None
+        faults.setdefault(found["point"], []).append(Fault(found["action"], visit))
+    return faults
+
+
+class FaultInjector:
+    """Counts visits of points and does there what the faults say. Safe for threads."""
+
+    def __init__(self, faults: dict[str, list[Fault]]) -> None:
+        self._faults = faults
+        self._visits = dict.fromkeys(faults, 0)
+        self._lock = threading.Lock()
+
+    def visit(self, point: str) -> None:
+        """Kill, hold or fail this process if a fault of the point is due.
+
+        Raises:
+            OSError: The fault is an error.
+        """
+        if point not in self._faults:
+            return
+        with self._lock:
+            self._visits[point] += 1
+            visit = self._visits[point]
+        for fault in self._faults[point]:
+            if fault.visit in (None, visit):
+                _act(point, fault.action)
+
+
+def fault_point(name: str) -> None:
+    """Let a test kill, hold or fail the process here; otherwise do nothing.
+
+    Args:
+        name: One of `FAULT_POINTS`, at one place of the package.
+
+    Raises:
+        OSError: A test wants it.
+    """
+    if (injector := _injector()) is not None:
+        injector.visit(name)
+
+
+@cache
+def _injector() -> FaultInjector | None:
+    faults = parse_faults(os.environ.get(VARIABLE, ""))
+    return FaultInjector(faults) if faults else None
+
+
+def _act(point: str, action: str) -> None:
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif action == "error":
+        raise OSError(errno.EIO, f"a fault at {point}")
+    else:
+        _hold(Path(action.removeprefix("hold:")))
+
+
+def _hold(gate: Path) -> None:
+    if not gate.exists():
+        return
+    try:
+        with gate.with_name(f"{gate.name}.held").open("x") as stream:
+            stream.write(str(os.getpid()))
+    except FileExistsError:
+        return
+    give_up_at = time.monotonic() + MAX_HOLD_S
+    while gate.exists() and time.monotonic() < give_up_at:
+        time.sleep(_POLL_S)

@@ -1,0 +1,12 @@
+"""The checkout and the interpreters of its environments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHECKOUT = Path(__file__).parents[2]
+
+
+def python_of(environment: str) -> Path:
+    """The interpreter of an environment that scripts/setup.sh makes."""
+    return CHECKOUT / ".venvs" / environment / "bin" / "python"

@@ -1,0 +1,22 @@
+"""The tables that are generated from the checkout: run this module to renew them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from areal_hpc.areal.config.translation import render_rule_table
+from tests.support import agents_table, document_table, slurm_events_table
+from tests.support.environments import CHECKOUT
+from tests.support.tables import write_table
+
+TABLES: dict[tuple[str, str], Callable[[], str]] = {
+    ("agents.md", "frameworks"): agents_table.table,
+    ("areal-documents.md", "blocks"): document_table.table,
+    ("migrating-from-areal.md", "keys"): render_rule_table,
+    ("operating.md", "events"): slurm_events_table.tables,
+}
+"""Document below docs/ and name of the table -> what must stand there."""
+
+if __name__ == "__main__":
+    for (document, name), make in TABLES.items():
+        write_table(CHECKOUT / "docs" / document, name, make())

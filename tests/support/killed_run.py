@@ -1,0 +1,225 @@
+"""Who is killed where: the points of a run, and a run that is killed at them."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.faults import FAULT_POINTS, VARIABLE
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.journal import encode_header
+from tests.support.small_run import SmallRun
+
+REST_S = 2.0
+"""Between a kill and the next one: a process that is just starting has nothing to lose."""
+GENERATING_S = 0.03
+"""From the moment before SGLang is asked to one at which it generates."""
+POLL_S = 0.01
+LAUNCH_TIMEOUT_S = 900.0
+
+PARTIES = {
+    "trainer": "areal_hpc.trainer.job:run",
+    "ledger": "areal_hpc.ledger.job:run",
+    "proxy": "areal_hpc.proxy.job:run",
+    "server": "areal_hpc.inference.job:run",
+    "driver": "areal_hpc.rollout.job:run",
+}
+"""Who is killed, and the entry point to find it by. `server` is SGLang, the child of that one."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """A moment of a run."""
+
+    fault_point: str
+    means: str
+
+
+def _at(fault_point: str) -> Point:
+    return Point(fault_point, FAULT_POINTS[fault_point])
+
+
+POINTS = {
+    "episode": Point("proxy.generate", "while SGLang generates a reply"),
+    "journal": Point("journal.before_append", "half of a journal record is written"),
+    "seal": _at("shard.before_index"),
+    "step": _at("optimizer.after_step"),
+    "commit": _at("checkpoint.before_rename"),
+}
+"""The kill matrix strikes every party at each of these."""
+UPDATE = _at("weights.before_end")
+
+
+@dataclass(frozen=True)
+class Kill:
+    """One case: `party` dies at `point`."""
+
+    party: str
+    point: str
+    """One of `POINTS`, or `update`."""
+
+    @property
+    def where(self) -> Point:
+        """The moment itself."""
+        return UPDATE if self.point == "update" else POINTS[self.point]
+
+    @property
+    def name(self) -> str:
+        return f"{self.party}-{self.point}"
+
+
+class Gate:
+    """Holds the first process that comes to a fault point while the gate is shut."""
+
+    def __init__(self, folder: Path, fault_point: str) -> None:
+        self._path = folder / fault_point
+        self._held = folder / f"{fault_point}.held"
+        self.setting = f"{fault_point}=hold:{self._path}"
+        """For the variable of faults."""
+
+    def shut(self) -> None:
+        """From now on, one process is held."""
+        self._path.touch()
+
+    def open(self) -> None:
+        """Let go whom it holds, and everybody later."""
+        self._path.unlink(missing_ok=True)
+        self._held.unlink(missing_ok=True)
+
+    def held(self) -> int | None:
+        """The process that waits here now."""
+        try:
+            return int(self._held.read_text() or 0) or None
+        except FileNotFoundError:
+            return None
+
+
+class KilledRun(SmallRun):
+    """A small run, without warm-up, whose processes are killed one after another."""
+
+    def __init__(
+        self, root: Path, model: Path, kills: list[Kill], steps: int = 24, *overrides: str
+    ) -> None:
+        super().__init__(
+            root / "runs",
+            "warmup=null",
+            "model.tiny=null",
+            f"model.path={model}",
+            f"trainer.total_steps={steps}",
+            "trainer.commit_every_steps=2",
+            "evaluation.every_steps=4",
+            *overrides,
+        )
+        self.steps = steps
+        self.kills = kills
+        folder = root / "faults"
+        folder.mkdir(parents=True)
+        self._gates = {point: Gate(folder, point) for point in {k.where.fault_point for k in kills}}
+        self.environ = {VARIABLE: " ".join(gate.setting for gate in self._gates.values())}
+        self._struck: dict[str, float] = {}
+        self._killer = threading.Thread(target=self._kill_all, daemon=True)
+
+    def start(self) -> None:
+        super().start()
+        if self.kills and self._killer.ident is None:
+            self._killer.start()
+
+    def run_to_the_end(self, most_launches: int) -> int:
+        """Give the same command until it exits with 0; how often that took."""
+        for launch in range(1, most_launches + 1):
+            self.start()
+            if self.wait(LAUNCH_TIMEOUT_S) == 0:
+                return launch
+        raise AssertionError(self.said())
+
+    def struck(self) -> dict[str, float]:
+        """When each kill happened, by name."""
+        return dict(self._struck)
+
+    def _kill_all(self) -> None:
+        """Each kill once, in order, when a process of the run comes to its point."""
+        for kill in self.kills:
+            gate = self._gates[kill.where.fault_point]
+            while kill.name not in self._struck:
+                gate.shut()
+                while (held := gate.held()) is None:
+                    time.sleep(POLL_S)
+                if found := self._victims(kill.party):
+                    self._strike(kill, gate, held, found)
+                gate.open()
+                time.sleep(REST_S if found else POLL_S)
+
+    def _strike(self, kill: Kill, gate: Gate, held: int, victims: list[psutil.Process]) -> None:
+        self._struck[kill.name] = time.time()
+        if kill.point == "episode":
+            gate.open()
+            time.sleep(GENERATING_S)
+        survives = held not in [victim.pid for victim in victims]
+        with torn_record(held, survives) if kill.point == "journal" else nullcontext():
+            for victim in victims:
+                with suppress(psutil.NoSuchProcess):
+                    victim.kill()
+
+    def _victims(self, party: str) -> list[psutil.Process]:
+        """Live processes of a party."""
+        run_dir = str(self.layout.root)
+        found: list[psutil.Process] = []
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                command = process.cmdline()
+                if PARTIES[party] in command and any(run_dir in word for word in command):
+                    found += process.children() if party == "server" else [process]
+        return found
+
+    def assert_complete(self) -> str:
+        """Every step was taken and told once, every ticket trained once; the audit's verdict."""
+        rows = read_lines(self.layout.metrics)
+        assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
+        assert self.layout.finished_marker.exists()
+        verdict = self.audited()
+        assert verdict == f"trained_once={4 * self.steps} duplicates=0 lost=0 open=0"
+        return verdict
+
+    def seconds_to_next_version(self, struck_at: float) -> float:
+        """From a kill to the next weights that replicas were given."""
+        events = read_lines(self.layout.events)
+        later: list[float] = [
+            event["time"]
+            for event in events
+            if event["event"] == "published" and event["replicas"] and event["time"] > struck_at
+        ]
+        assert later, f"no weights were given after the kill: {self.said()}"
+        return round(min(later) - struck_at, 1)
+
+
+@contextmanager
+def torn_record(writer: int, survives: bool) -> Iterator[None]:
+    """Half of a record in the journal of a process that is held; gone again if it survives."""
+    links = Path(f"/proc/{writer}/fd").iterdir()
+    journal = next(link for link in links if link.readlink().name == "journal").readlink()
+    size_bytes = journal.stat().st_size
+    payload = b"x" * 200
+    record = encode_header(1, payload) + payload
+    with journal.open("ab") as stream:
+        stream.write(record[: len(record) // 2])
+    yield
+    if survives:
+        os.truncate(journal, size_bytes)
+
+
+def warmed_up_model(root: Path) -> Path:
+    """The quick start's model after a short warm-up, for many runs to start from."""
+    run = SmallRun(root / "warm")
+    export = RunPaths(run.layout.root).export("warmup")
+    run.interrupt_when(
+        lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
+    )
+    return export

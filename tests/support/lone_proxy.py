@@ -1,0 +1,64 @@
+"""`areal-hpc proxy` as a process of its own."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO
+
+import httpx
+
+from tests.support.chatml import write_model_dir
+
+
+class LoneProxy:
+    """The command, running."""
+
+    def __init__(self, folder: Path, *urls: str, arguments: Sequence[str] = ()) -> None:
+        self.key_file = folder / "admin.key"
+        self.log = folder / "proxy.log"
+        self._argv = [
+            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
+            *(word for url in urls for word in ("--upstream", url)),
+            *("--tokenizer", str(write_model_dir(folder / "model"))),
+            *("--admin-key-file", str(self.key_file), "--context-tokens", "2048", *arguments),
+        ]
+        self.start()
+
+    def start(self) -> None:
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self._argv, stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        first = self.stdout.readline()
+        assert first, self.log.read_text()
+        self.url = first.split("listens on ")[1].split(",")[0]
+        self.welcome = first + "".join(self.stdout.readline() for _ in range(3))
+
+    @property
+    def stdout(self) -> IO[str]:
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0, self.log.read_text()
+        self.stdout.close()
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.stdout.close()
+
+    def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
+        key = key or self.key_file.read_text()
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=60)
+
+    def open_session(self) -> tuple[str, str]:
+        """(session id, key)."""
+        opened = self.post("/rl/start_session", {"task_id": "try"})
+        assert opened.status_code == 200, opened.text
+        return opened.json()["session_id"], opened.json()["api_key"]

@@ -1,0 +1,19 @@
+"""Waiting for what other processes and threads do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+def wait_for(
+    condition: Callable[[], object], within_s: float = 60.0, why: Callable[[], object] = str
+) -> None:
+    """Return once the condition holds; fail with what `why` returns if it does not in time.
+
+    What does not happen in a minute never will: patience costs nothing where it does.
+    """
+    give_up_at = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < give_up_at, f"not within {within_s} s: {why()}"
+        time.sleep(0.02)
