@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from areal_hpc.client.areal_openai import ArealOpenAI
     from areal_hpc.launch.here import JobFailedError
     from areal_hpc.launch.run import RunResult, run, submit
-    from areal_hpc.recipe import Recipe
-    from areal_hpc.recipe import load as load_recipe
+    from areal_hpc.recipe.loading import load as load_recipe
+    from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.reward import AsyncRewardWrapper
 else:
@@ -37,9 +37,9 @@ else:
         "AsyncRewardWrapper": ("areal_hpc.rollout.reward", "AsyncRewardWrapper"),
         "JobFailedError": ("areal_hpc.launch.here", "JobFailedError"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
-        "Recipe": ("areal_hpc.recipe", "Recipe"),
+        "Recipe": ("areal_hpc.recipe.cross_checks", "Recipe"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),
-        "load_recipe": ("areal_hpc.recipe", "load"),
+        "load_recipe": ("areal_hpc.recipe.cross_checks", "load"),
         "run": ("areal_hpc.launch.run", "run"),
         "submit": ("areal_hpc.launch.run", "submit"),
     }

@@ -13,9 +13,9 @@ import torch
 import transformers
 
 from areal_hpc.cluster.topology import current_task
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR
-from areal_hpc.trainer.config import ObjectiveConfig, OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy

@@ -20,11 +20,11 @@ import httpx
 import torch
 
 from areal_hpc.cluster.submit import interpreter_of
-from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job import resolve_device
+from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.weight_version import WeightVersion

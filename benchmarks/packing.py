@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.shards.writer import seal
 from areal_hpc.trainer.batch.packing import (
     Pack,
@@ -41,7 +42,6 @@ from areal_hpc.trainer.batch.packing import (
     plan_packs,
 )
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, TrajectoryBatch, build_rows, read_batch
-from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion

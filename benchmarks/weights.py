@@ -30,10 +30,10 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.broadcast import goes_in_place
 from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import TensorSpec, plan_buckets

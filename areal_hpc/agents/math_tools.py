@@ -6,9 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from areal_hpc.recipe.user_functions import import_by_path
 from areal_hpc.reward.countdown import evaluate
 from areal_hpc.rollout.reward import AsyncRewardWrapper
-from areal_hpc.user_function import import_by_path
 
 GSM8K_REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
 CALCULATOR_DESCRIPTION = (

@@ -9,7 +9,7 @@ from agents.extensions.handoff_prompt import RECOMMENDED_PROMPT_PREFIX
 
 from areal_hpc.agents.math_tools import GSM8K_REWARD, AnswerReward
 from areal_hpc.agents.openai_agent import make_client
-from areal_hpc.user_function import import_by_path
+from areal_hpc.recipe.user_functions import import_by_path
 
 BUILD_FUNCTION = f"{__name__}.build_math_agent"
 

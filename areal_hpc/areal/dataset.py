@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.forms import gsm8k
 from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 
 KEY = "train_dataset"
 PUBLIC_DATASETS = {"gsm8k": ("main/{split}-*.parquet", f"{gsm8k.__module__}:{gsm8k.__name__}")}

@@ -16,7 +16,8 @@ from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
 from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
-from areal_hpc.recipe import Recipe, from_values, read_site
+from areal_hpc.recipe.loading import from_values, read_site
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
 from areal_hpc.rundir.atomic import write_atomic

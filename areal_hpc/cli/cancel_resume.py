@@ -65,7 +65,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import dispatch
     from areal_hpc.launch.ready import is_finished
     from areal_hpc.launch.run import get_program_name, say
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
 

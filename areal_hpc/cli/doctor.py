@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from areal_hpc.cli.arguments import CommandGroup
 
 if TYPE_CHECKING:
-    from areal_hpc.cluster.site import SlurmConfig
     from areal_hpc.preflight.verdicts import Check
-    from areal_hpc.recipe import Recipe
+    from areal_hpc.recipe.recipe import Recipe
+    from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 FAILED_CHECK_EXIT_CODE = 1
 
@@ -38,12 +38,12 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.site import SlurmConfig
     from areal_hpc.preflight.from_a_job import check_from_a_job
     from areal_hpc.preflight.slurm import check_slurm
     from areal_hpc.preflight.storage import check_storage
     from areal_hpc.preflight.verdicts import Verdict, describe_checks
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.sections.cluster import SlurmConfig
 
     checks: list[Check] = []
     recipe, slurm, fileroot = None, SlurmConfig(), None
@@ -73,8 +73,8 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
     """What a site file alone says: it need not name a file root."""
     from omegaconf import OmegaConf
 
-    from areal_hpc.cluster.config import ClusterConfig
-    from areal_hpc.recipe import read_site
+    from areal_hpc.recipe.loading import read_site
+    from areal_hpc.recipe.sections.cluster import ClusterConfig
 
     tree = OmegaConf.to_container(read_site(path), resolve=True)
     cluster = ClusterConfig.model_validate({"fileroot": Path(), **tree})

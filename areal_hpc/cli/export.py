@@ -30,7 +30,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.errors import RecipeError
     from areal_hpc.launch.plan import policy_model
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
 
     layout = parse_run_dir(arguments.run)
     recipe = load(layout.recipe)

@@ -29,7 +29,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     from areal_hpc.areal.config.loading import read_areal_tree
     from areal_hpc.areal.config.translation import translate_to_recipe
     from areal_hpc.errors import RecipeError
-    from areal_hpc.recipe import from_values
+    from areal_hpc.recipe.loading import from_values
 
     translation = translate_to_recipe(
         read_areal_tree(arguments.config, arguments.overrides), arguments.rows

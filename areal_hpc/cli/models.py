@@ -57,8 +57,8 @@ def _texts(path: Path | None) -> list[str]:
             raise RecipeError(f"there is no text file at {path}", key="--texts")
         return path.read_text().splitlines()
     try:
-        from areal_hpc.dataset.config import DatasetConfig
         from areal_hpc.dataset.rows import rows
+        from areal_hpc.recipe.sections.dataset import DatasetConfig
 
         sys.path.insert(0, str(Path.cwd()))
         source = DatasetConfig(
@@ -78,7 +78,7 @@ def _texts(path: Path | None) -> list[str]:
 def _prefetch(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prefetch import prefetch
     from areal_hpc.launch.run import say
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
     from areal_hpc.rundir.paths import RunPaths
 
     recipe = load(arguments.recipe, arguments.overrides)

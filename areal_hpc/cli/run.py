@@ -13,7 +13,7 @@ from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.launch.plan import Stage
-    from areal_hpc.recipe import Recipe
+    from areal_hpc.recipe.recipe import Recipe
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -42,7 +42,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.launch.run import run
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
 
     recipe = load(arguments.recipe, arguments.overrides)
     return run(recipe, fresh=arguments.fresh).exit_code
@@ -51,7 +51,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.memory_report import render_memory_table
     from areal_hpc.launch.plan import Facts, plan
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
 
     recipe = load(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
@@ -85,7 +85,7 @@ def _gpus_here(stage: Stage, recipe: Recipe) -> Iterator[str]:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from areal_hpc.recipe_keys import describe_keys
+    from areal_hpc.recipe.reference import describe_keys
 
     print(describe_keys(), end="")
     return 0

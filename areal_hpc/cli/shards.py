@@ -76,7 +76,7 @@ def _version_text(packed: int) -> str:
 
 def _tokenizer_of(layout: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
 
     folders = [layout.sft_export, layout.tiny_model_dir]
     if layout.recipe.exists():

@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
-    from areal_hpc.recipe import Recipe
+    from areal_hpc.recipe.recipe import Recipe
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -62,7 +62,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import dispatch
     from areal_hpc.launch.run import is_already_finished, say, submit
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
     from areal_hpc.view.scripts import describe_requests
 
     if arguments.array:
@@ -87,7 +87,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.launch.sweep import array_requests, read_sweep, submit_sweep
-    from areal_hpc.recipe import load
+    from areal_hpc.recipe.loading import load
     from areal_hpc.view.scripts import describe_requests
 
     for option in ("wait", "write_only"):

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.hub import REPO_PATTERN, snapshot
+from areal_hpc.recipe.hub_cache import REPO_PATTERN, snapshot
 from areal_hpc.session.template import ChatTemplate, TokenEncoder
 
 _known: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = WeakKeyDictionary()

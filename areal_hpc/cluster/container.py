@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.cluster.site import ContainerConfig
+from areal_hpc.recipe.sections.cluster import ContainerConfig
 
 IMAGE_ROOT = Path("/opt/areal_hpc")
 """Where the images of `slurm/containers` hold the checkout and its environments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from areal_hpc.config import StageConfig
+from areal_hpc.recipe.base import StageConfig
 from areal_hpc.rundir.jobs import ProcessSpec
 
 

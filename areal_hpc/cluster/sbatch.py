@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cluster.container import contain
-from areal_hpc.cluster.site import JobOptions, SlurmConfig
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX

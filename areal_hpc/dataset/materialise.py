@@ -8,9 +8,9 @@ from typing import Any
 
 import orjson
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.rundir.atomic import open_temporary
 
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.files import read_file
 from areal_hpc.errors import RecipeError
-from areal_hpc.hub import snapshot
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.user_functions import load_function
 
 Row = dict[str, Any]
 

@@ -6,7 +6,7 @@ import zlib
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
 
 Device = Literal["cpu", "cuda"]
 

@@ -14,12 +14,12 @@ from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
-from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
+from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths

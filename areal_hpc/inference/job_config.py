@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import Field
 
 from areal_hpc.cluster.job_config import JobConfig
-from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
 
 FOLLOWER_ENTRY = "areal_hpc.inference.follower:run"
 """Parses the same configuration on the further nodes of a cell."""

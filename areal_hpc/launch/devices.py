@@ -11,7 +11,7 @@ from itertools import islice
 from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL

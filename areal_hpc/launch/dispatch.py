@@ -23,7 +23,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     JobSpec,

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import files_of
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.hub import snapshot
 from areal_hpc.launch.tiny_model import tiny_config
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, parse_architecture
 
 LEAST_FREE_BYTES = 256 * 1024 * 1024
@@ -27,7 +27,7 @@ LONGEST_LOAD_S = 120
 _LOAD_CURRICULUM = """
 import json, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.user_functions import load_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
@@ -42,7 +42,7 @@ _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.user_functions import load_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:

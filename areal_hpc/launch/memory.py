@@ -18,8 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areal_hpc.errors import Problem
-from areal_hpc.inference.config import InferenceConfig
-from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model.families.architecture import Architecture
 
 GIB = 2**30

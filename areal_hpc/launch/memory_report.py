@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.hub import snapshot
 from areal_hpc.launch.memory import (
     GIB,
     RESERVE_BYTES,
@@ -17,7 +16,8 @@ from areal_hpc.launch.memory import (
     trainer_memory,
 )
 from areal_hpc.launch.tiny_model import tiny_config
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     parse_architecture,

@@ -15,7 +15,7 @@ from areal_hpc.inference.job_config import FOLLOWER_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.job_config import LedgerJobConfig
 from areal_hpc.ledger.stream import TaskSource
 from areal_hpc.proxy.job_config import ProxyJobConfig
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.hub import RepoKind
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.hub_cache import RepoKind
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 

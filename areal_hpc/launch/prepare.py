@@ -17,15 +17,15 @@ import yaml
 
 from areal_hpc.dataset.materialise import count_rows, materialise
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.hub import snapshot
 from areal_hpc.launch.plan import Facts
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.yaml_tree import leaves
 from areal_hpc.rollout.limits import refuse_unkeepable_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
-from areal_hpc.yaml_tree import leaves
 
 TOKENIZER_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""

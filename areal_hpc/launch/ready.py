@@ -14,7 +14,7 @@ from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths

@@ -19,7 +19,8 @@ import yaml
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, build_training_job, policy_model
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_state

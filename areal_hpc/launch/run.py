@@ -18,12 +18,13 @@ from omegaconf import OmegaConf
 
 from areal_hpc.launch import dispatch, here
 from areal_hpc.launch.ready import is_finished
-from areal_hpc.recipe import Recipe, from_values, load
+from areal_hpc.recipe.loading import from_values, load
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.yaml_tree import read_overrides
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.progress import LiveReporter, PlainReporter
 from areal_hpc.view.snapshot import read_snapshot
 from areal_hpc.view.summary import summarise
-from areal_hpc.yaml_tree import read_overrides
 
 FRESH_HINT = "--fresh starts it anew"
 INTERRUPTED_EXIT_CODE = 130

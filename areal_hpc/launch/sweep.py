@@ -14,7 +14,7 @@ from areal_hpc.cluster.submit import submit_array
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.dispatch import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import Submission
 from areal_hpc.rundir.paths import RunPaths
 

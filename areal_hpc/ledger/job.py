@@ -21,10 +21,10 @@ from areal_hpc.ledger.forming import read_settled
 from areal_hpc.ledger.job_config import LedgerJobConfig
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.recipe.user_functions import load_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.user_function import load_function
 from areal_hpc.wire.asgi import ServiceServer
 
 log = logging.getLogger(__name__)

@@ -11,15 +11,14 @@ from pydantic import field_validator
 
 from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.config import StageConfig
 from areal_hpc.errors import ClusterError
-from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.recorder import Recorder, VolatileRecorder
 from areal_hpc.proxy.replicas import ListedReplicas
 from areal_hpc.proxy.served import parsers_of, read_model
 from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.shards.config import ShardConfig
 
 
 class AloneConfig(StageConfig):

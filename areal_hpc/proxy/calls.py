@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.events import InteractionAdded
 from areal_hpc.proxy.generation import Generation, Piece, UpstreamLost
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
@@ -24,6 +23,7 @@ from areal_hpc.proxy.resuming import Resumption
 from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest, Upstream
+from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.tree import ABORTED, ids_json, joined_json
 from areal_hpc.wire.replicas import ReplicaView
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_hpc.cluster.job_config import JobConfig
-from areal_hpc.proxy.config import ProxyConfig
-from areal_hpc.shards.config import ShardConfig
+from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 
 
 class ProxyJobConfig(JobConfig):

@@ -12,7 +12,6 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.generation import Generation, SamplingParams
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
@@ -22,6 +21,7 @@ from areal_hpc.proxy.replies import Said
 from areal_hpc.proxy.session_limits import fit_into_episode, refuse_beyond_limits
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
+from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.template import TemplateRefusal
 from areal_hpc.session.tree import Interaction, Turn, ids_json, pack_ids, pack_logprobs

@@ -20,9 +20,9 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.events import TicketDropped, TicketsSealed, TicketsSettled
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.sessions import FinishedTicket
+from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.config import ShardConfig
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
 from areal_hpc.shards.writer import seal

@@ -18,7 +18,6 @@ from prometheus_client import disable_created_metrics
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
-from areal_hpc.proxy.config import ProxyConfig
 from areal_hpc.proxy.control import Control
 from areal_hpc.proxy.events import SessionDropped
 from areal_hpc.proxy.model_call import ServedModel
@@ -30,7 +29,8 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.upstream import Upstream
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.user_functions import load_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)

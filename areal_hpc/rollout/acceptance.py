@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.errors import AgentError
-from areal_hpc.rollout.config import RolloutConfig
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.sections.rollout import RolloutConfig
+from areal_hpc.recipe.user_functions import load_function
 
 ShouldAccept = Callable[[dict[str, Any]], object]
 """Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""

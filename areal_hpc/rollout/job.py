@@ -11,8 +11,8 @@ import uvloop
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import job_start
+from areal_hpc.recipe.sections.rollout import AgentConfig
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rollout.config import AgentConfig
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.config import LimitsConfig, RolloutConfig
+from areal_hpc.recipe.sections.rollout import LimitsConfig, RolloutConfig
 
 TASK_KEY = "limits"
 """Where the row of a task has limits of its own."""

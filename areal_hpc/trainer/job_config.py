@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.cluster.job_config import JobConfig
-from areal_hpc.trainer.config import ParallelConfig, TrainerConfig, WarmupConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig, WarmupConfig
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.config import WeightsConfig
 
 STOP_MARGIN_S = 4.0
 """A step or commit that is not over this long before the job is killed is given up."""

@@ -10,8 +10,8 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from areal_hpc.recipe.sections.trainer import OptimizerConfig
 from areal_hpc.trainer.collectives import all_reduce_max
-from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.model.policy import Policy
 
 

@@ -19,8 +19,8 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from areal_hpc.cluster.gpus import visible_gpus
 from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.trainer.config import ParallelConfig
 
 JOIN_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0

@@ -10,9 +10,9 @@ import torch
 
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.cluster.topology import current_task
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.collectives import report_first_failure
-from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from areal_hpc.cluster.commands import has_slurm
 from areal_hpc.cluster.queue import Look, Queue
+from areal_hpc.recipe.yaml_tree import leaves
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.advance import Advance, read_advance
 from areal_hpc.view.columns import aligned
 from areal_hpc.view.jobs import ids_of, judge_jobs, state_of_run
 from areal_hpc.view.progress import shown
-from areal_hpc.yaml_tree import leaves
 
 NAMES = ("experiment_name", "trial_name")
 """Keys that tell runs apart without telling why they differ."""

@@ -8,10 +8,10 @@ from collections.abc import Sequence, Set
 import torch
 
 from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, Step
 from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.report import ReplicaKey

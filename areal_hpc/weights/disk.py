@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.pipeline import Wait, send_all
 from areal_hpc.weights.plan import Bucket

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.weights.broadcast import Broadcast
 from areal_hpc.weights.census import Census, Found
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.disk import Disk
 from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
 from areal_hpc.weights.report import ReplicaKey, UpdateReport

@@ -20,9 +20,9 @@ from typing import Any
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.faults import fault_point
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, compare
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.report import ReplicaKey

@@ -10,11 +10,11 @@ from typing import Generic
 
 import torch
 
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, SwapT
 from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, rank_digests
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.deadlines import step_s
 from areal_hpc.weights.plan import Bucket

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 

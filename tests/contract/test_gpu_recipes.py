@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.gpus import VisibleGpus
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.launch.devices import shortages
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.user_functions import load_function
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
-from areal_hpc.user_function import load_function
 from tests.support.environments import CHECKOUT
 
 MODELS = CHECKOUT / "tests" / "samples" / "models"

@@ -13,39 +13,63 @@ from tests.support.environments import CHECKOUT
 OFFENSES = [
     # what is appended to which module, and how the report shows it (line numbers left out)
     # An actor imports an actor, the client, its ledger.
-    ("rollout/config.py", "import areal_hpc.proxy.config", "rollout.config -> {}.proxy.config"),
-    ("rollout/config.py", "import areal_hpc.client.engine", "rollout.config -> {}.client.engine"),
-    ("trainer/config.py", "import areal_hpc.ledger", "trainer.config -> {}.ledger"),
+    (
+        "recipe/sections/rollout.py",
+        "import areal_hpc.recipe.sections.recording",
+        "rollout.config -> {}.proxy.config",
+    ),
+    (
+        "recipe/sections/rollout.py",
+        "import areal_hpc.client.engine",
+        "rollout.config -> {}.client.engine",
+    ),
+    ("recipe/sections/trainer.py", "import areal_hpc.ledger", "trainer.config -> {}.ledger"),
     # A medium imports an actor, a medium; an actor sees the whole recipe; the base knows a medium.
-    ("shards/config.py", "import areal_hpc.trainer.config", "shards.config -> {}.trainer.config"),
+    (
+        "recipe/sections/recording.py",
+        "import areal_hpc.recipe.sections.trainer",
+        "shards.config -> {}.trainer.config",
+    ),
     ("session/__init__.py", "import areal_hpc.wire.proxy", "session -> {}.wire.proxy"),
-    ("inference/__init__.py", "import areal_hpc.recipe", "inference -> {}.recipe"),
+    ("inference/__init__.py", "import areal_hpc.recipe.cross_checks", "inference -> {}.recipe"),
     ("layout.py", "import areal_hpc.wire.weight_version", "layout -> {}.weights.version"),
     # A module and a package without a layer appear.
     ("odds.py", '"""Odds and ends."""', "- {}.odds"),
     ("later/__init__.py", '"""Later."""', "- {}.later"),
     # Two modules of one package import each other.
     (
-        "weights/config.py",
+        "recipe/sections/weights.py",
         "import areal_hpc.wire.weight_version",
         "cycles are allowed in {}.weights",
     ),
     (
         "weights/version.py",
-        "import areal_hpc.weights.config",
+        "import areal_hpc.recipe.sections.weights",
         "cycles are allowed in {}.weights",
     ),
     # A second file and an actor import submitit.
     ("cluster/jobspec.py", "import submitit", "cluster.jobspec -> submitit"),
-    ("trainer/config.py", "import submitit", "trainer.config -> submitit"),
+    ("recipe/sections/trainer.py", "import submitit", "trainer.config -> submitit"),
     # A function of the planner imports torch; the recipe reaches Megatron and SGLang by a section.
     ("launch/plan.py", "def _late() -> None:\n    import torch", "launch.plan -> torch"),
-    ("trainer/config.py", "import megatron.core", "{}.recipe is not allowed to import megatron"),
-    ("inference/config.py", "from sglang import Engine", "recipe is not allowed to import sglang"),
+    (
+        "recipe/sections/trainer.py",
+        "import megatron.core",
+        "{}.recipe is not allowed to import megatron",
+    ),
+    (
+        "recipe/sections/inference.py",
+        "from sglang import Engine",
+        "recipe is not allowed to import sglang",
+    ),
     # The wire imports torch, and the proxy reaches it through a medium.
     ("wire/replicas.py", "import torch", "{}.wire is not allowed to import torch"),
     ("weights/__init__.py", "import torch", "weights -> torch"),
-    ("proxy/config.py", "import areal_hpc.weights", "{}.proxy is not allowed to import torch"),
+    (
+        "recipe/sections/recording.py",
+        "import areal_hpc.weights",
+        "{}.proxy is not allowed to import torch",
+    ),
 ]
 
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from areal_hpc.areal.config.translation import RULES
-from areal_hpc.config import section_of
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.base import section_of
+from areal_hpc.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent
 

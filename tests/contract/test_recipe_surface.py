@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.recipe_keys import describe_keys
+from areal_hpc.recipe.reference import describe_keys
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
 

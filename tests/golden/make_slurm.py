@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from areal_hpc.launch.dispatch import requests_of
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.scripts import describe_requests
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.cluster.submit import submit_array
+from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from areal_hpc.recipe.sections.trainer import OptimizerConfig, ParallelConfig
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
-from areal_hpc.trainer.config import OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensor
 from areal_hpc.trainer.model.hf_weights import (

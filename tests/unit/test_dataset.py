@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.config import DatasetConfig, TrainDatasetConfig
 from areal_hpc.dataset.materialise import count_rows, materialise
 from areal_hpc.dataset.rows import rows
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.dataset import DatasetConfig, TrainDatasetConfig
 
 
 @pytest.fixture

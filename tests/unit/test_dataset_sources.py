@@ -9,9 +9,9 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import files_of, rows
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 """Made by `datasets` 5.2: `save_to_disk` and `to_parquet` of the same two rows."""

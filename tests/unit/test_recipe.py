@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from areal_hpc.recipe_keys import describe_keys, kind_of
+from areal_hpc.recipe.reference import describe_keys, kind_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.user_function import load_function
+from areal_hpc.recipe.user_functions import load_function
 
 
 @pytest.mark.parametrize(

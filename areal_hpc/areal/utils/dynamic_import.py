@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from areal_hpc.areal.config.run_rules import map_areal_module
-from areal_hpc.user_function import import_by_path
+from areal_hpc.recipe.user_functions import import_by_path
 
 
 def import_from_string(dotted_path: str) -> Any:

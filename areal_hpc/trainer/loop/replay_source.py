@@ -6,9 +6,9 @@ Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 from __future__ import annotations
 
 from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.config import TrainerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator
 from areal_hpc.trainer.loop.schedule import Schedule

@@ -21,8 +21,8 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.trainer.batch.packing import Pack, PackLayout
-from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.model.attention import PackedCausalAttention
 from areal_hpc.trainer.model.attention_plan import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.families.architecture import Architecture, find_layout_problems

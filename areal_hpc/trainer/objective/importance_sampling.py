@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
 LOSS_SUMS = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")

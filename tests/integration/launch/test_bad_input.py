@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.launch.tiny_model import tiny_config
-from areal_hpc.recipe import TinyModelConfig
+from areal_hpc.recipe.recipe import TinyModelConfig
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = "recipes/quickstart.yaml"

@@ -17,7 +17,8 @@ import pytest
 
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT

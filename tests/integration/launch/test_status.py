@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.config import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.http_client import open_http_client
 from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.acceptance import Acceptance
-from areal_hpc.rollout.config import RolloutConfig
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, evaluations, tickets
 from tests.integration.rollout.test_episode import ask

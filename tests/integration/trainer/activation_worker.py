@@ -12,8 +12,8 @@ import torch
 
 from areal_hpc.cluster.topology import TaskPosition
 from areal_hpc.launch import memory
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.policy import build_policy

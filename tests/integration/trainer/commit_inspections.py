@@ -22,6 +22,7 @@ import torch.distributed as dist
 from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError
 from areal_hpc.faults import VARIABLE
+from areal_hpc.recipe.sections.trainer import OptimizerConfig
 from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
@@ -33,7 +34,6 @@ from areal_hpc.trainer.checkpoints import store as checkpoint
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import any_true
-from areal_hpc.trainer.config import OptimizerConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.config import ParallelConfig
 from areal_hpc.trainer.step import train_step
 from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.support.replay_worker import Scenario, digests, make_learner

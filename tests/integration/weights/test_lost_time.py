@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.attempt import Attempt
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.plan import TensorSpec

@@ -10,9 +10,9 @@ import torch
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.bucket import PackingBuffers
 from areal_hpc.weights.checksum import rank_digests
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.control import ReplicaControl
 from areal_hpc.weights.group import UpdateGroup
 from areal_hpc.weights.plan import TensorSpec, plan_buckets

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
-from areal_hpc.weights.config import WeightsConfig
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import UpdateReport

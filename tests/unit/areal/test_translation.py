@@ -21,7 +21,7 @@ from areal_hpc.areal.config.schema import (
 )
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe import from_values
+from areal_hpc.recipe.loading import from_values
 
 EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.cluster.site import SlurmConfig
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"

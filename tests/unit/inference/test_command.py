@@ -11,7 +11,7 @@ from areal_hpc.inference.command import (
     replica_command,
     replica_seed,
 )
-from areal_hpc.inference.config import InferenceConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
 def command(config: InferenceConfig, device: Device, index: int = 0) -> Command:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.inference.job import resolve_device
+from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
 @pytest.mark.parametrize(

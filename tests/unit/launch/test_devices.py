@@ -12,7 +12,8 @@ from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"

@@ -10,7 +10,8 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
 from areal_hpc.launch.ready import Ready, pythons_of
 from areal_hpc.launch.sweep import array_requests, read_sweep
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 

@@ -10,7 +10,8 @@ import pytest
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import starting_model
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe import Recipe, load
+from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"

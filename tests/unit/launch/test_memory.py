@@ -11,9 +11,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from areal_hpc.inference.config import InferenceConfig
 from areal_hpc.launch import memory
-from areal_hpc.trainer.config import ParallelConfig, TrainerConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model.families.architecture import Architecture, parse_architecture
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.plan import Facts, Plan, plan
-from areal_hpc.recipe import load
+from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"

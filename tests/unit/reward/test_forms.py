@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.config import DatasetConfig
 from areal_hpc.dataset.rows import rows
+from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.reward.code import code_reward
 from areal_hpc.reward.countdown import countdown_reward
 from areal_hpc.reward.mathematics import math_reward

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
 SETTINGS: list[dict[str, Any]] = [

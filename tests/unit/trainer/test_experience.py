@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
     AGE,
@@ -15,7 +16,6 @@ from areal_hpc.trainer.batch.training_rows import (
     leave_out_unsound,
     summarize_batch,
 )
-from areal_hpc.trainer.config import ObjectiveConfig
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import MAX_REWARD, Trajectory
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     MoeConfig,

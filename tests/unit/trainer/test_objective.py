@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.trainer.config import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 

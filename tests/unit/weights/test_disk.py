@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.disk import WeightsFolder
 from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher

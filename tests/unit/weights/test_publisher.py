@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.broadcast import partition
-from areal_hpc.weights.config import WeightsConfig
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.trainer.config import ParallelConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig
 
 MODEL_FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 

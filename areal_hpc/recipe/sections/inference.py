@@ -1,4 +1,4 @@
-"""How a cell serves the model."""
+"""Recipe section `inference`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_hpc.config import StageConfig
+from areal_hpc.recipe.base import StageConfig
 
 
 class InferenceConfig(StageConfig):

@@ -1,4 +1,4 @@
-"""How weights learn from trajectories."""
+"""Recipe sections `trainer` and `sft`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from areal_hpc.config import StageConfig
+from areal_hpc.recipe.base import StageConfig
 
 
 class ParallelConfig(StageConfig):

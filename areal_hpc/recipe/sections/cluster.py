@@ -1,12 +1,13 @@
-"""What is true of one Slurm cluster: queues, accounts, GPUs, containers, network."""
+"""Recipe section `cluster`: file root, environments, Slurm options, containers, network."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_hpc.config import StageConfig
+from areal_hpc.recipe.base import StageConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
 
 Positive = Annotated[int, Field(ge=1)]
@@ -149,3 +150,33 @@ class SlurmConfig(JobOptions):
             if (value := getattr(layer, name)) is not None
         }
         return JobOptions(**told)
+
+
+class EnvironmentConfig(StageConfig):
+    """The Python of one role."""
+
+    python: str = "auto"
+    """A path; `auto` is `.venvs/<role>/bin/python` of this checkout, else the launcher's own."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """Added to the environment of the role's processes."""
+
+
+class ClusterConfig(StageConfig):
+    """The machine room."""
+
+    fileroot: Path
+    """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
+    serve: EnvironmentConfig = EnvironmentConfig()
+    """SGLang's environment."""
+    train: EnvironmentConfig = EnvironmentConfig()
+    """Megatron-core's environment."""
+    agents: EnvironmentConfig = EnvironmentConfig()
+    """The proxy's and the agent's environment."""
+    gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
+    """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
+    stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
+    """Time a job gets to stop by itself before it is killed."""
+    idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
+    """Under Slurm: a cell without trainer and episodes for so long gives its nodes back."""
+    slurm: SlurmConfig = SlurmConfig()
+    """How jobs are submitted; `areal-hpc run` ignores it."""

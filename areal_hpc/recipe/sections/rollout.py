@@ -1,4 +1,4 @@
-"""How episodes are run."""
+"""Recipe sections `rollout` and `evaluation`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_hpc.config import StageConfig
+from areal_hpc.recipe.base import StageConfig
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE

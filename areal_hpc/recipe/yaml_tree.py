@@ -1,4 +1,4 @@
-"""YAML files and overrides as trees of keys, before anything is known of their meaning."""
+"""YAML files and dotted overrides as nested mappings."""
 
 from __future__ import annotations
 

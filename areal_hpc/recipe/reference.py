@@ -1,4 +1,4 @@
-"""The reference of recipe keys, read off the configuration classes."""
+"""Generated reference table of recipe keys."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from areal_hpc.config import StageConfig, section_of
-from areal_hpc.recipe import Recipe
+from areal_hpc.recipe.base import StageConfig, section_of
+from areal_hpc.recipe.recipe import Recipe
 
 WORDS = {Any: "anything", Path: "path"}
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

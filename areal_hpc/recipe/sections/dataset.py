@@ -1,4 +1,4 @@
-"""Where tasks come from, as a recipe says it."""
+"""Recipe sections `train_dataset`, `valid_dataset` and `sft.dataset`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from areal_hpc.config import StageConfig
-from areal_hpc.hub import REPO_PATTERN
+from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.hub_cache import REPO_PATTERN
 
 
 class DatasetConfig(StageConfig):

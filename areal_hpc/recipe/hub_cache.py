@@ -1,4 +1,4 @@
-"""Repositories of the Hugging Face hub as they lie in the local cache; nothing here downloads.
+"""Lookup of repositories in the local Hugging Face cache; never downloads.
 
 The cache is `HF_HUB_CACHE`, else `$HF_HOME/hub`. It has to be on shared storage: jobs read it.
 """

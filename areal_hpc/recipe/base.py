@@ -1,4 +1,4 @@
-"""The base of every configuration class: frozen, typo-proof, documented by field."""
+"""Base class of all configuration models: frozen, no unknown keys, documented fields."""
 
 from __future__ import annotations
 

@@ -1,0 +1,103 @@
+"""The recipe: one frozen tree of all configuration models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.hub_cache import REPO_PATTERN
+from areal_hpc.recipe.sections.cluster import ClusterConfig
+from areal_hpc.recipe.sections.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.rollout import EvaluationConfig, RolloutConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig, WarmupConfig
+from areal_hpc.recipe.sections.weights import WeightsConfig
+
+
+class TinyModelConfig(StageConfig):
+    """A small, randomly initialised Qwen3 made for the run."""
+
+    layers: Annotated[int, Field(ge=1)] = 2
+    """Transformer layers."""
+    hidden: Annotated[int, Field(ge=8)] = 128
+    """Hidden size."""
+    heads: Annotated[int, Field(ge=1)] = 4
+    """Query heads."""
+    kv_heads: Annotated[int, Field(ge=1)] = 2
+    """Key and value heads."""
+    head_dim: Annotated[int, Field(ge=8)] = 32
+    """Size of one head."""
+    ffn: Annotated[int, Field(ge=8)] = 384
+    """Width of the feed-forward layer."""
+    vocab: Annotated[int, Field(ge=300)] = 384
+    """Most tokens the tokenizer may learn."""
+
+
+class ModelConfig(StageConfig):
+    """The starting model: exactly one of `path`, `hub` and `tiny`."""
+
+    path: Path | None = None
+    """A Hugging Face model directory: config.json, safetensors, tokenizer files."""
+    hub: Annotated[str | None, Field(pattern=REPO_PATTERN)] = None
+    """`owner/name` of a model on the Hugging Face hub, read from the local cache."""
+    revision: str | None = None
+    """Branch, tag or commit of `hub`; the branch main when null."""
+    tiny: TinyModelConfig | None = None
+    """Make a tiny model whose tokenizer is trained on the demonstrations."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> ModelConfig:
+        if [self.path, self.hub, self.tiny].count(None) != 2:
+            raise ValueError("give exactly one of `path`, `hub` and `tiny`")
+        return self
+
+
+class WarmupStage(WarmupConfig):
+    """Supervised fine-tuning on demonstrations, before reinforcement learning."""
+
+    dataset: DatasetConfig
+    """Rows `{"messages": [...]}`; the last message, the assistant's, is learnt."""
+
+
+class Recipe(StageConfig):
+    """Everything a run is made of."""
+
+    experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """Groups trials; part of the run directory."""
+    trial_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
+    """One run; part of the run directory."""
+    seed: int = 1
+    """Of task order, episodes, initialisation and shuffling."""
+    cluster: ClusterConfig
+    """Where jobs run."""
+    model: ModelConfig
+    """What is trained."""
+    train_dataset: TrainDatasetConfig
+    """Tasks to learn from."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out tasks; no evaluation when absent."""
+    warmup: WarmupStage | None = None
+    """Supervised fine-tuning first."""
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """How often and how the weights are judged."""
+    inference: InferenceConfig = InferenceConfig()
+    """SGLang."""
+    proxy: ProxyConfig = ProxyConfig()
+    """The agent proxy."""
+    rollout: RolloutConfig
+    """The user's agent."""
+    shards: ShardConfig = ShardConfig()
+    """Recorded trajectories."""
+    trainer: TrainerConfig = TrainerConfig()
+    """Megatron-core."""
+    weights: WeightsConfig = WeightsConfig()
+    """The broadcast of new weights."""
+
+    @property
+    def run_dir(self) -> Path:
+        """The run directory."""
+        return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name

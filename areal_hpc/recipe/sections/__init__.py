@@ -1,0 +1,1 @@
+"""Sections of the recipe, one module per section."""
