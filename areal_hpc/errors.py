@@ -106,3 +106,15 @@ def encodable(text: str) -> str:
     What an agent raises may quote anything that a model said; messages and events are UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()
+
+
+class SlurmMissingError(ClusterError):
+    """There is no such command here, as within most containers."""
+
+
+class SlurmSilentError(ClusterError):
+    """A daemon of Slurm does not answer now. It may do so at the next try."""
+
+
+class SlurmRefusedError(ClusterError):
+    """A daemon of Slurm answered, and refused."""

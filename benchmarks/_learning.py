@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import transformers
 
-from areal_hpc.cluster.topology import current_task
+from areal_hpc.jobs.topology import current_task
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OptimizerConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR

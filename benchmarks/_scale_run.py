@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.cluster.descriptors import allow_all_descriptors
+from areal_hpc.jobs.environment import allow_all_descriptors
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
@@ -68,7 +68,13 @@ def running_ledger(layout: RunPaths, settings: Settings) -> Iterator[int]:
     file = layout.root / "ledger.json"
     file.write_text(json.dumps(config))
     process = subprocess.Popen(
-        [sys.executable, "-m", "areal_hpc.cluster.entry", "areal_hpc.ledger.job:run", str(file)],
+        [
+            sys.executable,
+            "-m",
+            "areal_hpc.jobs.process_main",
+            "areal_hpc.ledger.job:run",
+            str(file),
+        ],
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )
     try:

@@ -19,8 +19,8 @@ from typing import Any
 import httpx
 import torch
 
-from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.inference.job import resolve_device
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
@@ -208,7 +208,7 @@ def running_replica(
     entry = ("areal_hpc.inference.job:run", str(run_dir / "cell.json"))
     with (run_dir / "cell.log").open("wb") as log_file:
         job = subprocess.Popen(
-            [sys.executable, "-m", "areal_hpc.cluster.entry", *entry],
+            [sys.executable, "-m", "areal_hpc.jobs.process_main", *entry],
             stdout=log_file,
             stderr=log_file,
             env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},

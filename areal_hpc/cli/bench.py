@@ -30,8 +30,8 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.submit import interpreter_of
     from areal_hpc.errors import RecipeError
+    from areal_hpc.jobs.environment import interpreter_of
 
     names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
     if arguments.name is None:

@@ -82,9 +82,9 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    from areal_hpc.cluster.submit import script_of
     from areal_hpc.launch.dispatch import requests_of
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+    from areal_hpc.slurm.submit import script_of
 
     scripts = {}
     for request in requests_of(recipe, Path.cwd()):

@@ -56,8 +56,8 @@ def _export(arguments: argparse.Namespace) -> int:
 
 def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
     """The same command by the Python of the role `train`, which has torch."""
-    from areal_hpc.cluster.submit import interpreter_of
     from areal_hpc.errors import RecipeError
+    from areal_hpc.jobs.environment import interpreter_of
 
     python = interpreter_of("train", configured)
     if Path(python).absolute() == Path(sys.executable).absolute():

@@ -82,8 +82,8 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.queue import Queue
     from areal_hpc.launch.run import format_summary
+    from areal_hpc.slurm.queue import Queue
     from areal_hpc.view.advance import describe_advance, read_advance
     from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
 
@@ -100,7 +100,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _why(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.queue import Queue
+    from areal_hpc.slurm.queue import Queue
     from areal_hpc.view.causes import describe_diagnosis, diagnose
     from areal_hpc.view.evidence import gather
 
@@ -148,8 +148,8 @@ def _colored(source: str, line: str) -> str:
 
 
 def _list(arguments: argparse.Namespace) -> int:
-    from areal_hpc.cluster.queue import Queue
     from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.slurm.queue import Queue
     from areal_hpc.view.comparison import compare
 
     layouts = find_runs(arguments.place)

@@ -54,8 +54,8 @@ def add_commands(commands: CommandGroup) -> None:
 def _proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from areal_hpc.cluster.submit import interpreter_of
     from areal_hpc.errors import RecipeError
+    from areal_hpc.jobs.environment import interpreter_of
     from areal_hpc.proxy.alone import AloneConfig, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")

@@ -70,8 +70,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _gpus_here(stage: Stage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.cluster.gpus import visible_gpus
     from areal_hpc.errors import RecipeError
+    from areal_hpc.jobs.gpus import visible_gpus
     from areal_hpc.launch.devices import assign, describe
 
     visible = visible_gpus(os.environ)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from weakref import WeakKeyDictionary
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.proxy.parsing import SGLangParsers
 
 _shared: WeakKeyDictionary[

@@ -30,7 +30,7 @@ from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from typing import Any
 
-from areal_hpc.cluster.entry import die_with_parent
+from areal_hpc.jobs.die_with_parent import die_with_parent
 
 
 class _Placeholder:

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import advertised_host, current_task
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.command import Command, Part, Ports
 from areal_hpc.inference.job import log_dir_of, replica_command_of
 from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import advertised_host, current_task
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient

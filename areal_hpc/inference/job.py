@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.gpus import DEV, device_files, named_gpus
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.restart_policy import RestartPolicy
-from areal_hpc.cluster.topology import advertised_host, task_log_dir
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S
 from areal_hpc.inference.span import Span
+from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
+from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import advertised_host, task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog

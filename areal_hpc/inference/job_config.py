@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.jobs.config import JobConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 FOLLOWER_ENTRY = "areal_hpc.inference.follower:run"

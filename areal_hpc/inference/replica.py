@@ -17,14 +17,14 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.restart_policy import RestartPolicy
-from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.custody import Custody
 from areal_hpc.inference.pulse import Pulse
 from areal_hpc.inference.server import ServerProcess, free_ports
 from areal_hpc.inference.span import Span
+from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.backoff import Backoff

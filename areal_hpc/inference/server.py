@@ -72,7 +72,7 @@ class ServerProcess:
         self._members: list[psutil.Process] | None = None  # once it has been ready
         self._log_due_at = self.started_at + _LOG_PERIOD_S
         self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
-        leash = "areal_hpc.inference.leash"
+        leash = "areal_hpc.jobs.die_with_parent"
         log_path.parent.mkdir(parents=True, exist_ok=True)
         with log_path.open("ab") as log_file:
             self._process = subprocess.Popen(

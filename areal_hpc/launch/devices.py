@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec

@@ -11,15 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.cluster.cancelling import take_back
-from areal_hpc.cluster.commands import SlurmSilentError
-from areal_hpc.cluster.queue import live_jobs
-from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submit import (
-    submit_slurm,
-    write_job,
-)
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, SlurmSilentError
 from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
@@ -37,6 +29,10 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.slurm.cancel import take_back
+from areal_hpc.slurm.queue import live_jobs
+from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
+from areal_hpc.slurm.submit import submit_slurm, write_job
 
 LOOK_S = 0.5
 """Between two looks at the run's files."""

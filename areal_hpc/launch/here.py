@@ -9,21 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_hpc.cluster.gpus import visible_gpus
-from areal_hpc.cluster.restart_policy import RestartPolicy
-from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.errors import ArealError, ClusterError
+from areal_hpc.jobs.gpus import visible_gpus
+from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.launch import prepare
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
 from areal_hpc.launch.ready import prepared, pythons_of
+from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
-from areal_hpc.telemetry import read_step_lines
+from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""

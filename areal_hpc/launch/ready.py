@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_hpc.cluster.container import image_python
-from areal_hpc.cluster.queue import live_jobs
-from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError, Problem, RecipeError
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.launch import inputs, prepare
 from areal_hpc.launch.plan import Stage, plan
+from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.telemetry import read_step_lines
+from areal_hpc.slurm.container import image_python
+from areal_hpc.slurm.queue import live_jobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ import yaml
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import here
 from areal_hpc.launch.plan import Stage, build_training_job, policy_model
+from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.loading import load
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic_private
@@ -27,7 +28,6 @@ from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
-from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.job_config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 

@@ -8,15 +8,15 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from areal_hpc.cluster.cancelling import take_back
-from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submit import submit_array
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.dispatch import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.launch.ready import Ready, prepared, pythons_of
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import Submission
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.cancel import take_back
+from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
+from areal_hpc.slurm.submit import submit_array
 
 
 @dataclass(frozen=True, slots=True)

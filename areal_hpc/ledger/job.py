@@ -11,10 +11,10 @@ from typing import Any
 
 import uvloop
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.requeue import release_held
-from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.requeue import release_held
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.ledger.app import LedgerApp
 from areal_hpc.ledger.curriculum import KEY, Curriculum
 from areal_hpc.ledger.forming import read_settled

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.jobs.config import JobConfig
 from areal_hpc.ledger.policy import TicketPolicy
 from areal_hpc.ledger.stream import TaskSource
 from areal_hpc.wire.ledger import StaleGroups

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from areal_hpc.cluster.commands import ask_slurm
-from areal_hpc.cluster.queue import Queue, is_alive
-from areal_hpc.cluster.reasons import explain_reason
 from areal_hpc.errors import ClusterError
 from areal_hpc.preflight.verdicts import Check, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.slurm.commands import ask_slurm
+from areal_hpc.slurm.queue import Queue, is_alive
+from areal_hpc.slurm.reasons import explain_reason
 
 POLL_S = 2.0
 PATIENCE_S = 300.0

@@ -8,11 +8,11 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from areal_hpc.cluster.commands import ask_slurm
 from areal_hpc.errors import ClusterError
 from areal_hpc.preflight.verdicts import Check, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.slurm.commands import ask_slurm
 
 NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 JOB_KINDS = ("trainer", format_cell_name(0))

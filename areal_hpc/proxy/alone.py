@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from pydantic import field_validator
 
-from areal_hpc.cluster.descriptors import allow_all_descriptors
-from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.environment import allow_all_descriptors
+from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.proxy.recorder import Recorder, VolatileRecorder
 from areal_hpc.proxy.replicas import ListedReplicas
 from areal_hpc.proxy.served import parsers_of, read_model

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import advertised_host
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.proxy.job_config import ProxyJobConfig
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.jobs.config import JobConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 
 

@@ -15,7 +15,7 @@ import uvicorn
 import uvloop
 from prometheus_client import disable_created_metrics
 
-from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.proxy.app import ProxyApp
 from areal_hpc.proxy.calls import ModelCaller
 from areal_hpc.proxy.control import Control

@@ -9,8 +9,8 @@ from typing import Any
 
 import uvloop
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import job_start
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import job_start
 from areal_hpc.recipe.sections.rollout import AgentConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.http_client import open_http_client

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.jobs.config import JobConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.wire.ledger import Split
 

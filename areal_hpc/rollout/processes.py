@@ -14,8 +14,8 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from areal_hpc.cluster.entry import die_with_parent
 from areal_hpc.errors import AgentError
+from areal_hpc.jobs.die_with_parent import die_with_parent
 
 _SPAWN = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
 

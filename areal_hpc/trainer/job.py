@@ -14,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.starts import own_stop_note
+from areal_hpc.jobs.restarts import own_stop_note
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.events import EventLog
@@ -30,7 +31,6 @@ from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.rank_main import run_rank
 from areal_hpc.weights.plan import TensorSpec

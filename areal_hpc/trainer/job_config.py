@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from areal_hpc.cluster.job_config import JobConfig
+from areal_hpc.jobs.config import JobConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig, WarmupConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule

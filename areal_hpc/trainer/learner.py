@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.faults import fault_point
+from areal_hpc.metrics.step_metrics import PhaseTimer
+from areal_hpc.metrics.writer import replace_non_finite
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE,
@@ -30,7 +31,6 @@ from areal_hpc.trainer.batch.training_rows import (
     summarize_batch,
 )
 from areal_hpc.trainer.checkpoints.store import CheckpointStore, load_checkpoint
-from areal_hpc.trainer.metrics import replace_non_finite
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import DTYPES, build_policy

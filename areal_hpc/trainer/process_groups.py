@@ -16,9 +16,9 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.cluster.gpus import visible_gpus
-from areal_hpc.cluster.topology import TaskPosition, advertised_host
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.jobs.gpus import visible_gpus
+from areal_hpc.jobs.topology import TaskPosition, advertised_host
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import current_task
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import current_task
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.collectives import report_first_failure

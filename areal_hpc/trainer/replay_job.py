@@ -8,7 +8,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.job_config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner

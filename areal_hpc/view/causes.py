@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from areal_hpc.cluster.queue import QueuedJob
-from areal_hpc.cluster.reasons import GAVE_NODES_BACK, explain_reason
-from areal_hpc.cluster.states import Phase
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
+from areal_hpc.slurm.queue import QueuedJob
+from areal_hpc.slurm.reasons import GAVE_NODES_BACK, explain_reason
+from areal_hpc.slurm.states import Phase
 from areal_hpc.view.columns import clock
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, speaks_of_memory
 from areal_hpc.view.jobs import state_of_run, state_text

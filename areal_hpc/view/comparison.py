@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.cluster.commands import has_slurm
-from areal_hpc.cluster.queue import Look, Queue
 from areal_hpc.recipe.yaml_tree import leaves
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.commands import has_slurm
+from areal_hpc.slurm.queue import Look, Queue
 from areal_hpc.view.advance import Advance, read_advance
 from areal_hpc.view.columns import aligned
 from areal_hpc.view.jobs import ids_of, judge_jobs, state_of_run

@@ -10,11 +10,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.queue import Queue, QueuedJob
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import Queue, QueuedJob
 from areal_hpc.view.jobs import RunJobs, read_jobs
 from areal_hpc.view.logs import LogFile, log_files, records_of, tail
 

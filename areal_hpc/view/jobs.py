@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.cluster.queue import Look, Queue, QueuedJob, is_alive
-from areal_hpc.cluster.reasons import GAVE_NODES_BACK, Reason, explain_reason
-from areal_hpc.cluster.states import Phase
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import (
     Submission,
@@ -22,6 +19,9 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import Look, Queue, QueuedJob, is_alive
+from areal_hpc.slurm.reasons import GAVE_NODES_BACK, Reason, explain_reason
+from areal_hpc.slurm.states import Phase
 from areal_hpc.view.columns import aligned, clock, span
 
 

@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_hpc.metrics.step_metrics import EVALUATION
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import EVALUATION
 from areal_hpc.view.snapshot import Snapshot, read_snapshot
 
 WARMUP_LINES = 10

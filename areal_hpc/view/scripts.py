@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from areal_hpc.cluster.sbatch import JobRequest
-from areal_hpc.cluster.submit import script_of
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.script import JobRequest
+from areal_hpc.slurm.submit import script_of
 
 
 def describe_requests(

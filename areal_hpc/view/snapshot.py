@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.metrics.step_metrics import EVALUATION, read_step_lines
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
 

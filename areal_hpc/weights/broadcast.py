@@ -7,9 +7,9 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from areal_hpc.cluster.topology import advertised_host
+from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, Step
 from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
 from areal_hpc.weights.group import UpdateGroup

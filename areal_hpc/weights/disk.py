@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt
 from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
 from areal_hpc.weights.control import ReplicaControl

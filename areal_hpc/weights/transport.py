@@ -10,8 +10,8 @@ from typing import Generic
 
 import torch
 
+from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.telemetry import PhaseTimer
 from areal_hpc.weights.attempt import Attempt, SwapT
 from areal_hpc.weights.bucket import OpenBucket
 from areal_hpc.weights.checksum import Digests, rank_digests

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.container import IMAGE_ROOT, image_python
+from areal_hpc.slurm.container import IMAGE_ROOT, image_python
 from tests.support.environments import CHECKOUT
 
 CONTAINERS = CHECKOUT / "slurm" / "containers"

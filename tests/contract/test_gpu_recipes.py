@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.gpus import VisibleGpus
+from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.devices import shortages
 from areal_hpc.recipe.loading import load
 from areal_hpc.recipe.recipe import Recipe

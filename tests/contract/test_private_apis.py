@@ -29,9 +29,9 @@ PACKAGE = Path(__file__).parents[2] / "areal_hpc"
 SGLANG = next((PACKAGE.parent / ".venvs/serve/lib").glob("python3*/site-packages/sglang"))
 
 OWNERS = {
-    "_job._process": "cluster/submit.py",
-    "_make_submission_file_text": "cluster/submit.py",
-    "_submitit_command_str": "cluster/submit.py",
+    "_job._process": "slurm/submit.py",
+    "_make_submission_file_text": "slurm/submit.py",
+    "_submitit_command_str": "slurm/submit.py",
     "_replace_state_dict_keys_with_sharded_keys": "trainer/megatron_private.py",
     "mcore_to_pyt_state_dict": "trainer/megatron_private.py",
     "_get_main_param_and_optimizer_states": "trainer/megatron_private.py",

@@ -26,7 +26,7 @@ NAMES = {part for name in FIXED for part in name.split("/")} | {
 UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}
 """Those that mean nothing else; the others are words too, and count where they make a path."""
 OTHER_MEANINGS = {
-    ("cluster/states.py", "CANCELLED"),  # Slurm's states
+    ("slurm/states.py", "CANCELLED"),  # Slurm's states
     ("view/causes.py", "CANCELLED"),
     ("view/causes.py", "CANCELLED AT"),
     ("view/summary.py", "tensorboard"),  # the program

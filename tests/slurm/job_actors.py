@@ -5,9 +5,9 @@ import signal
 import time
 from pathlib import Path
 
-from areal_hpc.cluster.deadline import note_save
-from areal_hpc.cluster.starts import own_stop_note
 from areal_hpc.errors import RecipeError
+from areal_hpc.jobs.restarts import own_stop_note
+from areal_hpc.jobs.time_limit import note_save
 
 
 def _note(config: dict[str, str], word: str) -> None:

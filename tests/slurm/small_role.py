@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any
 
-from areal_hpc.cluster.supervisor import run_job
+from areal_hpc.jobs.supervisor import run_job
 
 
 def role(config: dict[str, Any]) -> None:

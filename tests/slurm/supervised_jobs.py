@@ -22,7 +22,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
 
-RUN_JOB = "import sys; from areal_hpc.cluster.supervisor import run_job; run_job(sys.argv[1])"
+RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_job; run_job(sys.argv[1])"
 
 
 @dataclass

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.sbatch import JobRequest, RunPlace, request_all
-from areal_hpc.cluster.submit import submit_array
 from areal_hpc.recipe.sections.cluster import SlurmConfig
+from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
+from areal_hpc.slurm.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.environments import CHECKOUT

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from areal_hpc.cluster.requeue import release_held
+from areal_hpc.jobs.requeue import release_held
 from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster, devcluster

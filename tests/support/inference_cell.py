@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_hpc.cluster.submit import interpreter_of
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
@@ -87,7 +87,7 @@ class Cell:
         with (layout.root / f"{self.name}.log").open("ab") as log_file:
             self.job = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "areal_hpc.cluster.entry"),
+                    *(sys.executable, "-m", "areal_hpc.jobs.process_main"),
                     *("areal_hpc.inference.job:run", str(config_path)),
                 ],
                 stdout=log_file,

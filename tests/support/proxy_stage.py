@@ -113,7 +113,7 @@ class Stage:
         with self._log_path.open("ab") as log_file:
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "areal_hpc.cluster.entry"),
+                    *(sys.executable, "-m", "areal_hpc.jobs.process_main"),
                     *("areal_hpc.proxy.job:run", str(self._config_path)),
                 ],
                 env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},

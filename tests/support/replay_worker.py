@@ -27,14 +27,14 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
 
 # isort: split
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.topology import current_task
 from areal_hpc.errors import ArealError
 from areal_hpc.faults import VARIABLE
+from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import current_task
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import set_up_logging
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
 from areal_hpc.trainer.job_config import SftJobConfig
 from areal_hpc.trainer.learner import Learner

@@ -24,9 +24,9 @@ from typing import Any
 import msgspec
 import torch.distributed as dist
 
-from areal_hpc.cluster.deadline import note_save
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
 from areal_hpc.faults import fault_point
+from areal_hpc.jobs.time_limit import note_save
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER,

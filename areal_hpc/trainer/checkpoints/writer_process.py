@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.preemption import STOP_SIGNALS
 from areal_hpc.faults import fault_point
+from areal_hpc.jobs.die_with_parent import die_with_parent
+from areal_hpc.jobs.signals import STOP_SIGNALS
 from areal_hpc.rundir.atomic import fsync_path
 
 NICENESS = 5

@@ -9,18 +9,18 @@ from collections.abc import Iterable
 import msgspec
 import torch
 
-from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.step_metrics import EVALUATION
+from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.telemetry import EVALUATION
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, Delivery
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import summarize_update_pauses
 from areal_hpc.weights.backoff import Backoff
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher

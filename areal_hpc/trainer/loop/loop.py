@@ -35,8 +35,8 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import ArealError, ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.trainer.collectives import OtherRankError, any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner

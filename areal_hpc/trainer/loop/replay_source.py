@@ -5,7 +5,8 @@ Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 
 from __future__ import annotations
 
-from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
@@ -13,7 +14,6 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import BatchSource, Coordinator
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.wire.ledger import BatchManifest
 
 

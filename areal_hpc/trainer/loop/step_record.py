@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 
+from areal_hpc.metrics.step_metrics import PhaseTimer
+from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow
-from areal_hpc.telemetry import PhaseTimer
-from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.wire.weight_version import WeightVersion
 
 

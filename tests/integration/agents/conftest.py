@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from tests.integration.agents.theatre import Theatre
 from tests.integration.sglang_server import serving
 from tests.support.proxy_stage import Stage

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths

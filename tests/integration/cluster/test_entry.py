@@ -25,7 +25,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
     assert hard > LOW
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"out": str(tmp_path / "limit")}))
-    entry = ("areal_hpc.cluster.entry", f"{__name__}:write_limit", str(config))
+    entry = ("areal_hpc.jobs.process_main", f"{__name__}:write_limit", str(config))
     subprocess.run(
         ["bash", "-c", f'ulimit -Sn {LOW}; exec "$@"', "-", sys.executable, "-m", *entry],
         check=True,

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.cluster.submit import JobHandle, stop_jobs, submit_local
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
+from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
 
 ACTORS = """

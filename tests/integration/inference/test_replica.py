@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from areal_hpc.cluster.restart_policy import RestartPolicy
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
 from areal_hpc.inference.span import Span
+from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
 from tests.support.process_commands import is_scheduler

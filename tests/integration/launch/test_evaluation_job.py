@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.telemetry import read_step_lines
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.interruptions import trained_steps
 from tests.support.small_run import SmallRun, await_none_left

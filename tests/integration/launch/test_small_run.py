@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import areal_hpc
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.environments import CHECKOUT

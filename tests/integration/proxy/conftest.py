@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.launch.tiny_model import make_tiny_model
 from tests.integration.sglang_server import serving
 from tests.support.chatml import TRAINING_TEXT

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from tests.support.proxy_stage import Stage
 
 PROGRAM = """

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 
-from areal_hpc.cluster.submit import interpreter_of
+from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_hpc.cluster.topology import TaskPosition
+from areal_hpc.jobs.topology import TaskPosition
 from areal_hpc.launch import memory
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow

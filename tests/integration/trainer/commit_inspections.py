@@ -19,9 +19,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.cluster.preemption import StopRequest
 from areal_hpc.errors import AgentError, ArealError, ClusterError
 from areal_hpc.faults import VARIABLE
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.trainer import OptimizerConfig
 from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
@@ -39,7 +40,6 @@ from areal_hpc.trainer.loop.loop import BatchSource, Coordinator, run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.trainer.optimizer import apply_settings
 from areal_hpc.trainer.step import LossStats
 from areal_hpc.wire.ledger import BatchManifest

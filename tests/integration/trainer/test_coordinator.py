@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.cluster.preemption import StopRequest
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
@@ -25,7 +26,6 @@ from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, PublishWeights, TrainStep, Wait
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.metrics import MetricsWriter
 from areal_hpc.weights.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest

@@ -68,7 +68,13 @@ def config(tmp_path: Path) -> Path:
 
 def start(config: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "areal_hpc.cluster.entry", "areal_hpc.trainer.sft_job:run", config],
+        [
+            sys.executable,
+            "-m",
+            "areal_hpc.jobs.process_main",
+            "areal_hpc.trainer.sft_job:run",
+            config,
+        ],
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )
 

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.telemetry import read_step_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.loop import (
     Coordinator,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.gpus import VARIABLE, visible_gpus
-from areal_hpc.cluster.supervisor import visible_gpus_of
+from areal_hpc.jobs.gpus import VARIABLE, visible_gpus
+from areal_hpc.jobs.supervisor import visible_gpus_of
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 
 

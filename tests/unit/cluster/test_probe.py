@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.probe import (
+from areal_hpc.jobs.node_probe import (
     Greeter,
     judge_gpus,
     judge_skew,

@@ -2,7 +2,7 @@
 
 import time
 
-from areal_hpc.cluster.queue import (
+from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
     Look,
     Queue,
@@ -11,7 +11,7 @@ from areal_hpc.cluster.queue import (
     parse_sacct,
     parse_squeue,
 )
-from areal_hpc.cluster.states import STATES, Phase
+from areal_hpc.slurm.states import STATES, Phase
 
 SQUEUE_ROWS = [
     ("8", "CANCELLED", "DependencyNeverSatisfied", "", "N/A", "2026-11-22T03:05:39", "0", "0"),

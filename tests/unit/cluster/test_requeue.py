@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.requeue import Usefulness
-from areal_hpc.cluster.restart_policy import (
+from areal_hpc.jobs.requeue import Usefulness
+from areal_hpc.jobs.restart_policy import (
     RestartPolicy,
     count_failures_without_progress,
     decide_restart,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_hpc.cluster.resubmission import depending_on
+from areal_hpc.slurm.resubmit import depending_on
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.cluster.sbatch import DEFAULT_TIME_MIN, RunPlace, Shape, request_all, shape_of
-from areal_hpc.cluster.submit import script_of
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
+from areal_hpc.slurm.script import DEFAULT_TIME_MIN, RunPlace, Shape, request_all, shape_of
+from areal_hpc.slurm.submit import script_of
 
 PLACE = RunPlace(
     name="exp-trial",

@@ -8,66 +8,66 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster import deadline, starts
-from areal_hpc.cluster.scontrol import joined_nodes, own_id, read_job
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs import restarts, time_limit
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.slurm.scontrol import joined_nodes, own_id, read_job
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
-    starts.take_start(tmp_path / "starts", "7.0", "n01", "")
+    restarts.take_start(tmp_path / "starts", "7.0", "n01", "")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(starts.await_start, tmp_path / "starts", "7.1", "n02", 60.0)
+        waiting = pool.submit(restarts.await_start, tmp_path / "starts", "7.1", "n02", 60.0)
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
-        taken = starts.take_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        taken = restarts.take_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
-        starts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
+        restarts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
-    start = starts.take_start(tmp_path, "7.0", "n01", "")
-    starts.report_node(tmp_path, start, 2)
-    assert starts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
-    starts.report_node(tmp_path, start, 1)
-    starts.report_node(tmp_path, start, 3)
-    assert starts.await_nodes(tmp_path, start, 4, 0.1) == []
+    start = restarts.take_start(tmp_path, "7.0", "n01", "")
+    restarts.report_node(tmp_path, start, 2)
+    assert restarts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
+    restarts.report_node(tmp_path, start, 1)
+    restarts.report_node(tmp_path, start, 3)
+    assert restarts.await_nodes(tmp_path, start, 4, 0.1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["0001"]
 
 
 def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
-    first = starts.take_start(tmp_path, "7.0", "n01", "")
-    assert not starts.is_superseded(tmp_path, first)
-    second = starts.take_start(tmp_path, "8.0", "n02", "")
-    assert starts.is_superseded(tmp_path, first)
-    assert not starts.is_superseded(tmp_path, second)
+    first = restarts.take_start(tmp_path, "7.0", "n01", "")
+    assert not restarts.is_superseded(tmp_path, first)
+    second = restarts.take_start(tmp_path, "8.0", "n02", "")
+    assert restarts.is_superseded(tmp_path, first)
+    assert not restarts.is_superseded(tmp_path, second)
 
 
 def test_processes_read_until_when_they_may_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert starts.own_stop_note() is None, "without a supervisor under Slurm"
-    path = starts.stop_note_path(tmp_path, starts.take_start(tmp_path, "7.0", "n01", ""))
-    monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
-    assert starts.own_stop_note() is None
-    note = starts.StopNote("the time limit is near", 143, 1234.5)
-    starts.write_stop_note(path, note)
-    assert starts.own_stop_note() == note
+    assert restarts.own_stop_note() is None, "without a supervisor under Slurm"
+    path = restarts.stop_note_path(tmp_path, restarts.take_start(tmp_path, "7.0", "n01", ""))
+    monkeypatch.setenv(restarts.STOP_NOTE_VARIABLE, str(path))
+    assert restarts.own_stop_note() is None
+    note = restarts.StopNote("the time limit is near", 143, 1234.5)
+    restarts.write_stop_note(path, note)
+    assert restarts.own_stop_note() == note
 
 
 def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JobPaths(tmp_path)
-    assert deadline.last_save_s(job) == 0.0
-    for name, value in deadline.save_time_variable(job).items():
+    assert time_limit.last_save_s(job) == 0.0
+    for name, value in time_limit.save_time_variable(job).items():
         monkeypatch.setenv(name, value)
-    deadline.note_save(21.5)
-    assert deadline.last_save_s(job) == 21.5
-    assert deadline.stop_lead_s(12.0, 10.0, deadline.last_save_s(job)) == 43.5
+    time_limit.note_save(21.5)
+    assert time_limit.last_save_s(job) == 21.5
+    assert time_limit.stop_lead_s(12.0, 10.0, time_limit.last_save_s(job)) == 43.5
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:
@@ -77,7 +77,7 @@ def test_a_member_of_an_array_never_means_the_whole_array() -> None:
 
 
 def test_slurm_may_tell_a_job_its_end() -> None:
-    assert deadline.end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert time_limit.end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
 
 
 def test_what_slurm_shows_of_a_job_is_read() -> None:

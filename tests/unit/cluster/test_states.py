@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.cluster.reasons import explain_reason
-from areal_hpc.cluster.states import STATES, Phase, Return, parse_state
+from areal_hpc.slurm.reasons import explain_reason
+from areal_hpc.slurm.states import STATES, Phase, Return, parse_state
 
 DOCUMENTED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),

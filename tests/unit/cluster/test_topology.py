@@ -7,13 +7,8 @@ import socket
 import psutil
 import pytest
 
-from areal_hpc.cluster.topology import (
-    interface_of,
-    nodes_in,
-    reachable_host,
-    restart_count,
-)
 from areal_hpc.errors import RecipeError
+from areal_hpc.jobs.topology import interface_of, nodes_in, reachable_host, restart_count
 
 
 def test_an_address_that_was_given_counts_before_all_else() -> None:

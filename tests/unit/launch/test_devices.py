@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.cluster.gpus import VisibleGpus
 from areal_hpc.errors import RecipeError
+from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe.loading import load

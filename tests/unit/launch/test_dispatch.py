@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.submit import script_of
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
 from areal_hpc.launch.ready import Ready, pythons_of
@@ -14,6 +13,7 @@ from areal_hpc.recipe.loading import load
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.submit import script_of
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")

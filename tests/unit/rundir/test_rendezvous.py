@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.cluster.topology import launched_position
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.topology import launched_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.metrics.writer import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.rundir.jsonl import FlatRow, read_lines
-from areal_hpc.telemetry import read_step_lines
-from areal_hpc.trainer.metrics import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.wire.replicas import Stall
 
 

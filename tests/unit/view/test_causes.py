@@ -4,10 +4,10 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.queue import Look, QueuedJob
-from areal_hpc.cluster.states import parse_state
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import Look, QueuedJob
+from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
 from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs

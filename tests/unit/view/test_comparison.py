@@ -4,9 +4,9 @@ from pathlib import Path
 
 import yaml
 
-from areal_hpc.cluster.queue import Queue
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.slurm.queue import Queue
 from areal_hpc.view.columns import span
 from areal_hpc.view.comparison import compare, differing_keys
 

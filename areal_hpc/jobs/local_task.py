@@ -1,10 +1,10 @@
-"""One task of a job on this machine: it lives as long as its launcher."""
+"""Supervisor task on this machine: lives as long as its launcher."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from areal_hpc.cluster.topology import TaskPosition
+from areal_hpc.jobs.topology import TaskPosition
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, LaunchFile, TaskExit, write_task_exit
 from areal_hpc.rundir.lock import is_lock_held
 

@@ -1,4 +1,4 @@
-"""What Slurm's job states mean for a run: waiting, running, ending or over. Pure.
+"""Slurm job states: waiting, running, ending or over.
 
 Names and meanings are those of squeue(1), "JOB STATE CODES", and of sacct(1); reasons for waiting
 are in `reasons.py`.

@@ -1,4 +1,4 @@
-"""One task of a job under Slurm: how it begins, what it must notice, how all of them leave.
+"""Supervisor task under Slurm: probe, stop notices, requeue.
 
 The first task speaks for the job: it numbers the start, watches the clock, and asks Slurm for
 another start. The others follow notes in the job's folder.
@@ -14,19 +14,18 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.cluster import deadline, scontrol, starts
-from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.probe import Finding, Greeter, probe_node
-from areal_hpc.cluster.requeue import (
+from areal_hpc.errors import ClusterError, SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.jobs import restarts, time_limit
+from areal_hpc.jobs.node_probe import Finding, Greeter, probe_node
+from areal_hpc.jobs.requeue import (
     MOST_EXCLUDED_NODES,
     Usefulness,
     exclude_faulty,
     forget_hold,
     start_again,
 )
-from areal_hpc.cluster.restart_policy import decide_restart
-from areal_hpc.cluster.topology import TaskPosition, nodes_in, reachable_host, restart_count
-from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.restart_policy import decide_restart
+from areal_hpc.jobs.topology import TaskPosition, nodes_in, reachable_host, restart_count
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
@@ -37,6 +36,7 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.slurm import scontrol
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class SlurmTask:
         self._incarnation = f"{self._job_id}.{restart_count(environ)}"
         self._paths = launch.paths
         self._starts_dir = self._paths.starts_dir
-        self._start: starts.Start | None = None
+        self._start: restarts.Start | None = None
         self._absent: list[TaskExit] = []
         self._usefulness = Usefulness(self._paths, slurm.progress)
         self._ends_at: float | None = None
@@ -90,11 +90,11 @@ class SlurmTask:
             if position.is_first:
                 self._start = self._open_start(environ, nodes)
             else:
-                self._start = starts.await_start(
+                self._start = restarts.await_start(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
-                    starts.report_node(self._starts_dir, self._start, position.node_rank)
+                    restarts.report_node(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
             return self._blame(self._node, [Finding(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
@@ -109,21 +109,21 @@ class SlurmTask:
             refusal = self._blame_absent(self._start, nodes_in(environ["SLURM_JOB_NODELIST"]))
         return refusal
 
-    def _open_start(self, environ: Mapping[str, str], nodes: int) -> starts.Start:
+    def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Start:
         address = ""
         if nodes > 1:
             greeter = Greeter(reachable_host(self._slurm.interface, environ))
             greeter.answer(self._slurm.join_timeout_s)
             address = greeter.address
-        start = starts.take_start(self._starts_dir, self._incarnation, self._node, address)
-        self._ends_at = deadline.end_time(environ)
+        start = restarts.take_start(self._starts_dir, self._incarnation, self._node, address)
+        self._ends_at = time_limit.end_time(environ)
         forget_hold(self._paths)
         return start
 
-    def _blame_absent(self, start: starts.Start, nodes: list[str]) -> TaskExit | None:
+    def _blame_absent(self, start: restarts.Start, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
-        absent = starts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
+        absent = restarts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
         reason = (
             f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
         )
@@ -158,14 +158,14 @@ class SlurmTask:
             return {}
         return {
             "AREAL_HPC_START": str(self._start.number),
-            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            **deadline.save_time_variable(self._paths),
+            restarts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
+            **time_limit.save_time_variable(self._paths),
         }
 
     @property
     def _stop_note_path(self) -> Path:
         assert self._start is not None
-        return starts.stop_note_path(self._starts_dir, self._start)
+        return restarts.stop_note_path(self._starts_dir, self._start)
 
     # Noticing ------------------------------------------------------------------------------
 
@@ -186,13 +186,13 @@ class SlurmTask:
             log.warning("the shared storage does not answer: %s", error)
             return None
 
-    def _look(self, start: starts.Start, now: float, *, is_leading: bool) -> TaskExit | None:
-        if starts.is_superseded(self._starts_dir, start):
+    def _look(self, start: restarts.Start, now: float, *, is_leading: bool) -> TaskExit | None:
+        if restarts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
         if self._is_work_done(now):
             return TaskExit(0, reason="there is nothing left to do")
-        note = starts.read_stop_note(self._stop_note_path)
+        note = restarts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None and time.time() >= self._ends_at - self._stop_lead_s():
@@ -206,8 +206,8 @@ class SlurmTask:
         return now - self._done_since >= DONE_GRACE_S
 
     def _stop_lead_s(self) -> float:
-        save_s = deadline.last_save_s(self._paths)
-        return deadline.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
+        save_s = time_limit.last_save_s(self._paths)
+        return time_limit.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
 
     # Leaving -------------------------------------------------------------------------------
 
@@ -219,12 +219,12 @@ class SlurmTask:
         if self._position.is_first:
             grace_s = self._grace_s(outcome)
         try:
-            said = starts.read_stop_note(self._stop_note_path)
+            said = restarts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
                 grace_s = max(0.0, said.kill_at - time.time())
             else:
-                note = starts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
-                starts.write_stop_note(self._stop_note_path, note)
+                note = restarts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                restarts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("the other tasks are not told to stop: %s", error)
         self._kill_at = time.monotonic() + grace_s
@@ -238,7 +238,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + deadline.last_save_s(self._paths)
+        wanted_s = grace_s + time_limit.last_save_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
         except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):

@@ -1,9 +1,7 @@
-"""What a run tells about itself: log lines, metrics, phases."""
+"""Names and rows of step metrics, and their reader."""
 
 from __future__ import annotations
 
-import logging
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,20 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.wire.weight_version import WeightVersion
 
 EVALUATION = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
-
-
-def set_up_logging(level: int = logging.INFO) -> None:
-    """One line per record on standard error, which the supervisor redirects to the role's log."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def read_step_lines(path: Path) -> list[dict[str, Any]]:
@@ -61,3 +49,7 @@ class PhaseTimer:
     def metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""
         return {f"time/{name}_s": round(value, 4) for name, value in self.seconds.items()}
+
+
+def _order(version: str) -> WeightVersion:
+    return WeightVersion.parse(version) if version else WeightVersion(-1, -1)

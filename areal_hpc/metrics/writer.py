@@ -1,4 +1,4 @@
-"""Numbers of every step: JSON lines for programs, TensorBoard for people."""
+"""Writer of step metrics: JSON lines and TensorBoard (writer.py); rows and names (step_metrics.py)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
+from areal_hpc.metrics.step_metrics import EVALUATION, _order, read_step_lines
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
-from areal_hpc.telemetry import EVALUATION, read_step_lines
 from areal_hpc.wire.replicas import Stall
-from areal_hpc.wire.weight_version import WeightVersion
 
 
 def replace_non_finite(line: FlatRow) -> FlatRow:
@@ -39,10 +38,6 @@ def summarize_update_pauses(stalls: Sequence[Stall]) -> FlatRow:
         "weights/stalled_requests": sum(stall.requests for stall in held),
         "weights/recomputed_tokens": sum(stall.recomputed_tokens for stall in held),
     }
-
-
-def _order(version: str) -> WeightVersion:
-    return WeightVersion.parse(version) if version else WeightVersion(-1, -1)
 
 
 class MetricsWriter:

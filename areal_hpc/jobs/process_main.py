@@ -1,11 +1,10 @@
-"""`python -m areal_hpc.cluster.entry ENTRY CONFIG.json`: the main of every process of a job.
+"""Main function of every process of a job (`python -m ... ENTRY CONFIG.json`).
 
 Keep this module light: the writer of commits, which must not import torch, uses it too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import logging
@@ -13,39 +12,15 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from areal_hpc.cluster.descriptors import allow_all_descriptors
 from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.jobs.die_with_parent import _exit_when_orphaned, die_with_parent
+from areal_hpc.jobs.environment import allow_all_descriptors, set_up_logging
 from areal_hpc.rundir.paths import get_process_error
-from areal_hpc.telemetry import set_up_logging
-
-_PR_SET_PDEATHSIG = 1
-ORPHAN_GRACE_S = 10.0
-"""Time a process may take to stop by itself after its supervisor vanished."""
-
-
-def die_with_parent(signal_number: int) -> None:
-    """Ask the kernel to send `signal_number` to this process when its parent dies.
-
-    Raises:
-        OSError: The kernel refused.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal_number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-
-
-def _exit_when_orphaned(parent: int) -> None:
-    """The last resort behind the death signal: a process that ignores it still ends."""
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    time.sleep(ORPHAN_GRACE_S)
-    os._exit(75)
 
 
 def resolve(entry: str) -> Any:

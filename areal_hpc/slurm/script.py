@@ -1,4 +1,4 @@
-"""A job and the site's options -> what Slurm is asked for. Pure: nothing is submitted here."""
+"""sbatch options of a job from its specification and the site."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.cluster.container import contain
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX
+from areal_hpc.slurm.container import contain
 
 DEFAULT_TIME_MIN = 24 * 60
 PAYLOAD = "payload.pkl"

@@ -1,9 +1,8 @@
-"""JobSpec -> submitit -> a handle. The only file that imports submitit."""
+"""Submission of jobs through submitit; the only module that imports it."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,11 +12,11 @@ import msgspec
 import psutil
 import submitit
 
-from areal_hpc.cluster.sbatch import PAYLOAD, JobRequest
-from areal_hpc.cluster.supervisor import run_job
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.slurm.script import PAYLOAD, JobRequest
 
 FOREVER_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -198,18 +197,3 @@ def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:
         time.sleep(0.1)
     for handle in handles:
         handle.kill()
-
-
-def interpreter_of(role: str, configured: str) -> str:
-    """The Python that runs a role's processes.
-
-    Args:
-        role: `serve`, `train` or `agents`.
-        configured: A path, or `auto`: the checkout's own environment of that role if it exists,
-            else the interpreter that runs now.
-    """
-    if configured != "auto":
-        return configured
-    checkout = Path(__file__).resolve().parents[2]
-    candidate = checkout / ".venvs" / role / "bin" / "python"
-    return str(candidate) if candidate.exists() else sys.executable

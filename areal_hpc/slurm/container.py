@@ -1,4 +1,4 @@
-"""The command that runs a job's supervisor within a container. Pure."""
+"""Command line that starts a job inside its container (Apptainer or Pyxis)."""
 
 from __future__ import annotations
 

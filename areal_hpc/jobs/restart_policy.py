@@ -1,4 +1,4 @@
-"""Restart policy: whether a process or a job that has failed is started again. Pure.
+"""Restart policy: what to do about a process or a job that failed.
 
 Four ask it: the supervisor of a task about its processes, a cell about its replicas, a job under
 Slurm about itself, and the local launcher about its jobs.

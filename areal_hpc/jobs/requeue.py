@@ -1,4 +1,4 @@
-"""What becomes of a job that has stopped: `restart_policy` decides, here Slurm is asked.
+"""Requeueing of a stopped Slurm job; the decision is in restart_policy.py.
 
 A job that ends at a preemption's warning has failed in Slurm's eyes, and is not started again: it
 must ask for that itself, or outlast the warning.
@@ -16,11 +16,8 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.cluster import scontrol
-from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.cluster.restart_policy import SLURM_POLICY, count_failures_without_progress
-from areal_hpc.cluster.resubmission import submit_again, tell_who_waits
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.jobs.restart_policy import SLURM_POLICY, count_failures_without_progress
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
     LaunchFile,
@@ -30,6 +27,8 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.slurm import scontrol
+from areal_hpc.slurm.resubmit import submit_again, tell_who_waits
 
 log = logging.getLogger(__name__)
 

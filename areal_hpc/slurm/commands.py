@@ -1,4 +1,4 @@
-"""Slurm's own commands, called with a deadline and understood alike whatever the user has set."""
+"""Slurm command-line calls with timeouts and typed errors."""
 
 from __future__ import annotations
 
@@ -7,24 +7,10 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 
 ANSWER_TIMEOUT_S = 15.0
 """Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
-
-
-class SlurmMissingError(ClusterError):
-    """There is no such command here, as within most containers."""
-
-
-class SlurmSilentError(ClusterError):
-    """A daemon of Slurm does not answer now. It may do so at the next try."""
-
-
-class SlurmRefusedError(ClusterError):
-    """A daemon of Slurm answered, and refused."""
-
-
 _SILENCE = (
     "socket timed out",
     "unable to contact",

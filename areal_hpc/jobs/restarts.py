@@ -1,4 +1,4 @@
-"""The starts of a job under Slurm: numbered, so that a task of an older one knows that it is over.
+"""Numbered restarts of a Slurm job, and stop notices between its tasks.
 
 Slurm starts a job again on other nodes while a lost node may still run its old tasks. The first
 task of every start takes the next number, in a file whose content is also the first thing that the

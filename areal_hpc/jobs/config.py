@@ -1,4 +1,4 @@
-"""Base of the configurations that the launcher gives to the processes of a job."""
+"""Base class of the typed configurations of a job's processes."""
 
 from __future__ import annotations
 

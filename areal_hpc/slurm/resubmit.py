@@ -1,4 +1,4 @@
-"""A job that submits itself again: under a new number, of which those that wait for it are told."""
+"""Resubmission of a job's script under a new id, with dependents updated."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.cluster import scontrol
-from areal_hpc.cluster.commands import SlurmRefusedError
+from areal_hpc.errors import SlurmRefusedError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
@@ -17,6 +16,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     record_submission,
 )
+from areal_hpc.slurm import scontrol
 
 _AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 

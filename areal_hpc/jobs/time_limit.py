@@ -1,4 +1,4 @@
-"""When a job has to stop by itself, so that its last commit is written before its time is up."""
+"""Time limit of a Slurm job: when to stop so that a checkpoint still fits."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.cluster import scontrol
-from areal_hpc.cluster.commands import SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.errors import SlurmMissingError, SlurmRefusedError, SlurmSilentError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
+from areal_hpc.slurm import scontrol
 
 _SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
 

@@ -1,4 +1,4 @@
-"""Slurm's commands, as a job uses them about itself. Thin: decisions are made elsewhere.
+"""scontrol calls of a running job: show, requeue, hold, release, exclude.
 
 All that ask Slurm raise SlurmMissingError, SlurmSilentError or SlurmRefusedError of `commands`.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from areal_hpc.cluster.commands import ask_slurm
+from areal_hpc.slurm.commands import ask_slurm
 
 RUNNING = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""

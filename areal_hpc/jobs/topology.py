@@ -1,4 +1,4 @@
-"""Where this process stands in its job: rank, world size, node."""
+"""Position of a process in its job: rank, node, reachable address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Slurm says of the jobs of a run: one question for all of them.
+"""Job states from squeue and sacct, polled with backoff.
 
 squeue knows the jobs that wait, run or ended a few minutes ago (slurm.conf's MinJobAge); sacct,
 where accounting is on, knows the others and what happened before a requeue. scontrol would add
@@ -12,14 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from areal_hpc.cluster.commands import (
-    SlurmRefusedError,
-    SlurmSilentError,
-    ask_slurm,
-    in_portions,
-)
-from areal_hpc.cluster.states import UNKNOWN, JobState, Phase, parse_state
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.slurm.commands import ask_slurm, in_portions
+from areal_hpc.slurm.states import UNKNOWN, JobState, Phase, parse_state
 from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR2 and SIGINT become one request that every loop polls."""
+"""Stop signals (SIGTERM, SIGUSR2, SIGINT) as one polled stop request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPUs that a process may use, as its environment and the device files tell; torch is not asked."""
+"""GPUs that a process of a job may use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cancel jobs: ask those that run to stop, wait for their grace, then make Slurm end them."""
+"""Cancellation of Slurm jobs: signal, wait for the grace period, scancel."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from areal_hpc.cluster.commands import SlurmRefusedError, SlurmSilentError, ask_slurm, in_portions
-from areal_hpc.cluster.queue import Look, Queue, is_alive
-from areal_hpc.cluster.states import Phase
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.slurm.commands import ask_slurm, in_portions
+from areal_hpc.slurm.queue import Look, Queue, is_alive
+from areal_hpc.slurm.states import Phase
 
 POLL_S = 2.0
 """Between two questions to Slurm; each is one for all jobs."""

@@ -1,4 +1,4 @@
-"""What one task of a job runs: start its processes, restart the ones that crash, stop them all.
+"""Supervisor of one task: start, restart and stop its processes.
 
 Nothing it starts outlives it: children die with it (kernel death signal), and each runs in a
 session of its own, so that stopping a child stops whatever that child started.
@@ -19,20 +19,18 @@ from typing import IO
 
 import msgspec
 
-from areal_hpc.cluster import gpus
-from areal_hpc.cluster.entry import die_with_parent
-from areal_hpc.cluster.local_task import LocalTask
-from areal_hpc.cluster.preemption import StopRequest
-from areal_hpc.cluster.restart_policy import RestartPolicy
-from areal_hpc.cluster.slurm_task import SlurmTask
-from areal_hpc.cluster.topology import (
-    TaskPosition,
-    interface_of,
-    launched_position,
-    reachable_host,
-    restart_count,
-)
 from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.jobs import gpus
+from areal_hpc.jobs.die_with_parent import die_with_parent
+from areal_hpc.jobs.environment import log_dir, log_headline, set_up_logging, surroundings
+from areal_hpc.jobs.local_task import LocalTask
+from areal_hpc.jobs.restart_policy import RestartPolicy
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.slurm_task import SlurmTask
+from areal_hpc.jobs.topology import (
+    TaskPosition,
+    launched_position,
+)
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
@@ -41,12 +39,10 @@ from areal_hpc.rundir.jobs import (
     ProcessSpec,
     TaskExit,
 )
-from areal_hpc.rundir.paths import format_restart_dir, get_process_error
-from areal_hpc.telemetry import set_up_logging
+from areal_hpc.rundir.paths import get_process_error
 from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
-
 POLL_S = 0.1
 BACKOFF = Backoff(0.5, 10.0)
 
@@ -73,36 +69,6 @@ def run_job(launch_path: str) -> None:
     outcome = task.leave(_Supervisor(launch, position, stop, task, events).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
-
-
-def log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
-    """Where this start of the job logs: under Slurm each restart has a folder of its own."""
-    folder = Path(launch.log_dir) / launch.job.name
-    if launch.slurm is None:
-        return folder
-    return folder / format_restart_dir(restart_count(environ))
-
-
-def log_headline(environ: Mapping[str, str]) -> str:
-    """The first line of every log under Slurm."""
-    job_id, restart = environ["SLURM_JOB_ID"], restart_count(environ)
-    return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
-
-
-def surroundings(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, str]:
-    """What processes must know of the node under Slurm: their address, and gloo's interface.
-
-    gloo listens where the host's name leads, which may be nowhere.
-
-    Raises:
-        RecipeError: The interface that the site names does not exist here.
-    """
-    if launch.slurm is None:
-        return {}
-    host = reachable_host(launch.slurm.interface, environ)
-    interface = interface_of(host)
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    return {**gloo, "AREAL_HPC_HOST": host}
 
 
 def visible_gpus_of(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[str, str]:
@@ -136,7 +102,7 @@ class _Child:
         self._log_file = self._log_file or self.log_path.open("ab")
         get_process_error(self.config_path).unlink(missing_ok=True)
         self.process = subprocess.Popen(
-            [python, "-m", "areal_hpc.cluster.entry", self.spec.entry, str(self.config_path)],
+            [python, "-m", "areal_hpc.jobs.process_main", self.spec.entry, str(self.config_path)],
             stdin=subprocess.DEVNULL,
             stdout=self._log_file,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""Why Slurm lets a job wait, and what its user can do about it. Pure.
+"""Slurm pending reasons explained, with advice.
 
 The reasons are those of squeue(1), "JOB REASON CODES". There are some two hundred; whole families
 of limits share a sentence.

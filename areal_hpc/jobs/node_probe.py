@@ -1,4 +1,4 @@
-"""A short look at the node before a job's processes start: a bad one is named and left.
+"""Health check of a node before a job starts its processes: GPUs, disk, clock, network.
 
 What it finds is either the node's fault, and then the job goes elsewhere, or concerns all nodes
 alike, and then going elsewhere would not help.

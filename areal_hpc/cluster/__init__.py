@@ -1,1 +1,0 @@
-"""LAUNCH: Slurm jobs, their processes, addresses and signals. Knows nothing about RL."""

@@ -1,0 +1,1 @@
+"""Processes of a job: supervisor, restarts, signals, time limit, topology."""

@@ -1,0 +1,1 @@
+"""Metrics of training steps: rows, files, TensorBoard."""

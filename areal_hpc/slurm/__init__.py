@@ -1,0 +1,1 @@
+"""Slurm: asking it and telling it; submission, scripts, job states, pending reasons."""
