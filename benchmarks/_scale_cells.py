@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
-from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.ticket_runner import TicketRunner

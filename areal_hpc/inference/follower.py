@@ -14,8 +14,8 @@ from typing import Any
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.command import Command, Part, Ports
+from areal_hpc.inference.config import InferenceJobConfig
 from areal_hpc.inference.job import log_dir_of, replica_command_of
-from areal_hpc.inference.job_config import InferenceJobConfig
 from areal_hpc.inference.server import STOP_GRACE_S, ServerProcess, free_ports
 from areal_hpc.inference.span import SILENCE_S
 from areal_hpc.jobs.signals import StopRequest

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
-from areal_hpc.inference.job_config import InferenceJobConfig
+from areal_hpc.inference.config import InferenceJobConfig
 from areal_hpc.inference.relay import RelayApp, RelayServer
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
 from areal_hpc.inference.server import STOP_GRACE_S

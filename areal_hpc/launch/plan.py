@@ -11,16 +11,16 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
-from areal_hpc.inference.job_config import FOLLOWER_ENTRY, InferenceJobConfig
-from areal_hpc.ledger.job_config import LedgerJobConfig
+from areal_hpc.inference.config import FOLLOWER_ENTRY, InferenceJobConfig
+from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.stream import TaskSource
-from areal_hpc.proxy.job_config import ProxyJobConfig
+from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
-from areal_hpc.trainer.job_config import SftJobConfig, TrainerJobConfig
+from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.wire.ledger import Split
 
 CRASHES_FORGIVEN = 20

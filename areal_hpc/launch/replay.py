@@ -28,7 +28,7 @@ from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest, read_
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import check_shard
-from areal_hpc.trainer.job_config import ReplayJobConfig
+from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTED = (

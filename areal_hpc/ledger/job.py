@@ -16,9 +16,9 @@ from areal_hpc.jobs.requeue import release_held
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.ledger.app import LedgerApp
+from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.curriculum import KEY, Curriculum
 from areal_hpc.ledger.forming import read_settled
-from areal_hpc.ledger.job_config import LedgerJobConfig
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.stream import TaskSource, TaskStream
 from areal_hpc.recipe.user_functions import load_function

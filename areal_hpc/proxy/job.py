@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import advertised_host
-from areal_hpc.proxy.job_config import ProxyJobConfig
+from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.recorder import Recorder
 from areal_hpc.proxy.replicas import CellReplicas
 from areal_hpc.proxy.sealing import Sealer

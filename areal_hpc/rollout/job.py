@@ -13,8 +13,8 @@ from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import job_start
 from areal_hpc.recipe.sections.rollout import AgentConfig
 from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.subproc import SubprocessAgent

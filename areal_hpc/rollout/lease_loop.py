@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from areal_hpc.rollout.job_config import RolloutJobConfig
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.peer import Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rollout.tickets import TicketBoard

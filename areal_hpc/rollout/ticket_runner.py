@@ -10,9 +10,9 @@ from typing import Any
 from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
 from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
 from areal_hpc.rollout.group import run_group
-from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.limits import limits_of
 from areal_hpc.rollout.peer import Services
 from areal_hpc.rollout.tasks import TaskSet

@@ -24,7 +24,7 @@ from areal_hpc.rundir.generations import claim_next_number, make_generation_chec
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object
-from areal_hpc.trainer.job_config import STOP_MARGIN_S, TrainerJobConfig
+from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.ledger_client import LedgerClient

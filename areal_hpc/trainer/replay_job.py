@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.job_config import ReplayJobConfig
+from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator

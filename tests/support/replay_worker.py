@@ -36,7 +36,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
-from areal_hpc.trainer.job_config import SftJobConfig
+from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.loop.replay_source import make_replay_coordinator

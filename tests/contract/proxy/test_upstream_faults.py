@@ -104,7 +104,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
 
 
 def test_the_journal_is_private(stage: Stage) -> None:
-    from areal_hpc.proxy.job_config import ProxyJobConfig
+    from areal_hpc.proxy.config import ProxyJobConfig
 
     path = journal_path(ProxyJobConfig.model_validate(stage.config), stage.admin_key)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -112,7 +112,7 @@ def test_the_journal_is_private(stage: Stage) -> None:
 
 
 def test_a_run_that_starts_anew_at_the_same_path_has_a_journal_of_its_own(stage: Stage) -> None:
-    from areal_hpc.proxy.job_config import ProxyJobConfig
+    from areal_hpc.proxy.config import ProxyJobConfig
 
     job = ProxyJobConfig.model_validate(stage.config)
     assert journal_path(job, stage.admin_key) == journal_path(job, stage.admin_key)

@@ -15,8 +15,8 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.job_config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
 from areal_hpc.rollout.peer import Peer, Services
 from areal_hpc.rollout.tasks import TaskSet

@@ -1,4 +1,4 @@
-"""Configuration of a cell's rollout driver."""
+"""Typed configuration of the rollout driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configurations of the trainer's processes: training, replay and supervised warm-up."""
+"""Typed configurations of the trainer's processes: RL, SFT, replay."""
 
 from __future__ import annotations
 

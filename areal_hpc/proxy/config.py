@@ -1,4 +1,4 @@
-"""Configuration of a cell's proxy process."""
+"""Typed configuration of the proxy process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of a cell's inference processes."""
+"""Typed configuration of the inference process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configuration of the ledger's process."""
+"""Typed configuration of the ledger process."""
 
 from __future__ import annotations
 
