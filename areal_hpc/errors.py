@@ -118,3 +118,21 @@ class SlurmSilentError(ClusterError):
 
 class SlurmRefusedError(ClusterError):
     """A daemon of Slurm answered, and refused."""
+
+
+class NotAnExpression(ValueError):
+    """The text is more than numbers, parentheses and the four operators."""
+
+
+class RewardRefused(ValueError):
+    """The reward is not a finite number, or there is no such interaction."""
+
+
+class UnknownInteraction(RewardRefused, KeyError):
+    """The session has no interaction of this name."""
+
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
+class TemplateRefusal(ValueError):
+    """The model's chat template does not accept these messages."""

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_hpc.dataset.forms import gsm8k
-from areal_hpc.dataset.rows import rows
+from areal_hpc.dataset.adapters import gsm8k
+from areal_hpc.dataset.sources import rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import DatasetConfig
 

@@ -57,7 +57,7 @@ def _texts(path: Path | None) -> list[str]:
             raise RecipeError(f"there is no text file at {path}", key="--texts")
         return path.read_text().splitlines()
     try:
-        from areal_hpc.dataset.rows import rows
+        from areal_hpc.dataset.sources import rows
         from areal_hpc.recipe.sections.dataset import DatasetConfig
 
         sys.path.insert(0, str(Path.cwd()))

@@ -31,7 +31,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _shards_ls(arguments: argparse.Namespace) -> int:
-    from areal_hpc.shards.report import list_shards, shards_as_json
+    from areal_hpc.view.shard_report import list_shards, shards_as_json
 
     write = shards_as_json if arguments.json else list_shards
     print(write(parse_run_dir(arguments.run), _version_text))
@@ -39,7 +39,7 @@ def _shards_ls(arguments: argparse.Namespace) -> int:
 
 
 def _shards_show(arguments: argparse.Namespace) -> int:
-    from areal_hpc.shards.report import rows_of_ticket, show_trajectory
+    from areal_hpc.view.shard_report import rows_of_ticket, show_trajectory
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
@@ -54,8 +54,8 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
     from rich.progress import Progress
 
     from areal_hpc.errors import ShardError
-    from areal_hpc.shards.report import describe_verification
     from areal_hpc.shards.verify import verify_run
+    from areal_hpc.view.shard_report import describe_verification
 
     layout = parse_run_dir(arguments.run)
     console = Console(stderr=True)

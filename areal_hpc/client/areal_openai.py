@@ -17,8 +17,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
 from areal_hpc.client.engine import Engine, EngineRouter
-from areal_hpc.client.parsers import shared_parsers
-from areal_hpc.client.recorded import RecordedInteraction
+from areal_hpc.client.recorded_interaction import RecordedInteraction
+from areal_hpc.client.shared_parsers import shared_parsers
 from areal_hpc.client.tokenizer import session_tokenizer
 from areal_hpc.proxy.app import ProxyApp, Scope, Send
 from areal_hpc.proxy.calls import ModelCaller

@@ -10,7 +10,7 @@ from camel.utils import BaseTokenCounter
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.tokenizer import session_tokenizer
 from areal_hpc.errors import AgentError
-from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.message_matching import normalise_chat_message
 
 
 class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]

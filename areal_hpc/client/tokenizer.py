@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import REPO_PATTERN, snapshot
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 
 _known: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = WeakKeyDictionary()
 """Copying a large vocabulary takes a quarter of a second, and clients are made per episode."""

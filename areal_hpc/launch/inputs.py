@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.rows import files_of
+from areal_hpc.dataset.sources import files_of
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.tiny_model import tiny_config
 from areal_hpc.recipe.hub_cache import snapshot

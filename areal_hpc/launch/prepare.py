@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.dataset.materialise import count_rows, materialise
+from areal_hpc.dataset.materialize import count_rows, materialise
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import Facts
 from areal_hpc.launch.tiny_model import make_tiny_model

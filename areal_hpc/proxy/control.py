@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from areal_hpc.errors import RewardRefused
 from areal_hpc.proxy.events import (
     InteractionAdded,
     RewardSet,
@@ -24,12 +25,7 @@ from areal_hpc.proxy.routing import Router
 from areal_hpc.proxy.sealing import Sealer
 from areal_hpc.proxy.sessions import Session, key_digest, new_key
 from areal_hpc.proxy.visits import Visits
-from areal_hpc.session.rewards import (
-    RewardRefused,
-    check_reward,
-    final_reward,
-    rewarded_interaction,
-)
+from areal_hpc.session.rewards import check_reward, final_reward, rewarded_interaction
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (

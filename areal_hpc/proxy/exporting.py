@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from areal_hpc.errors import RewardRefused
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.session.credit import assign_credit, retry_orphans
 from areal_hpc.session.export import batch_of_one, plan_everything
-from areal_hpc.session.rewards import RewardRefused
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.proxy import ExportedInteraction, ExportRequest
 

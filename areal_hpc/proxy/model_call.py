@@ -9,8 +9,8 @@ from typing import Any, Literal
 import msgspec
 
 from areal_hpc.proxy.generation import SamplingParams
-from areal_hpc.session.normalise import Normalise
-from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.message_matching import Normalise
 
 
 class ToolChoice(msgspec.Struct, frozen=True):

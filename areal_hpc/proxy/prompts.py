@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from areal_hpc.errors import TemplateRefusal
 from areal_hpc.proxy.generation import Generation, SamplingParams
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
@@ -22,8 +23,7 @@ from areal_hpc.proxy.session_limits import fit_into_episode, refuse_beyond_limit
 from areal_hpc.proxy.sessions import Session
 from areal_hpc.proxy.upstream import GenerateRequest
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
-from areal_hpc.session.template import TemplateRefusal
+from areal_hpc.session.completion_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.tree import Interaction, Turn, ids_json, pack_ids, pack_logprobs
 
 

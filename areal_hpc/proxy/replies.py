@@ -6,8 +6,8 @@ import secrets
 
 from msgspec import Struct, field
 
-from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message
 
 
 class CallPart(Struct):

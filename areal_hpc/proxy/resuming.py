@@ -11,7 +11,7 @@ import msgspec
 
 from areal_hpc.proxy.generation import Generation, Partial, SamplingParams, begun_chars
 from areal_hpc.proxy.upstream import GenerateRequest
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, ids_json, joined_json
 from areal_hpc.wire.replicas import ReplicaView
 

@@ -9,7 +9,7 @@ import msgspec
 from areal_hpc.errors import RecipeError
 from areal_hpc.proxy.model_call import ServedModel
 from areal_hpc.proxy.parsing import SGLangParsers
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 
 
 def read_model(

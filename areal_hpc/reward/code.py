@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.reward.answers import fenced
-from areal_hpc.reward.sandbox import Limits, run_program
+from areal_hpc.reward.answer_extraction import fenced
+from areal_hpc.sandbox.run import Limits, run_program
 
 
 def code_reward(

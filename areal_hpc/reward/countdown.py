@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.reward.answers import boxed, tagged
+from areal_hpc.errors import NotAnExpression
+from areal_hpc.reward.answer_extraction import boxed, tagged
 
 LONGEST_EXPRESSION_CHARS = 300
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -17,10 +18,6 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] =
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-
-
-class NotAnExpression(ValueError):
-    """The text is more than numbers, parentheses and the four operators."""
 
 
 def countdown_reward(

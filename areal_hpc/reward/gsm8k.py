@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.reward.answers import boxed
+from areal_hpc.reward.answer_extraction import boxed
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 

@@ -8,11 +8,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, encodable
+from areal_hpc.errors import AgentError, RewardRefused, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.peer import Peer
 from areal_hpc.rollout.subproc import placed
-from areal_hpc.session.rewards import RewardRefused, check_reward
+from areal_hpc.session.rewards import check_reward
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (

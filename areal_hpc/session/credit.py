@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.session.rewards import RewardRefused
+from areal_hpc.errors import RewardRefused
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 

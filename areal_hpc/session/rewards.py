@@ -11,18 +11,9 @@ import numbers
 
 import numpy as np
 
+from areal_hpc.errors import RewardRefused, UnknownInteraction
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
-
-
-class RewardRefused(ValueError):
-    """The reward is not a finite number, or there is no such interaction."""
-
-
-class UnknownInteraction(RewardRefused, KeyError):
-    """The session has no interaction of this name."""
-
-    __str__ = Exception.__str__  # KeyError would quote the sentence
 
 
 def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:

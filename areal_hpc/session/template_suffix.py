@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal
+from areal_hpc.errors import TemplateRefusal
+from areal_hpc.session.chat_template import ChatTemplate, Message
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 """Stands for a reply while its surroundings are rendered."""

@@ -17,8 +17,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.session.normalise import difference
-from areal_hpc.session.template import ChatTemplate, Message
+from areal_hpc.session.chat_template import ChatTemplate, Message
+from areal_hpc.session.message_matching import difference
 from areal_hpc.session.template_suffix import render_reply_suffix
 
 Splice = Literal["spliced", "retokenised", "root"]

@@ -31,7 +31,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.shards.disk import write_whole
+from areal_hpc.shards.disk_io import write_whole
 
 _MAGIC = b"AHJ1"
 _HEADER = struct.Struct("<4sIII")

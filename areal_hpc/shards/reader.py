@@ -20,7 +20,7 @@ from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
 from areal_hpc.faults import fault_point
-from areal_hpc.shards.disk import read_whole
+from areal_hpc.shards.disk_io import read_whole
 from areal_hpc.shards.schema import DATASETS, FORMAT, VERSION, Axis, Dataset
 from areal_hpc.wire.trajectory import Trajectory
 

@@ -24,7 +24,7 @@ from h5py import h5d, h5p, h5s, h5t
 from areal_hpc.errors import ClusterError
 from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.shards.disk import write_whole
+from areal_hpc.shards.disk_io import write_whole
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,

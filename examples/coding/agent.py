@@ -1,6 +1,6 @@
 """Programs: the model may see its own program run before the tests judge its last one.
 
-For tasks with `messages` and `tests`: MBPP, HumanEval, APPS (`areal_hpc/dataset/forms.py`).
+For tasks with `messages` and `tests`: MBPP, HumanEval, APPS (`areal_hpc/dataset/adapters.py`).
 """
 
 import asyncio
@@ -8,10 +8,10 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.reward.answers import fenced
+from areal_hpc.reward.answer_extraction import fenced
 from areal_hpc.reward.code import code_reward
-from areal_hpc.reward.sandbox import run_program
 from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.sandbox.run import run_program
 
 MOST_SHOWN_CHARS = 1000
 

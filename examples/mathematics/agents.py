@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 from areal_hpc.recipe.user_functions import load_function
 from areal_hpc.rollout.reward import AsyncRewardWrapper
 
-MATH = "areal_hpc.reward.mathematics:math_reward"
+MATH = "areal_hpc.reward.math:math_reward"
 AGAIN = "That is not right. Look for the mistake, and answer again in the same form."
 
 

@@ -17,7 +17,7 @@ import pytest
 from areal_hpc.proxy.events import decode_event
 from areal_hpc.proxy.exporting import exported_interactions
 from areal_hpc.proxy.sessions import SessionBook
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import ids_of
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest

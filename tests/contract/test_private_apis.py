@@ -49,7 +49,7 @@ OWNERS = {
     "_new_process_group_helper": "weights/group.py",
     "pg_group_ranks": "weights/group.py",
     "_get_node": "areal_config/loading.py",
-    "root_render_func": "session/template.py",
+    "root_render_func": "session/chat_template.py",
     "_set_envs_and_config": "inference/cpu_engine.py",
 }
 """Every private name that the package uses, and the one module that may."""

@@ -13,8 +13,8 @@ from difflib import SequenceMatcher
 import msgspec
 import numpy as np
 
-from areal_hpc.session.raw_prompts import RAW_CONTEXT
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
+from areal_hpc.session.completion_prompts import RAW_CONTEXT
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
 
 

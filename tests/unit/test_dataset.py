@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.materialise import count_rows, materialise
-from areal_hpc.dataset.rows import rows
+from areal_hpc.dataset.materialize import count_rows, materialise
+from areal_hpc.dataset.sources import rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import DatasetConfig, TrainDatasetConfig
 

@@ -9,7 +9,7 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.dataset.rows import files_of, rows
+from areal_hpc.dataset.sources import files_of, rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import DatasetConfig
 

@@ -30,7 +30,7 @@ from areal_hpc.proxy.dialects.openai_sampling import (
 )
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.message_matching import normalise_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 

@@ -16,7 +16,7 @@ from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.replies import CallPart, Said
 from areal_hpc.proxy.sessions import Session
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
 
 
 class ChatExchange:

@@ -30,8 +30,8 @@ from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.normalise import normalise_chat_message, without_volatile_lines
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message, without_volatile_lines
 from areal_hpc.wire.proxy import SamplingDefaults
 
 

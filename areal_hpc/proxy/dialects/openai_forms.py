@@ -12,7 +12,7 @@ from areal_hpc.proxy.dialects.dialect import EventStream
 from areal_hpc.proxy.generation import Alternatives
 from areal_hpc.proxy.live import Answer, Delta, LiveAnswers
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
 
 DONE = b"data: [DONE]\n\n"
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message
 
 
 class Part(Struct):

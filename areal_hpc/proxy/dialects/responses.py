@@ -31,8 +31,8 @@ from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.refusal import RequestRefused
 from areal_hpc.proxy.sessions import Session
-from areal_hpc.session.raw_prompts import RAW_CONTEXT
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.completion_prompts import RAW_CONTEXT
 from areal_hpc.wire.proxy import SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"

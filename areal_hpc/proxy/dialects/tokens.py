@@ -12,7 +12,7 @@ from areal_hpc.proxy.dialects.decoding import decode, refuse_unknown_tokens
 from areal_hpc.proxy.generation import SamplingParams
 from areal_hpc.proxy.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.session.normalise import normalise_chat_message
+from areal_hpc.session.message_matching import normalise_chat_message
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):

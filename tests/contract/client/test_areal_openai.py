@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.engine import Engine
-from areal_hpc.errors import RecipeError
-from areal_hpc.session.rewards import RewardRefused
+from areal_hpc.errors import RecipeError, RewardRefused
 from areal_hpc.wire.proxy import EngineAddress
 from tests.support.chatml import CHATML, byte_level_tokenizer, write_model_dir
 from tests.support.scripted_sglang import Script, ScriptedSGLang

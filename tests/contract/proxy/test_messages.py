@@ -9,7 +9,7 @@ import pytest
 from anthropic import Anthropic, BadRequestError
 from anthropic.types import MessageParam, TextBlock
 
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script

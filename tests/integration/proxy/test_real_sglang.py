@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import FinishTicketRequest

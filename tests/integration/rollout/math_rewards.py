@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from areal_hpc.reward.mathematics import math_reward
+from areal_hpc.reward.math import math_reward
 
 how, *answers = sys.argv[1:]
 questions = [*zip(answers[::2], answers[1::2], strict=True), ("\\frac{1}{2}", "0.5")]

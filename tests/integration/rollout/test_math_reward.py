@@ -20,7 +20,7 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
-from areal_hpc.reward.mathematics import MATH_MEMORY_BYTES, MATH_TIMEOUT_S, math_reward
+from areal_hpc.reward.math import MATH_MEMORY_BYTES, MATH_TIMEOUT_S, math_reward
 from areal_hpc.rollout.reward import AsyncRewardWrapper
 from tests.support.waiting import wait_for
 
@@ -168,7 +168,7 @@ def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:
 
 WARM = """
 import os, signal, sys, time, threading
-from areal_hpc.reward.mathematics import math_reward
+from areal_hpc.reward.math import math_reward
 
 def reward():
     return math_reward("", "\\\\boxed{7}", [], [], answer="7")

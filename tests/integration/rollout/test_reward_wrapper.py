@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, RewardRefused
 from areal_hpc.rollout.processes import ProcessLost
 from areal_hpc.rollout.reward import AsyncRewardWrapper
-from areal_hpc.session.rewards import RewardRefused
 from tests.integration.rollout import reward_functions as functions
 
 

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from areal_hpc.rundir import atomic
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards import disk, index, writer
+from areal_hpc.shards import disk_io, index, writer
 from tests.support.sample_trajectories import ticket
 
 if TYPE_CHECKING:
     from _typeshed import TraceFunction
 
-WATCHED = {module.__file__ for module in (writer, index, atomic, disk)}
+WATCHED = {module.__file__ for module in (writer, index, atomic, disk_io)}
 """Everything that touches the disk."""
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.rows import rows
+from areal_hpc.dataset.sources import rows
 from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.reward.code import code_reward
 from areal_hpc.reward.countdown import countdown_reward
-from areal_hpc.reward.mathematics import math_reward
-from areal_hpc.reward.reasoning import reasoning_gym_reward
+from areal_hpc.reward.math import math_reward
+from areal_hpc.reward.reasoning_gym import reasoning_gym_reward
 
 SAMPLES = Path(__file__).parents[2] / "samples"
 DOUBLE = "```python\ndef double(x):\n    return x + x\n```"
@@ -21,7 +21,7 @@ ADD = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
 def tasks(form: str, file: str) -> list[dict[str, Any]]:
-    config = DatasetConfig(path=SAMPLES / file, to_task=f"areal_hpc.dataset.forms:{form}")
+    config = DatasetConfig(path=SAMPLES / file, to_task=f"areal_hpc.dataset.adapters:{form}")
     return list(rows(config, "train_dataset"))
 
 

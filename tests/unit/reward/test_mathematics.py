@@ -7,8 +7,8 @@ import math
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.reward.math import math_reward
 from areal_hpc.reward.math_process import HUGE_LOG2, log2_of
-from areal_hpc.reward.mathematics import math_reward
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
 

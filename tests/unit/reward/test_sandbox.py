@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from areal_hpc.reward.sandbox import Limits, run_program
+from areal_hpc.sandbox.run import Limits, run_program
 
 SMALL = Limits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from tokenizers import Tokenizer
 
-from areal_hpc.session.template import ChatTemplate, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from tests.support.chatml import byte_level_tokenizer
 
 MARKS = [

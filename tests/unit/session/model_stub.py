@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.message_matching import normalise_chat_message
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
 from tests.support.chatml import CHATML, byte_level_tokenizer
 

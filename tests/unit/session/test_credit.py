@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.errors import RewardRefused
+from areal_hpc.session.chat_template import Message
 from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
-from areal_hpc.session.rewards import RewardRefused
-from areal_hpc.session.template import Message
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 from tests.unit.session.model_stub import assistant, say, user

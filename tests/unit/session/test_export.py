@@ -5,14 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.errors import RewardRefused
+from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import EpisodeKey, ExportRule, ExportStyle, export_rows, plan_rows
-from areal_hpc.session.rewards import (
-    RewardRefused,
-    check_reward,
-    final_reward,
-    rewarded_interaction,
-)
-from areal_hpc.session.template import Message
+from areal_hpc.session.rewards import check_reward, final_reward, rewarded_interaction
 from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
 from tests.unit.session.model_stub import assistant, prompt_ids, say, user
 

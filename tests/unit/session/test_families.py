@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
 from tests.support.prompt_audit import audit_prompt, prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, MARKS, Family

@@ -3,10 +3,7 @@
 import msgspec
 import pytest
 
-from areal_hpc.session.normalise import (
-    normalise_chat_message,
-    without_volatile_lines,
-)
+from areal_hpc.session.message_matching import normalise_chat_message, without_volatile_lines
 
 
 def call(arguments: str) -> object:

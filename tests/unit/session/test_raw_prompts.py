@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
-from areal_hpc.session.raw_prompts import open_ids_turn, open_text_turn
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.session.completion_prompts import open_ids_turn, open_text_turn
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
 from tests.support.chatml import byte_level_tokenizer
 from tests.support.prompt_audit import audit_prompt

@@ -4,7 +4,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.session.template import ChatTemplate, Message
+from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.template_suffix import REPLY_PLACEHOLDER
 from areal_hpc.session.tree import InteractionTree, ids_of
 from tests.support.chatml import CHATML

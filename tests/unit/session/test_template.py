@@ -7,9 +7,9 @@ import pytest
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_hpc.errors import RecipeError
-from areal_hpc.session.normalise import normalise_chat_message
-from areal_hpc.session.template import ChatTemplate, Message, TemplateRefusal, TokenEncoder
+from areal_hpc.errors import RecipeError, TemplateRefusal
+from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.message_matching import normalise_chat_message
 from tests.support.chatml import write_model_dir
 
 MESSAGES = [{"role": "user", "content": "<é>"}]

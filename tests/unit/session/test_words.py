@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from areal_hpc.session import words
-from areal_hpc.session.template import TokenEncoder
-from areal_hpc.session.words import WordEncoder
+from areal_hpc.session import fast_bpe
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.session.fast_bpe import WordEncoder
 from tests.support.chatml import TRAINING_TEXT
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -99,7 +99,7 @@ def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
     by_words = WordEncoder.of(tokenizer("qwen"))
     assert by_words is not None
     by_words.clear()
-    monkeypatch.setattr(words, "MOST_WORDS", 10)
+    monkeypatch.setattr(fast_bpe, "MOST_WORDS", 10)
     texts = [f"word{letter} more{letter}" for letter in "abcdefghij"] + ["x" * 1000]
     for text in texts:
         assert by_words.encode(text) == expected("qwen", text)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.shards.disk import Buffer, write_whole
+from areal_hpc.shards.disk_io import Buffer, write_whole
 
 
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:

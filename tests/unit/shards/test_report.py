@@ -7,15 +7,15 @@ from tokenizers.models import WordLevel
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.report import (
+from areal_hpc.shards.verify import verify_run
+from areal_hpc.shards.writer import seal
+from areal_hpc.view.shard_report import (
     describe_verification,
     list_shards,
     rows_of_ticket,
     shards_as_json,
     show_trajectory,
 )
-from areal_hpc.shards.verify import verify_run
-from areal_hpc.shards.writer import seal
 from tests.support.sample_trajectories import ticket, trajectory
 
 

@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run apart and within limits.
+"""Sandboxed execution of untrusted Python programs.
 
 Limited: time, memory, output, processes; no network and no view of other processes where the
 kernel allows namespaces (`Outcome.is_apart` says so). Not limited: reading files that the user

@@ -1,4 +1,4 @@
-"""Where in a text the answer is. Takes time in proportion to the text, whatever it holds."""
+"""Extraction of an answer from a reply: boxed, tagged or fenced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""From the rows of well-known data sets to tasks, for `to_task`.
+"""Adapters from public data sets (GSM8K, MATH, AIME, MBPP, ...) to tasks.
 
 Each function takes a row as its data set publishes it. Every task has `messages`, and the keys that
 its reward function asks for: `answer` (`math_reward`), `target` and `numbers` (`countdown_reward`),
@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.reward.answers import boxed
+from areal_hpc.reward.answer_extraction import boxed
 
 Task = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""What `areal-hpc shards ls|show|verify` print. Text in columns, fit for pipes."""
+"""Text output of `areal-hpc shards`."""
 
 from __future__ import annotations
 

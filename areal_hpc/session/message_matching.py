@@ -1,4 +1,4 @@
-"""When are two messages the same? After what SDKs are known to change has been taken away."""
+"""Message normalization and comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.session.template import Message
+from areal_hpc.session.chat_template import Message
 
 Normalise = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""

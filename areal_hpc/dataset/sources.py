@@ -1,4 +1,4 @@
-"""The rows of a source, one by one."""
+"""Rows of a task source: files, hub cache, generator or reasoning-gym."""
 
 from __future__ import annotations
 

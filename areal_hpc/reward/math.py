@@ -1,4 +1,4 @@
-"""Answers of mathematics: numbers, fractions, sets, expressions, by `math-verify`."""
+"""Reward for mathematics, by `math-verify`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
+from areal_hpc.reward.answer_extraction import boxed
 from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
-from areal_hpc.reward.answers import boxed
 
 log = logging.getLogger(__name__)
 

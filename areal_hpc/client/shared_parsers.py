@@ -1,4 +1,4 @@
-"""SGLang's parsers for in-process clients: one process for all that ask for the same formats.
+"""Tool-call parser process shared by the clients of one event loop.
 
 It starts with the first reply that has to be parsed, which then takes some seconds longer, and
 ends with this process.

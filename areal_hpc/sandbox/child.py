@@ -1,4 +1,4 @@
-"""What a program runs under: `python confine.py LIMITS_JSON PROGRAM`, its own process.
+"""Child process of the sandbox: namespaces, limits, then the program.
 
 Stands alone, with the standard library only: it is started by its path, in isolated mode.
 Takes away the network and the other processes by namespaces where the kernel allows it

@@ -1,4 +1,4 @@
-"""Prompts that are text or token ids instead of messages: which interaction do they continue?
+"""Text or token-id prompts: which interaction they continue.
 
 The model reads such a prompt as it is. It continues an interaction if it begins with all of that
 one's tokens, or with the text of all of them: then the tokens are used again, as for messages.
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from areal_hpc.session.template import TokenEncoder
+from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, InteractionTree, Splice, Turn, ids_of
 
 RAW_CONTEXT = b'"prompt"'

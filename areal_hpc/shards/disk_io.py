@@ -1,4 +1,4 @@
-"""Reads and writes that are whole, or fail."""
+"""Complete reads and vectored writes of files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte-level BPE, word by word: what a tokenizer does to ASCII text, five times as fast.
+"""Word-level BPE cache for ASCII text.
 
 A byte-level tokenizer splits a text into words by a regular expression and turns each word into
 ids by itself, so that a word seen before need not be merged again. `tokenizers` spends most of its

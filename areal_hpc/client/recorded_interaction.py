@@ -1,4 +1,4 @@
-"""Interactions as an in-process client hands them out: replies, rewards, tensors."""
+"""Recorded interactions as replies, rewards and tensors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import RowPlan, batch_of_one
-from areal_hpc.session.template import Message
 from areal_hpc.session.tree import Interaction, ids_of
 
 if TYPE_CHECKING:

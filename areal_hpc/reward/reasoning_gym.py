@@ -1,11 +1,11 @@
-"""Answers to reasoning-gym's tasks, by the verifier of each."""
+"""Reward for reasoning-gym tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.reward.answers import boxed, tagged
+from areal_hpc.reward.answer_extraction import boxed, tagged
 
 
 def reasoning_gym_reward(

@@ -1,4 +1,4 @@
-"""Chat messages -> text -> token ids, as Hugging Face does it, without importing transformers."""
+"""Chat template rendering and tokenization without transformers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_hpc.errors import RecipeError
-from areal_hpc.session.words import WordEncoder
+from areal_hpc.errors import RecipeError, TemplateRefusal
+from areal_hpc.session.fast_bpe import WordEncoder
 
 # The thread pool of the Rust encoder costs more than it saves on one text at a time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -28,10 +28,6 @@ QUICK_WORD_CHARS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
 """One chat message in normal form (see `session.normalise`)."""
-
-
-class TemplateRefusal(ValueError):
-    """The model's chat template does not accept these messages."""
 
 
 class _GenerationTag(Extension):

@@ -1,4 +1,4 @@
-"""Task sets as a run keeps them: one file of JSON lines."""
+"""Task sets written as JSON lines into the run directory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from areal_hpc.dataset.rows import rows
+from areal_hpc.dataset.sources import rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import DatasetConfig
 from areal_hpc.rundir.atomic import open_temporary

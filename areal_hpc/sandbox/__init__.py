@@ -1,0 +1,1 @@
+"""Sandbox: programs that a model wrote, run apart."""
