@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from areal_hpc.recipe.loading import load as load_recipe
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.rollout.agent import Agent
-    from areal_hpc.rollout.reward import AsyncRewardWrapper
+    from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 else:
     _HOMES = {
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
         "ArealOpenAI": ("areal_hpc.client.areal_openai", "ArealOpenAI"),
-        "AsyncRewardWrapper": ("areal_hpc.rollout.reward", "AsyncRewardWrapper"),
+        "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
         "JobFailedError": ("areal_hpc.launch.here", "JobFailedError"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
         "Recipe": ("areal_hpc.recipe.cross_checks", "Recipe"),

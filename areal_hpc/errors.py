@@ -136,3 +136,27 @@ class UnknownInteraction(RewardRefused, KeyError):
 
 class TemplateRefusal(ValueError):
     """The model's chat template does not accept these messages."""
+
+
+class CallRefused(Exception):
+    """The caller may not control this replica now."""
+
+
+class Refused(ArealError):
+    """The request is wrong (400) or comes from a superseded trainer (409)."""
+
+    def __init__(self, status: int, message: str, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.status = status
+
+    def __reduce__(self) -> tuple[object, ...]:
+        problem = self.problems[0]
+        return (_refused, (self.status, problem.message, problem.hint))
+
+
+def _refused(status: int, message: str, hint: str) -> Refused:
+    return Refused(status, message, hint=hint)
+
+
+class ProcessLost(AgentError):
+    """The process died during the call. Another one takes its place."""

@@ -19,9 +19,9 @@ import numpy as np
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.peer import Peer, Services
+from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.service_client import Peer, Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key

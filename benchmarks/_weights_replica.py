@@ -19,7 +19,7 @@ from typing import Any
 import httpx
 import torch
 
-from areal_hpc.inference.job import resolve_device
+from areal_hpc.inference.config import resolve_device
 from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.recipe.user_functions import import_by_path
 from areal_hpc.reward.countdown import evaluate
-from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 
 GSM8K_REWARD = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
 CALCULATOR_DESCRIPTION = (

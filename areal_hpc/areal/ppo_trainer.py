@@ -18,8 +18,8 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
 from areal_hpc.recipe.loading import from_values, read_site
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.limits import refuse_unkeepable_limits
-from areal_hpc.rollout.travelling import MODULE, by_name, is_json, packed, pickled
+from areal_hpc.rollout.episodes.limits import refuse_unkeepable_limits
+from areal_hpc.rollout.execution.agent_pickle import MODULE, by_name, is_json, packed, pickled
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 

@@ -63,7 +63,7 @@ def replica_command(
     part: Part | None = None,
 ) -> Command:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
-    launcher = "areal_hpc.inference.cpu_engine" if device == "cpu" else "sglang.launch_server"
+    launcher = "areal_hpc.inference.cpu.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     argv = [
         *(python, "-m", launcher),
         *("--model-path", model_path),

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import Field
 
+from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
 from areal_hpc.jobs.config import JobConfig
+from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
+from areal_hpc.jobs.topology import task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.rundir.paths import RunPaths
 
-FOLLOWER_ENTRY = "areal_hpc.inference.follower:run"
+FOLLOWER_ENTRY = "areal_hpc.inference.worker_node:run"
 """Parses the same configuration on the further nodes of a cell."""
 
 
@@ -31,3 +38,35 @@ class InferenceJobConfig(JobConfig):
     """Added to the environment of SGLang."""
     seed: int = 0
     """The run's seed."""
+
+
+def replica_command_of(
+    job: InferenceJobConfig, index: int, incarnation: int, ports: Ports, part: Part | None
+) -> Command:
+    """The command of one start of a replica, or of one node's part of it."""
+    command = replica_command(
+        job.inference,
+        python=job.serve_python,
+        model_path=str(job.model_path),
+        device=resolve_device(job.inference),
+        index=index,
+        ports=ports,
+        random_seed=replica_seed(job.seed, job.cell, index, incarnation),
+        part=part,
+    )
+    return replace(command, environment=command.environment | job.serve_variables)
+
+
+def log_dir_of(job: InferenceJobConfig, layout: RunPaths) -> Path:
+    """Where this cell's replicas log."""
+    return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
+
+
+def resolve_device(
+    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEV
+) -> Device:
+    """The device named in the recipe, or the GPU if this node has one that is not hidden."""
+    if config.device != "auto":
+        return config.device
+    is_hidden = named_gpus(environ) == ()
+    return "cuda" if device_files(dev) and not is_hidden else "cpu"

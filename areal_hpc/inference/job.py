@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
-from areal_hpc.inference.config import InferenceJobConfig
-from areal_hpc.inference.relay import RelayApp, RelayServer
+from areal_hpc.inference.command import Command, Part, Ports
+from areal_hpc.inference.config import InferenceJobConfig, log_dir_of, replica_command_of
+from areal_hpc.inference.control_proxy import RelayApp, RelayServer
+from areal_hpc.inference.multi_node import Span
 from areal_hpc.inference.replica import Launch, Replica, meeting_point
-from areal_hpc.inference.server import STOP_GRACE_S
-from areal_hpc.inference.span import Span
-from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
+from areal_hpc.inference.sglang_server import STOP_GRACE_S
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import advertised_host, task_log_dir
-from areal_hpc.recipe.sections.inference import InferenceConfig
+from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
@@ -86,35 +80,3 @@ def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
         )
         for index in range(inference.replicas_per_cell)
     ]
-
-
-def replica_command_of(
-    job: InferenceJobConfig, index: int, incarnation: int, ports: Ports, part: Part | None
-) -> Command:
-    """The command of one start of a replica, or of one node's part of it."""
-    command = replica_command(
-        job.inference,
-        python=job.serve_python,
-        model_path=str(job.model_path),
-        device=resolve_device(job.inference),
-        index=index,
-        ports=ports,
-        random_seed=replica_seed(job.seed, job.cell, index, incarnation),
-        part=part,
-    )
-    return replace(command, environment=command.environment | job.serve_variables)
-
-
-def log_dir_of(job: InferenceJobConfig, layout: RunPaths) -> Path:
-    """Where this cell's replicas log."""
-    return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
-
-
-def resolve_device(
-    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEV
-) -> Device:
-    """The device named in the recipe, or the GPU if this node has one that is not hidden."""
-    if config.device != "auto":
-        return config.device
-    is_hidden = named_gpus(environ) == ()
-    return "cuda" if device_files(dev) and not is_hidden else "cpu"

@@ -17,12 +17,12 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import CallRefused, ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.custody import Custody
-from areal_hpc.inference.pulse import Pulse
-from areal_hpc.inference.server import ServerProcess, free_ports
-from areal_hpc.inference.span import Span
+from areal_hpc.inference.health import Pulse
+from areal_hpc.inference.multi_node import Span
+from areal_hpc.inference.sglang_server import ServerProcess, free_ports
+from areal_hpc.inference.update_state import Custody
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.topology import advertised_host
 from areal_hpc.rundir.events import EventLog
@@ -39,10 +39,8 @@ from areal_hpc.wire.replicas import (
 )
 
 log = logging.getLogger(__name__)
-
 _BACKOFF = Backoff(0.5, 30.0)
 _PORT_RACES_FORGIVEN = 5
-
 Launch = Callable[[int, Ports], Command]
 """(incarnation, ports) to the command of that start."""
 
@@ -55,10 +53,6 @@ class Caller:
     epoch: int
     deadline_s: float
     """Not heard of for so long, the caller has vanished."""
-
-
-class CallRefused(Exception):
-    """The caller may not control this replica now."""
 
 
 class Replica:

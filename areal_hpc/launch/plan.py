@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from areal_hpc.inference.config import FOLLOWER_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.stream import TaskSource
+from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig

@@ -22,7 +22,7 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.yaml_tree import leaves
-from areal_hpc.rollout.limits import refuse_unkeepable_limits
+from areal_hpc.rollout.episodes.limits import refuse_unkeepable_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.wire.ledger import StaleGroups
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,20 @@ def admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
             steps_to_form * policy.batch_size - counts.held - counts.settled,
         ),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class TicketPolicy:
+    """What admission depends on. Sizes count tickets, not episodes."""
+
+    batch_size: int
+    max_head_offpolicyness: int
+    max_concurrent_tickets: int
+    total_steps: int
+    cell_timeout_s: float
+    stale_groups: StaleGroups = "train_with_correction"
+
+    @property
+    def report_within_s(self) -> float:
+        """A live cell reports at least this often; the rest of the timeout is slack."""
+        return self.cell_timeout_s / 3

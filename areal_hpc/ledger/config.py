@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from areal_hpc.jobs.config import JobConfig
-from areal_hpc.ledger.policy import TicketPolicy
-from areal_hpc.ledger.stream import TaskSource
+from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.wire.ledger import StaleGroups
 
 

@@ -15,12 +15,12 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.requeue import release_held
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import advertised_host
-from areal_hpc.ledger.app import LedgerApp
+from areal_hpc.ledger.batch_formation import read_settled
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.curriculum import KEY, Curriculum
-from areal_hpc.ledger.forming import read_settled
+from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.ledger.stream import TaskSource, TaskStream
+from areal_hpc.ledger.task_stream import TaskSource, TaskStream
 from areal_hpc.recipe.user_functions import load_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.drops import read_drops

@@ -11,12 +11,13 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_hpc.ledger import forming
-from areal_hpc.ledger.cells import Cells
+from areal_hpc.errors import Refused
+from areal_hpc.ledger import batch_formation
+from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.evaluation import Evaluation, build_result
-from areal_hpc.ledger.policy import TicketPolicy
-from areal_hpc.ledger.refusal import (
-    Refused,
+from areal_hpc.ledger.leases import Cells
+from areal_hpc.ledger.long_poll import News, Patience
+from areal_hpc.ledger.request_checks import (
     refuse_impossible_evaluation,
     refuse_other_epoch,
     refuse_step_out_of_order,
@@ -24,9 +25,8 @@ from areal_hpc.ledger.refusal import (
     refuse_unfit,
     refuse_unformed_step,
 )
-from areal_hpc.ledger.stream import TaskStream
+from areal_hpc.ledger.task_stream import TaskStream
 from areal_hpc.ledger.tickets import Tickets
-from areal_hpc.ledger.waiting import News, Patience
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.generations import read_newest_number
@@ -99,7 +99,7 @@ class LedgerService:
             version_step=before.version_step,
             manifests=manifests.read_manifests(layout),
             dropped=read_drops(layout),
-            settled=forming.read_settled(layout),
+            settled=batch_formation.read_settled(layout),
             # A new trainer may resume from before the version of the last ledger.
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
@@ -108,7 +108,7 @@ class LedgerService:
         self._batch_wanted_until_s = float("-inf")
         self._stopped = layout.finished_marker.exists()
         self._work, self._progress = News(), News()
-        self._cells, self._ages = Cells(), forming.AgeCheck()
+        self._cells, self._ages = Cells(), batch_formation.AgeCheck()
 
     @property
     def incarnation(self) -> int:
@@ -298,7 +298,7 @@ class LedgerService:
             append_drop(self._layout, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)
             self._spread_news()
-        if manifest := forming.next_batch(tickets, epoch, forks):
+        if manifest := batch_formation.next_batch(tickets, epoch, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(epoch)
             manifest = manifests.write_manifest(self._layout, manifest)

@@ -26,10 +26,9 @@ from itertools import islice
 from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.admission import TicketCounts, admissible
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, admissible
+from areal_hpc.ledger.drop_stats import Setbacks
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.ledger.policy import TicketPolicy
-from areal_hpc.ledger.setbacks import Setbacks
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 

@@ -22,7 +22,7 @@ from areal_hpc.wire.parsing import ConstrainRequest, Opening, ParseRequest, Pars
 
 log = logging.getLogger(__name__)
 
-MODULE = "areal_hpc.inference.reply_parsers"
+MODULE = "areal_hpc.inference.parser_process"
 LONGEST_LINE_BYTES = 1 << 28
 START_TIMEOUT_S = 180.0
 RESTART_PAUSE_S = 0.5

@@ -14,13 +14,13 @@ from areal_hpc.jobs.topology import job_start
 from areal_hpc.recipe.sections.rollout import AgentConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.peer import Peer, Services
-from areal_hpc.rollout.subproc import SubprocessAgent
-from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.service_client import Peer, Services
+from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rollout.tickets import TicketBoard
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths

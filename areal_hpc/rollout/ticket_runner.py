@@ -8,17 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
-from areal_hpc.rollout.acceptance import Acceptance
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, episode_seed, run_episode
-from areal_hpc.rollout.group import run_group
-from areal_hpc.rollout.limits import limits_of
-from areal_hpc.rollout.peer import Services
-from areal_hpc.rollout.tasks import TaskSet
-from areal_hpc.rollout.tickets import TicketBoard
-from areal_hpc.rollout.visit import await_visit
-from areal_hpc.rollout.workflow import RolloutWorkflow
+from areal_hpc.rollout.episodes.episode import (
+    EpisodeOutcome,
+    EpisodeSpec,
+    episode_seed,
+    run_episode,
+)
+from areal_hpc.rollout.episodes.group import run_group
+from areal_hpc.rollout.episodes.group_filter import Acceptance
+from areal_hpc.rollout.episodes.limits import limits_of
+from areal_hpc.rollout.episodes.online_episode import await_visit
+from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
+from areal_hpc.rollout.service_client import Services
+from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (

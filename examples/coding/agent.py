@@ -10,7 +10,7 @@ from openai import AsyncOpenAI
 
 from areal_hpc.reward.answer_extraction import fenced
 from areal_hpc.reward.code import code_reward
-from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from areal_hpc.sandbox.run import run_program
 
 MOST_SHOWN_CHARS = 1000

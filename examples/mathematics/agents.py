@@ -8,7 +8,7 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from areal_hpc.recipe.user_functions import load_function
-from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 
 MATH = "areal_hpc.reward.math:math_reward"
 AGAIN = "That is not right. Look for the mistake, and answer again in the same form."

@@ -32,7 +32,7 @@ from areal.dataset import get_custom_dataset
 import areal.infra.launcher.local
 from areal.experimental.openai.client import ArealOpenAI as Client
 from areal_hpc import ArealOpenAI, PPOTrainer as Trainer
-from areal_hpc.rollout.reward import AsyncRewardWrapper as Ours
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper as Ours
 from areal.utils.dynamic_import import import_from_string
 assert AsyncRewardWrapper is Ours
 assert Client is ArealOpenAI

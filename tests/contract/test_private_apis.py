@@ -15,7 +15,7 @@ from submitit.core.core import Job as SubmititJob
 from submitit.local.local import LocalJob
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.inference import server
+from areal_hpc.inference import sglang_server
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
@@ -50,7 +50,7 @@ OWNERS = {
     "pg_group_ranks": "weights/group.py",
     "_get_node": "areal_config/loading.py",
     "root_render_func": "session/chat_template.py",
-    "_set_envs_and_config": "inference/cpu_engine.py",
+    "_set_envs_and_config": "inference/cpu/sglang_cpu.py",
 }
 """Every private name that the package uses, and the one module that may."""
 
@@ -164,9 +164,12 @@ def test_a_jinja_template_renders_from_a_context() -> None:
     [
         ("srt/entrypoints/engine.py", "def _set_envs_and_config(server_args: ServerArgs)"),
         ("srt/entrypoints/engine.py", "        _set_envs_and_config(server_args)\n"),
-        ("srt/managers/scheduler.py", f'setproctitle.setproctitle(f"{server._TITLE}scheduler'),
-        ("srt/managers/detokenizer_manager.py", f'setproctitle("{server._TITLE}detokenizer'),
-        ("srt/server_args.py", server._PORT_TAKEN[1]),
+        (
+            "srt/managers/scheduler.py",
+            f'setproctitle.setproctitle(f"{sglang_server._TITLE}scheduler',
+        ),
+        ("srt/managers/detokenizer_manager.py", f'setproctitle("{sglang_server._TITLE}detokenizer'),
+        ("srt/server_args.py", sglang_server._PORT_TAKEN[1]),
     ],
 )
 def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 
 from areal_hpc.inference.command import replica_command
-from areal_hpc.inference.server import environment_with, free_ports
+from areal_hpc.inference.sglang_server import environment_with, free_ports
 from areal_hpc.jobs.environment import interpreter_of
 from areal_hpc.recipe.sections.inference import InferenceConfig
 

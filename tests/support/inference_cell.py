@@ -199,7 +199,7 @@ class Cell:
         engines = [
             child
             for child in psutil.Process(self.job.pid).children()
-            if "areal_hpc.inference.cpu_engine" in command_of(child)
+            if "areal_hpc.inference.cpu.sglang_cpu" in command_of(child)
         ]
         return [*engines, *(child for engine in engines for child in engine.children(True))]
 

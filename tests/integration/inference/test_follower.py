@@ -10,10 +10,10 @@ import psutil
 import pytest
 
 from areal_hpc.inference.command import Command, Part, Ports
-from areal_hpc.inference.follower import Chief, Follower
-from areal_hpc.inference.relay import RelayApp, RelayServer
+from areal_hpc.inference.control_proxy import RelayApp, RelayServer
+from areal_hpc.inference.multi_node import Span
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.span import Span
+from areal_hpc.inference.worker_node import Chief, Follower
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import CallRefused, ClusterError, RecipeError
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.relay import RelayApp, RelayServer
-from areal_hpc.inference.replica import Caller, CallRefused, Launch, Replica
-from areal_hpc.inference.span import Span
+from areal_hpc.inference.control_proxy import RelayApp, RelayServer
+from areal_hpc.inference.multi_node import Span
+from areal_hpc.inference.replica import Caller, Launch, Replica
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest

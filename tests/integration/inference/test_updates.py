@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.relay import RelayApp, RelayServer
+from areal_hpc.inference.control_proxy import RelayApp, RelayServer
+from areal_hpc.inference.multi_node import Span
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.span import Span
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines

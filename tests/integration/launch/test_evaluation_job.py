@@ -58,7 +58,7 @@ def process_of(layout: RunPaths, config: str) -> psutil.Process:
 
 def server_of(keeper: psutil.Process) -> psutil.Process:
     """Its SGLang."""
-    engine = "areal_hpc.inference.cpu_engine"
+    engine = "areal_hpc.inference.cpu.sglang_cpu"
     return next(one for one in keeper.children() if engine in one.cmdline())
 
 

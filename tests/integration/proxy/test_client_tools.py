@@ -19,7 +19,7 @@ from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 def parser_processes() -> int:
     children = psutil.Process().children(recursive=True)
-    return sum("areal_hpc.inference.reply_parsers" in command_of(child) for child in children)
+    return sum("areal_hpc.inference.parser_process" in command_of(child) for child in children)
 
 
 def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:

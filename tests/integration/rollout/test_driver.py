@@ -16,13 +16,13 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import open_http_client
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
-from areal_hpc.rollout.peer import Peer, Services
-from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
+from areal_hpc.rollout.service_client import Peer, Services
+from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rollout.tickets import TicketBoard
-from areal_hpc.rollout.workflow import RolloutWorkflow
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef

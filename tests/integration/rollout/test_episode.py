@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import pytest
 
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.service_client import Peer
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
 from examples.quickstart.agent import ArithmeticAgent

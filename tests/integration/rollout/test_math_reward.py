@@ -21,7 +21,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, MATH_TIMEOUT_S, math_reward
-from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.waiting import wait_for
 
 SLOW = ("(x+1)^{2}", "(x+1)^{5000}")

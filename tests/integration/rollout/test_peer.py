@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_hpc.rollout.peer import Peer
+from areal_hpc.rollout.service_client import Peer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Acknowledged, Empty

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import AgentError, RewardRefused
-from areal_hpc.rollout.processes import ProcessLost
-from areal_hpc.rollout.reward import AsyncRewardWrapper
+from areal_hpc.errors import AgentError, ProcessLost, RewardRefused
+from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.integration.rollout import reward_functions as functions
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.episode import EpisodeOutcome, run_episode
-from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
-from areal_hpc.rollout.subproc import SubprocessAgent
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
+from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.service_client import Peer
 from tests.integration.rollout.process_agents import Blocking
 from tests.integration.rollout.standins import KEY, StandInProxy
 from tests.integration.rollout.test_episode import TASK, spec

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.rollout.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
-from areal_hpc.rollout.subproc import SubprocessAgent
-from areal_hpc.rollout.workflow import RolloutWorkflow
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
+from areal_hpc.rollout.service_client import Peer
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (

@@ -14,8 +14,8 @@ import pytest
 from areal_hpc.areal.config.experiments import GRPOConfig
 from areal_hpc.areal.ppo_trainer import PPOTrainer
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.processes import ProcessPool
-from areal_hpc.rollout.travelling import by_name, carried, packed, unpacked
+from areal_hpc.rollout.execution.agent_pickle import by_name, carried, packed, unpacked
+from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rundir.paths import RunPaths
 
 ROWS = [{"messages": [], "answer": "1"}]

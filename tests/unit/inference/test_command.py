@@ -36,7 +36,7 @@ COMMON = (
 def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
     found = command(InferenceConfig(dtype="float32"), "cpu")
     expected = (
-        "py -m areal_hpc.inference.cpu_engine "
+        "py -m areal_hpc.inference.cpu.sglang_cpu "
         + COMMON.format(device="cpu", dtype="float32", tp=1)
         + "--attention-backend torch_native --sampling-backend pytorch --disable-overlap-schedule"
         " --sleep-on-idle --cuda-graph-backend-decode disabled"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.inference.job import resolve_device
+from areal_hpc.inference.config import resolve_device
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.inference.span import SILENCE_S, Span
+from areal_hpc.inference.multi_node import SILENCE_S, Span
 from areal_hpc.wire.replicas import FollowReply, FollowRequest
 
 NOTHING = FollowReply(0, "")

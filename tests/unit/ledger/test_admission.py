@@ -5,8 +5,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.admission import TicketCounts, admissible
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, admissible
 
 small = st.integers(0, 30)
 policies = st.builds(

@@ -1,6 +1,6 @@
 """How often cells are to be heard of."""
 
-from areal_hpc.ledger.cells import HEARTBEATS_PER_S, Cells
+from areal_hpc.ledger.leases import HEARTBEATS_PER_S, Cells
 from areal_hpc.wire.ledger import LeaseRequest
 
 

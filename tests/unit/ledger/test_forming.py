@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.forming import AgeCheck, next_batch, too_old
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.batch_formation import AgeCheck, next_batch, too_old
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.stream import (
+from areal_hpc.ledger.task_stream import (
     TaskSource,
     TaskStream,
     mixed_task_of,

@@ -7,8 +7,8 @@ import time
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.forming import next_batch
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.batch_formation import next_batch
 from areal_hpc.ledger.tickets import Tickets
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef

@@ -21,8 +21,8 @@ from hypothesis.stateful import (
 )
 
 from areal_hpc.audit.fates import Fate
-from areal_hpc.ledger.forming import AgeCheck, next_batch
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.batch_formation import AgeCheck, next_batch
 from areal_hpc.ledger.tickets import State, Tickets
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from areal_hpc.audit.evidence import Evidence
 from areal_hpc.audit.fates import Audit, judge
-from areal_hpc.ledger.policy import TicketPolicy
+from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket

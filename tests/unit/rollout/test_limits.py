@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.limits import EpisodeLimits, limits_of, refuse_unkeepable_limits
+from areal_hpc.rollout.episodes.limits import EpisodeLimits, limits_of, refuse_unkeepable_limits
 
 ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
 

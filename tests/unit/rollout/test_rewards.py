@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.rollout.episode import checked_rewards
+from areal_hpc.rollout.episodes.episode import checked_rewards
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.tasks import TaskSet
+from areal_hpc.rollout.task_set import TaskSet
 
 
 def test_broken_task_line_is_named(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.episode import episode_seed
-from areal_hpc.rollout.tasks import TaskSet
-from areal_hpc.rollout.tickets import TicketBoard
+from areal_hpc.rollout.episodes.episode import episode_seed
+from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.ledger.forming import read_settled
+from areal_hpc.ledger.batch_formation import read_settled
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.manifests import LedgerState

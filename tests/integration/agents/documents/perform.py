@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.rollout.episode import EpisodeSpec, run_episode
-from areal_hpc.rollout.http_client import open_http_client
-from areal_hpc.rollout.peer import Peer
-from areal_hpc.rollout.subproc import SubprocessAgent
-from areal_hpc.rollout.travelling import packed
+from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.execution.agent_pickle import packed
+from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
+from areal_hpc.rollout.service_client import Peer
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest

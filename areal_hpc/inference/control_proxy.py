@@ -1,0 +1,265 @@
+"""Authenticated control proxy in front of a cell's SGLang servers.
+
+SGLang listens on loopback without passwords. The relay listens on the advertised host, wants
+the run's admin key, and lets through the routes of `wire.replicas` and no others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+
+from areal_hpc.errors import CallRefused
+from areal_hpc.inference.replica import Caller, Replica
+from areal_hpc.inference.update_pause import StallWatch
+from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
+from areal_hpc.wire.replicas import (
+    DEADLINE_HEADER,
+    EPOCH_HEADER,
+    INCARNATION_HEADER,
+    RELAYED_ROUTES,
+    FenceRequest,
+    FollowRequest,
+    LoadRequest,
+    ReplicaList,
+    ServeRequest,
+)
+
+RequestT = TypeVar("RequestT")
+
+MAX_BODY_BYTES = 16 * 1024 * 1024
+_PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
+"""Routes that are read with GET, and their paths at SGLang."""
+_FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
+"""Epoch, step, serial number (`weights/disk.py`)."""
+_DEFAULT_DEADLINE_S = 300.0
+_ORPHAN_S = 5.0
+"""How long a call may go on whose caller has left."""
+_START_TIMEOUT_S = 10.0
+_KEPT_S = 3.0
+"""For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
+
+
+class RelayApp(JsonApp):
+    """The ASGI application.
+
+    Args:
+        cell: Its name.
+        replicas: Its replicas.
+        admin_key: The run's secret for control routes.
+        weights_dir: The only folder from which replicas may be told to load weights.
+    """
+
+    def __init__(
+        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
+    ) -> None:
+        self._cell = cell
+        self._replicas = replicas
+        self._admin_key = admin_key
+        self._weights_dir = weights_dir
+        self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
+        self._upstream: aiohttp.ClientSession | None = None
+
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, CallRefused):
+            return 409, str(error)
+        return super().describe_error(request, error)
+
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Check the key, then act or ask SGLang."""
+        if not has_key(request, self._admin_key):
+            raise HTTPException(401, "the run's admin key is needed")
+        match request.method, request.scope["path"].strip("/").split("/"):
+            case "GET", ["replicas"]:
+                views = [replica.view() for replica in self._replicas]
+                return 200, msgspec.json.encode(ReplicaList(self._cell, views))
+            case "POST", ["follow"]:
+                return 200, self._follow(await _decode(request, FollowRequest))
+            case "POST", ["replicas", index, "fence"]:
+                fence = await _decode(request, FenceRequest)
+                fenced = self._replica(index).fence(_caller(request), fence)
+                return 200, msgspec.json.encode(fenced)
+            case "POST", ["replicas", index, "serve"]:
+                serve = await _decode(request, ServeRequest)
+                serving = self._replica(index).serve(_caller(request), serve)
+                return 200, msgspec.json.encode(serving)
+            case "POST", ["replicas", index, "load"]:
+                load = self._load_body(await _decode(request, LoadRequest))
+                replica, route = self._replica(index), "update_weights_from_disk"
+                return await self._relay(replica, route, request, load)
+            case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
+                replica, body = self._replica(index), await _body(request)
+                return await self._relay(replica, route, request, body)
+        raise HTTPException(404, "no such route")
+
+    def _follow(self, request: FollowRequest) -> bytes:
+        try:
+            return msgspec.json.encode(self._replicas[0].follow(request))
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
+
+    def _replica(self, index: str) -> Replica:
+        if not index.isdecimal() or int(index) >= len(self._replicas):
+            raise HTTPException(404, "no such replica")
+        return self._replicas[int(index)]
+
+    def _folder(self, name: str) -> Path:
+        """SGLang would load any path, so none but a folder's name is taken."""
+        folder = self._weights_dir / name
+        if not _FOLDER.fullmatch(name) or not folder.is_dir():
+            raise HTTPException(400, f"no folder {name!r} in {self._weights_dir}")
+        return folder
+
+    def _load_body(self, request: LoadRequest) -> bytes:
+        return msgspec.json.encode(
+            {
+                "model_path": str(self._folder(request.folder)),
+                "load_format": "safetensors",
+                "flush_cache": False,  # by a call of its own
+                "weight_version": request.version,
+            }
+        )
+
+    async def _relay(
+        self, replica: Replica, route: str, request: Request, body: bytes
+    ) -> tuple[int, bytes]:
+        caller = _caller(request)
+        url = replica.called(caller, route)
+        accepted, asked_at = False, time.time()
+        try:
+            status, content = await self._ask(url, route, body, caller, request)
+            accepted = status < 400
+        except TimeoutError:
+            replica.gave_no_answer(caller, route)
+            raise HTTPException(504, f"SGLang did not answer {route}") from None
+        except aiohttp.ClientError as error:
+            raise HTTPException(502, f"SGLang is away: {error}") from error
+        finally:
+            replica.answered(caller, route, accepted=accepted)
+        if accepted:
+            self._stalls[replica.index].accepted(route, body, url, asked_at)
+        return status, content
+
+    async def _read_loads(self, url: str) -> bytes:
+        async with self._session().get(f"{url}/{_PATHS_READ['loads']}") as answer:
+            answer.raise_for_status()
+            return await answer.read()
+
+    async def _ask(
+        self, url: str, route: str, body: bytes, caller: Caller, request: Request
+    ) -> tuple[int, bytes]:
+        """SGLang's answer.
+
+        Raises:
+            TimeoutError: None came before the caller's deadline, or soon after the caller left:
+                it then waits for a process that is gone, which SGLang itself would for minutes.
+            aiohttp.ClientError: It broke the call off.
+        """
+
+        async def ask() -> tuple[int, bytes]:
+            method = "GET" if route in _PATHS_READ else "POST"
+            data = None if route in _PATHS_READ else body
+            headers = {"content-type": "application/json"}
+            path = _PATHS_READ.get(route, route)
+            async with self._session().request(
+                method, f"{url}/{path}", data=data, headers=headers
+            ) as answer:
+                return answer.status, await answer.read()
+
+        asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(request.receive())
+        try:
+            async with asyncio.timeout(caller.deadline_s) as limit:
+                await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
+                if not asked.done():
+                    limit.reschedule(asyncio.get_running_loop().time() + _ORPHAN_S)
+                return await asked
+        finally:
+            asked.cancel()
+            left.cancel()
+
+    def _session(self) -> aiohttp.ClientSession:
+        if self._upstream is None:
+            # Each call has a limit of its own.
+            self._upstream = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(keepalive_timeout=_KEPT_S),
+                timeout=aiohttp.ClientTimeout(total=None),
+            )
+        return self._upstream
+
+    async def close(self) -> None:
+        """Close connections to SGLang."""
+        if self._upstream is not None:
+            await self._upstream.close()
+
+
+def _caller(request: Request) -> Caller:
+    return Caller(
+        incarnation=int(_number(request, INCARNATION_HEADER)),
+        epoch=int(_number(request, EPOCH_HEADER)),
+        deadline_s=_number(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
+    )
+
+
+async def _decode(request: Request, form: type[RequestT]) -> RequestT:
+    try:
+        return msgspec.json.decode(await _body(request), type=form)
+    except msgspec.DecodeError as error:
+        raise HTTPException(400, str(error)) from error
+
+
+def _number(request: Request, name: str, default: str = "") -> float:
+    try:
+        return float(request.headers.get(name, default))
+    except ValueError:
+        raise HTTPException(400, f"the header {name} must be a number") from None
+
+
+async def _body(request: Request) -> bytes:
+    too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
+    return await read_body(request, MAX_BODY_BYTES, too_large)
+
+
+class RelayServer:
+    """The relay on a port of its own, in a thread of its own: the main thread minds processes."""
+
+    def __init__(self, app: RelayApp, host: str) -> None:
+        self._app = app
+        # The protocol is named because asyncio turns off Nagle's algorithm only then; with it
+        # every answer would wait 40 ms for a delayed acknowledgement.
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket.bind((host, 0))
+        self._socket.listen()  # from here on callers wait, and none is refused
+        self.url = f"http://{host}:{self._socket.getsockname()[1]}"
+        self._server = ServiceServer(app)
+        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+
+    def start(self) -> None:
+        """Listen."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            try:
+                await self._server.serve(sockets=[self._socket])
+            finally:
+                await self._app.close()
+
+        asyncio.run(serve())
+
+    def stop(self) -> None:
+        """Stop listening."""
+        self._server.should_exit = True
+        self._thread.join(_START_TIMEOUT_S)
+        self._socket.close()

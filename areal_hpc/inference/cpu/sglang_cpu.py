@@ -1,0 +1,178 @@
+"""SGLang on a machine without a GPU: stubbed kernels, then the real server.
+
+PyPI's sglang imports three packages that exist, or import, only next to CUDA. Stand-ins are
+put in their place before the first import; no file of SGLang is changed:
+
+| package     | why it cannot be had                      | the stand-in                          |
+|-------------|-------------------------------------------|---------------------------------------|
+| sgl_kernel  | CUDA wheels only                          | functions that raise when called      |
+| torchvision | its wheel fails beside CPU torch          | names that can be imported and nested |
+| triton      | 690 MB, useless without a GPU             | decorators that return the function   |
+
+Without AMX tiles SGLang itself takes plain torch paths on a CPU, so the stand-ins run the
+same model code as a complete installation would (sglang 0.5.23, `cpu_has_amx_support`).
+
+SGLang spawns its scheduler and its detokenizer, which then import everything again: a third of
+its start. Here they are forked.
+
+This module runs in SGLang's environment and imports nothing that is missing there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import types
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from typing import Any
+
+from areal_hpc.jobs.die_with_parent import die_with_parent
+
+
+class _Placeholder:
+    """A name that can be imported, called as a decorator, nested and inherited from."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if len(args) == 1 and callable(args[0]) and not options:
+            return args[0]  # used as `@triton.jit`
+        return lambda function: function  # used as `@triton.jit(...)`
+
+    def __getattr__(self, name: str) -> _Placeholder:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _Placeholder(f"{self.__name__}.{name}")
+
+    def __getitem__(self, grid: object) -> Any:
+        raise NotImplementedError(f"{self.__name__} is a GPU kernel and was launched on a CPU")
+
+    def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
+        return (object,)
+
+    def __or__(self, other: object) -> _Placeholder:
+        return self  # in annotations
+
+    __ror__ = __or__
+
+
+def _kernel(name: str) -> Callable[..., Any]:
+    def missing(*args: Any, **options: Any) -> Any:
+        raise NotImplementedError(f"{name} exists on GPUs only")
+
+    return missing
+
+
+def _triton_name(name: str) -> Any:
+    # torch asks isinstance(x, triton.runtime.JITFunction): such names must be classes.
+    last = name.rpartition(".")[2]
+    if not last[:1].isupper():
+        return _Placeholder(name)
+    return type(last, (), {"__init__": lambda self, *args, **options: None})
+
+
+class _StandIn(types.ModuleType):
+    """A module, with any submodule, whose attributes a factory makes on demand."""
+
+    def __init__(self, name: str, make: Callable[[str], Any]) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__version__ = "0.0.0"
+        self._make = make
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        full_name = f"{self.__name__}.{name}"
+        value = sys.modules.get(full_name) or self._make(full_name)
+        setattr(self, name, value)
+        return value
+
+
+class _StandInFinder:
+    """Finds the stand-ins and all their submodules."""
+
+    def __init__(self, roots: dict[str, Callable[[str], Any]]) -> None:
+        self._roots = roots
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._roots:
+            return None
+        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # by protocol
+
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _StandIn(spec.name, self._roots[spec.name.partition(".")[0]])
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """A stand-in has no code."""
+
+
+def install_stand_ins() -> None:
+    """Make SGLang importable here."""
+    kernels = _StandIn("sgl_kernel", _kernel)
+    # No finder: SGLang guards imports of submodules (`sgl_kernel.<x>`), and those must fail.
+    kernels.__spec__ = ModuleSpec("sgl_kernel", None, is_package=True)
+    kernels.__version__ = "0.4.10"  # SGLang refuses to start beside another version
+    sys.modules["sgl_kernel"] = kernels
+    makers: dict[str, Callable[[str], Any]] = {"torchvision": _Placeholder, "triton": _triton_name}
+    absent = {name: make for name, make in makers.items() if not PathFinder.find_spec(name)}
+    sys.meta_path.insert(0, _StandInFinder(absent))
+    if "triton" in absent:
+        triton: Any = importlib.import_module("triton")
+        triton.cdiv = lambda a, b: -(a // -b)  # called while modules are imported
+        triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1
+
+
+def _fork_children() -> None:
+    """Have SGLang fork its children, once it has imported everything and before any thread.
+
+    Beside a GPU that would break: CUDA does not survive a fork.
+    """
+    from sglang.srt.entrypoints import engine
+
+    set_up = engine._set_envs_and_config
+
+    def set_up_and_fork(server_args: Any) -> None:
+        set_up(server_args)  # which asks for spawning
+        multiprocessing.set_start_method("fork", force=True)
+
+    engine._set_envs_and_config = set_up_and_fork
+    forking: list[int] = []
+    os.register_at_fork(
+        before=lambda: forking.append(os.getpid()),
+        after_in_parent=forking.clear,
+        after_in_child=lambda: _die_with(forking.pop()),
+    )
+
+
+def _die_with(parent: int) -> None:
+    """In a child: end when its parent does. SGLang asks for the same, but later."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def main() -> None:
+    """Serve until told to stop."""
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    _fork_children()
+    try:
+        run_server(prepare_server_args(sys.argv[1:]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+install_stand_ins()
+
+if __name__ == "__main__":
+    main()

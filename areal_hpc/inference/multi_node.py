@@ -1,0 +1,65 @@
+"""Multi-node replica as its head node sees it.
+
+They ask what to run (`inference.follower`), and are told of one incarnation after the other. An
+incarnation whose part was once running somewhere, and is not any more, is lost as a whole.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from areal_hpc.wire.replicas import FollowReply, FollowRequest
+
+SILENCE_S = 15.0
+"""A node that runs a part and is not heard of for so long is lost."""
+
+
+class Span:
+    """Which parts run where. Time is passed in.
+
+    Args:
+        nodes: Of one replica, the first one included.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self._nodes = nodes
+        self._lock = threading.Lock()
+        self._wanted = FollowReply(0, "")
+        self._heard_at_s: dict[int, float] = {}
+        """When each node last said that it runs its part of the present incarnation."""
+        self._loss = ""
+
+    def begin(self, incarnation: int, meeting_point: str) -> None:
+        """Have every further node run its part."""
+        with self._lock:
+            self._wanted, self._loss = FollowReply(incarnation, meeting_point), ""
+            self._heard_at_s.clear()
+
+    def end(self) -> None:
+        """Have no part run."""
+        with self._lock:
+            self._wanted, self._loss = FollowReply(0, ""), ""
+            self._heard_at_s.clear()
+
+    def follow(self, request: FollowRequest, now_s: float) -> FollowReply:
+        """Hear a node; what it is to run.
+
+        Raises:
+            ValueError: The cell has no such node.
+        """
+        if not 0 < request.node < self._nodes:
+            raise ValueError(f"expected a node from 1 to {self._nodes - 1}, got {request.node}")
+        with self._lock:
+            if self._wanted.incarnation and request.incarnation == self._wanted.incarnation:
+                self._heard_at_s[request.node] = now_s
+            elif request.node in self._heard_at_s:
+                self._loss = f"lost its part on node {request.node} of the cell"
+            return FollowReply(0, "") if self._loss else self._wanted
+
+    def loss(self, now_s: float) -> str:
+        """Why the present incarnation cannot go on, in words; empty while it can."""
+        with self._lock:
+            for node, heard_at_s in self._heard_at_s.items():
+                if now_s - heard_at_s > SILENCE_S:
+                    self._loss = self._loss or f"has not heard of node {node} for {SILENCE_S:.0f} s"
+            return self._loss

@@ -1,0 +1,324 @@
+"""Process that runs SGLang's tool-call and reasoning parsers.
+
+Runs in SGLang's environment, for a proxy that does not (`wire/parsing.py` is what they say to
+one another). Either name may be empty. The parsers are SGLang's own; this module decides only
+what may be shown while a reply is still being said, and keeps what SGLang would drop:
+
+- SGLang's streaming detectors lose text and swallow calls that turn out to be malformed. So a
+  streamed reply is shown up to where a call may begin; the rest is parsed whole at the end.
+- A call that does not parse, or names an unknown tool, is returned as the text it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
+from areal_hpc.wire.parsing import (
+    ConstrainRequest,
+    Opening,
+    ParsedCall,
+    ParseRequest,
+    ParserReply,
+)
+
+MOST_OPEN_REPLIES = 4096
+MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
+"""Where SGLang's detectors keep the text that begins a call."""
+
+
+class Formats:
+    """The model's two formats.
+
+    Raises:
+        ValueError: SGLang knows no such parser.
+    """
+
+    def __init__(self, tool_parser: str, reasoning_parser: str) -> None:
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        for name, known in (
+            (tool_parser, FunctionCallParser.ToolCallParserEnum),
+            (reasoning_parser, ReasoningParser.DetectorMap),
+        ):
+            if name and name not in known:
+                raise ValueError(f"SGLang has no parser {name!r}; it has {', '.join(known)}")
+        self._tool_parser = tool_parser
+        self._reasoning_parser = reasoning_parser
+
+    def calls(self, tools: Sequence[dict[str, Any]]) -> Any:
+        """A fresh `FunctionCallParser`; None when the model may call nothing."""
+        if not self._tool_parser or not tools:
+            return None
+        from sglang.srt.entrypoints.openai.protocol import Tool
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        return FunctionCallParser([Tool(**tool) for tool in tools], self._tool_parser)
+
+    def reasoning(self, prompt_end: str, may_call: bool) -> Any:
+        """A fresh `ReasoningParser`; None without a reasoning format."""
+        if not self._reasoning_parser:
+            return None
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        return ReasoningParser(
+            self._reasoning_parser,
+            stream_reasoning=True,
+            force_reasoning=self._begins_inside(prompt_end),
+            tool_call_parser_active=may_call,
+        )
+
+    def _begins_inside(self, prompt_end: str) -> bool | None:
+        """Whether the prompt opened the reasoning; None when it has no sign of it."""
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        detector = ReasoningParser(self._reasoning_parser).detector
+        opened = prompt_end.rfind(detector.think_start_token)
+        closed = prompt_end.rfind(detector.think_end_token)
+        return None if opened == closed == -1 else opened > closed
+
+    def reasons_first(self, prompt_end: str) -> bool:
+        """Whether a grammar has to wait for the end of the reasoning."""
+        if not self._reasoning_parser:
+            return False
+        from sglang.srt.parser.reasoning_parser import ReasoningParser
+
+        inside = self._begins_inside(prompt_end)
+        if inside is not None:
+            return inside
+        default = ReasoningParser(self._reasoning_parser).detector.reasoning_default
+        return default in ("always", "thinking", "enable_thinking")
+
+    def grammar(self, request: ConstrainRequest) -> tuple[str, str]:
+        """(sampling parameter, its value) that holds the model to the asked tool choice.
+
+        Raises:
+            ValueError: This format has no such grammar.
+        """
+        chosen = [
+            tool
+            for tool in request.tools
+            if request.name is None or tool["function"]["name"] == request.name
+        ]
+        parser = self.calls(chosen)
+        if parser is None:
+            return "", ""
+        if not request.parallel and _frames(parser) is not None:
+            return "structural_tag", _one_call(parser, chosen, request.required)
+        if not request.parallel and not request.required:
+            raise ValueError(
+                f"the format {self._tool_parser} cannot be held to one call under tool_choice auto"
+            )
+        choice = "required" if request.required else "auto"
+        found = parser.get_structure_constraint(choice, parallel_tool_calls=request.parallel)
+        if found is None:
+            if request.required:
+                raise ValueError(f"the format {self._tool_parser} cannot be required")
+            return "", ""
+        kind, value = found
+        if hasattr(value, "model_dump"):
+            value = value.model_dump(by_alias=True)
+        return kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _frames(parser: Any) -> Any:
+    """Name -> how a call of that tool begins and ends; None where JSON alone does not fill it."""
+    if not parser.detector.supports_structural_tag():
+        return None
+    try:
+        frames = parser.detector.structure_info()
+        frames("x")
+    except NotImplementedError:
+        return None
+    return frames
+
+
+def _one_call(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> str:
+    """A structural tag after whose first call the reply ends."""
+    frames = _frames(parser)
+    tags = []
+    for tool in tools:
+        function = tool["function"]
+        frame = frames(function["name"])
+        schema = function.get("parameters") if function.get("strict") else None
+        content = {"type": "json_schema", "json_schema": schema or {}}
+        tags.append({"begin": frame.begin, "content": content, "end": frame.end})
+    form = {
+        "type": "triggered_tags",
+        "triggers": sorted({frames(tool["function"]["name"]).trigger for tool in tools}),
+        "tags": tags,
+        "at_least_one": required,
+        "stop_after_first": True,
+    }
+    return msgspec.json.encode({"type": "structural_tag", "format": form}).decode()
+
+
+class Reply:
+    """One reply while it is being said."""
+
+    def __init__(self, formats: Formats, opening: Opening) -> None:
+        self._formats = formats
+        self._tools = opening.tools
+        self._calls = formats.calls(opening.tools)
+        self._reasoning = formats.reasoning(opening.prompt_end, self._calls is not None)
+        self._body = ""
+        """What is not reasoning."""
+        self._shown_chars = 0
+        self._reasoned = False
+        self._held = ""
+        """Line breaks that are part of the reasoning only if more of it follows."""
+        self._markers = _markers(self._calls) if self._calls is not None else []
+
+    def give_up(self, text: str) -> str:
+        """Everything that has not been shown, as it is; from now on nothing is parsed."""
+        self._calls = self._reasoning = None
+        self._body += "" if self._body.endswith(text) else text
+        return self._show(len(self._body))
+
+    def feed(self, text: str, last: bool) -> ParserReply:
+        """What can be shown after the next text, all of it after the last."""
+        reasoning, body = "", text
+        if self._reasoning is not None:
+            reasoning, body = _pair(self._reasoning.parse_stream_chunk(text))
+            if last:
+                more_reasoning, more_body = _pair(self._reasoning.parse_stream_end())
+                reasoning, body = reasoning + more_reasoning, body + more_body
+            reasoning, body = self._trimmed(reasoning, body)
+        self._body += body
+        shown = ParserReply(reasoning=reasoning)
+        if last:
+            shown.text, shown.calls = self._rest()
+        elif self._calls is None:
+            shown.text = self._show(len(self._body))
+        elif self._markers and not self._calls.has_tool_call(self._body):
+            shown.text = self._show(len(self._body) - _begun(self._body, self._markers))
+        return shown
+
+    def _trimmed(self, reasoning: str, body: str) -> tuple[str, str]:
+        """Without the line breaks that set the reasoning apart; templates write them again."""
+        if not self._reasoned:
+            reasoning = reasoning.lstrip("\n")
+        reasoning = self._held + reasoning
+        kept = reasoning.rstrip("\n")
+        self._held = reasoning[len(kept) :]
+        self._reasoned = self._reasoned or bool(kept)
+        return kept, body if self._body else body.lstrip("\n")
+
+    def _show(self, end: int) -> str:
+        start, self._shown_chars = self._shown_chars, max(end, self._shown_chars)
+        return self._body[start:end]
+
+    def _rest(self) -> tuple[str, list[ParsedCall]]:
+        """What has not been shown yet, and the calls."""
+        if self._calls is None or not self._calls.has_tool_call(self._body):
+            return self._show(len(self._body)), []
+        text, calls = _parsed(self._formats.calls(self._tools), self._body)
+        if not calls:
+            return self._show(len(self._body)), []
+        shown = self._body[: self._shown_chars]
+        if text.startswith(shown):
+            text = text[len(shown) :]
+        elif shown.strip() == text.strip():  # SGLang strips what stands before a call
+            text = ""
+        return text + self._malformed(len(calls)), calls
+
+    def _malformed(self, count: int) -> str:
+        """The calls among several that do not parse, as text."""
+        marker = next((one for one in self._markers if self._body.count(one) > count), None)
+        if marker is None:
+            return ""
+        _, *pieces = self._body.split(marker)
+        return "".join(
+            marker + piece
+            for piece in pieces
+            if not _parsed(self._formats.calls(self._tools), marker + piece)[1]
+        )
+
+
+def _markers(parser: Any) -> list[str]:
+    """Texts with which a call of this format begins."""
+    found = {getattr(parser.detector, name, "") for name in MARKER_ATTRIBUTES}
+    frames = _frames(parser)
+    if frames is not None:
+        found.add(frames("x").trigger)
+    return sorted((one for one in found if one), key=len, reverse=True)
+
+
+def _begun(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a marker."""
+    return max(
+        count
+        for marker in markers
+        for count in range(min(len(marker), len(text)) + 1)
+        if text.endswith(marker[:count])
+    )
+
+
+def _pair(found: tuple[str | None, str | None]) -> tuple[str, str]:
+    return found[0] or "", found[1] or ""
+
+
+def _parsed(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
+    text, items = parser.parse_non_stream(body)
+    return text, [ParsedCall(item.name or "", item.parameters) for item in items]
+
+
+class ParserProcess:
+    """Answers requests, one after the other."""
+
+    def __init__(self, formats: Formats) -> None:
+        self._formats = formats
+        self._replies: dict[int, Reply] = {}
+
+    def answer(self, request: ParseRequest | ConstrainRequest) -> ParserReply:
+        """The reply to a request. SGLang's failures become its `error`."""
+        try:
+            if isinstance(request, ConstrainRequest):
+                reply = self._constrain(request)
+            else:
+                reply = self._parse(request)
+        except Exception as error:  # boundary: SGLang's code, run on whatever comes
+            reply = ParserReply(error=f"{type(error).__name__}: {error}")
+        reply.call = request.call
+        return reply
+
+    def _constrain(self, request: ConstrainRequest) -> ParserReply:
+        reasons_first = self._formats.reasons_first(request.prompt_end)
+        grammar, value = self._formats.grammar(request)
+        return ParserReply(grammar=grammar, grammar_value=value, reasons_first=reasons_first)
+
+    def _parse(self, request: ParseRequest) -> ParserReply:
+        if request.opening is not None:
+            self._replies[request.reply] = Reply(self._formats, request.opening)
+            while len(self._replies) > MOST_OPEN_REPLIES:  # those whose clients left
+                del self._replies[next(iter(self._replies))]
+        reply = self._replies.get(request.reply)
+        if reply is None:  # an earlier process knew it
+            return ParserReply(text=request.text, error="the beginning of this reply is unknown")
+        if request.last:
+            del self._replies[request.reply]
+        try:
+            return reply.feed(request.text, request.last)
+        except Exception as error:  # boundary: SGLang's code, run on whatever a model says
+            return ParserReply(text=reply.give_up(request.text), error=repr(error))
+
+
+def main() -> None:
+    """Serve until standard input ends."""
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # whatever SGLang prints goes to the log
+    process = ParserProcess(Formats(*sys.argv[1:3]))
+    decoder = msgspec.json.Decoder(ParseRequest | ConstrainRequest)
+    out.write(msgspec.json.encode(ParserReply()) + b"\n")
+    for line in sys.stdin.buffer:
+        out.write(msgspec.json.encode(process.answer(decoder.decode(line))) + b"\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,202 @@
+"""One SGLang server process: ports, readiness, death, log tail."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+
+from areal_hpc.inference.command import LOOPBACK, Command, Ports
+from areal_hpc.wire.http import is_accepted
+
+STOP_GRACE_S = 1.0
+"""For a server that was asked to end."""
+_PROBE_TIMEOUT_S = 0.5
+_CONTINUE_TIMEOUT_S = 2.0
+_TITLE = "sglang::"
+"""SGLang's schedulers and detokenizers call themselves so (sglang 0.5.23, `srt/managers`)."""
+_PORT_TAKEN = ("address already in use", "Port is already in use")
+_LOG_TAIL_BYTES = 16384
+_OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_FIRST_PORT = 10000
+_ENOUGH_PORTS = 1000
+"""Fewer, and cells that start together would choose alike."""
+_LOG_PERIOD_S = 2.0
+
+
+def free_ports() -> Ports:
+    """Ports nobody listens on now. Another process may still take one before SGLang does."""
+    http_port = _free_port()
+    while (rendezvous_port := _free_port()) == http_port:
+        pass
+    return Ports(http_port, rendezvous_port)
+
+
+def _free_port() -> int:
+    """One that the kernel gives to no outgoing connection, where it leaves enough of them.
+
+    SGLang binds it ten seconds or more after it was chosen. In that time any connection, of any
+    process on the node, might be given a port of the other kind.
+    """
+    first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
+    candidates = range(_FIRST_PORT, first_outgoing)
+    while True:
+        port = secrets.choice(candidates) if len(candidates) >= _ENOUGH_PORTS else 0
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return int(probe.getsockname()[1])
+
+
+class ServerProcess:
+    """A running SGLang server with all its processes.
+
+    Start it from a thread that lives as long as the server may: the kernel's death signal is
+    tied to the thread, not to the process, that started the child.
+    """
+
+    def __init__(self, command: Command, ports: Ports, log_path: Path) -> None:
+        self.url = f"http://{LOOPBACK}:{ports.http}"
+        self.log_path = log_path
+        self.started_at = time.monotonic()
+        self._http_port = ports.http
+        self._members: list[psutil.Process] | None = None  # once it has been ready
+        self._log_due_at = self.started_at + _LOG_PERIOD_S
+        self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
+        leash = "areal_hpc.jobs.die_with_parent"
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        with log_path.open("ab") as log_file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", leash, str(os.getpid()), *command.argv],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=environment_with(self._scratch_dir) | command.environment,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Of the server's first process, which leads the group of all the others."""
+        return self._process.pid
+
+    def is_ready(self) -> bool:
+        """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
+        if not is_accepted("GET", f"{self.url}/ready", _PROBE_TIMEOUT_S):
+            return False
+        if self._members is None:
+            if not _listens(self.pid, self._http_port):
+                return False  # it was another process that said yes
+            self._members = _engine_children(self.pid)
+        return True
+
+    def continue_generation(self) -> bool:
+        """End a pause; false when SGLang does not answer."""
+        return is_accepted("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
+
+    def death(self) -> str:
+        """Why the server is dead, in words; empty while it lives.
+
+        A server whose scheduler was killed lingers for up to a minute without one, so each
+        scheduler and detokenizer that it had when it became ready must be there.
+        """
+        code = self._process.poll()
+        if code is not None:
+            return f"exited with code {code}"
+        for member in self._members or ():
+            if _is_gone(member):
+                return f"lost its process {member.pid}"
+        return ""
+
+    def lingers(self, now: float) -> bool:
+        """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
+
+        To be asked while it starts. Its log may be on storage that all cells share, so it is read
+        every two seconds at most.
+        """
+        if now < self._log_due_at:
+            return False
+        self._log_due_at = now + _LOG_PERIOD_S
+        return self.lost_port_race()
+
+    @property
+    def usage_error(self) -> bool:
+        """True when SGLang did not understand its command line."""
+        return self._process.poll() == 2  # argparse's exit code
+
+    def lost_port_race(self) -> bool:
+        """True when its log says that another process had taken one of its ports."""
+        return any(sign in self.log_tail() for sign in _PORT_TAKEN)
+
+    def log_tail(self, lines: int = 25) -> str:
+        """The last lines of its log."""
+        with self.log_path.open("rb") as log_file:
+            size = log_file.seek(0, os.SEEK_END)
+            log_file.seek(max(0, size - _LOG_TAIL_BYTES))
+            text = log_file.read().decode(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    def request_stop(self) -> None:
+        """Ask it to end."""
+        if self._process.poll() is None:
+            self._process.terminate()
+
+    def kill(self, grace_s: float = 0.0) -> None:
+        """End all its processes: by force after `grace_s`."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self._process.wait()
+        shutil.rmtree(self._scratch_dir, ignore_errors=True)
+
+
+def environment_with(scratch_dir: str) -> dict[str, str]:
+    """This process's environment, but for where temporary files go.
+
+    SGLang leaves its sockets behind, and names them after nothing. What torch compiled stays where
+    the next server finds it.
+    """
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+    # Appended: setproctitle finds nothing to write into once the first variable has been changed,
+    # as torch changes this one, and SGLang's processes are known by their titles.
+    cache_dir = os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled)
+    return {**os.environ, "TMPDIR": scratch_dir, "TORCHINDUCTOR_CACHE_DIR": cache_dir}
+
+
+def _listens(pid: int, port: int) -> bool:
+    """Whether a process, or one below it, takes connections on a port."""
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        for process in (leader, *leader.children(recursive=True)):
+            for socket_ in process.net_connections("tcp"):
+                if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port:
+                    return True
+    return False
+
+
+def _engine_children(pid: int) -> list[psutil.Process]:
+    """The server's schedulers and detokenizers. Compilers and the like come and go."""
+    found = []
+    with suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(pid).children():
+            with suppress(psutil.NoSuchProcess):
+                if child.cmdline()[:1] and child.cmdline()[0].startswith(_TITLE):
+                    found.append(child)
+    return found
+
+
+def _is_gone(process: psutil.Process) -> bool:
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,122 @@
+"""Measurement of how long a weight update pauses generation.
+
+SGLang publishes its load after every batch of prompts, every 15th batch of decoding, and when it
+has nothing to do (`Scheduler.publish_load_snapshot`, sglang 0.5.23), and none while it is paused.
+So the load read within a pause is that of at most 15 tokens a request before it, and the first one
+published after it means that tokens come again: at once where prompts are computed anew, up to 15
+batches late where the old cache stays in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import aiohttp
+import msgspec
+
+from areal_hpc.inference.replica import Replica
+from areal_hpc.wire.replicas import Stall
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.01
+LONGEST_WAIT_S = 120.0
+_SERVE_WAIT_S = 5.0
+_BEGINNINGS = ("begin_weight_update", "update_weights_from_disk")
+"""SGLang takes its orders one after the other: when it answers these, it is paused."""
+
+
+class _Pause(msgspec.Struct):
+    mode: str = "abort"
+
+
+class _Load(msgspec.Struct):
+    timestamp: float
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_Load]
+
+
+Read = Callable[[str], Awaitable[bytes]]
+"""The body of SGLang's answer about its load, by the server's address."""
+
+
+class StallWatch:
+    """Follows the control calls of one replica; all in the relay's event loop."""
+
+    def __init__(self, replica: Replica, read: Read) -> None:
+        self._replica = replica
+        self._read = read
+        self._mode = ""
+        self._paused_at = 0.0
+        self._before: _Load | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
+        """SGLang accepted a control call that was made at `asked_at` (`time.time`)."""
+        if route == "pause_generation":
+            self._mode = msgspec.json.decode(body, type=_Pause).mode
+            self._paused_at, self._before = asked_at, None
+        elif route in _BEGINNINGS and self._paused_at:
+            self._start(self._look_back(url))
+        elif route == "continue_generation" and self._before is not None:
+            paused_s = asked_at - self._paused_at
+            self._start(self._await_token(url, self._before, paused_s, asked_at))
+            self._before, self._paused_at = None, 0.0
+
+    def _start(self, look: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(self._guarded(look))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _guarded(self, look: Awaitable[None]) -> None:
+        try:
+            await look
+        except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
+            log.info("replica %d: the stall was not measured: %s", self._replica.index, error)
+
+    async def _look_back(self, url: str) -> None:
+        self._before = await self._load(url)
+
+    async def _await_token(
+        self, url: str, before: _Load, paused_s: float, continued_at: float
+    ) -> None:
+        token_at = continued_at
+        if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
+            give_up_at = continued_at + LONGEST_WAIT_S
+            while (load := await self._load(url)) is None or load.timestamp < continued_at:
+                if time.time() > give_up_at:
+                    return
+                await asyncio.sleep(POLL_S)
+            token_at = load.timestamp
+        recomputed = before.num_used_tokens if self._mode == "retract" else 0
+        version = await self._served_version()
+        reprefill_s = token_at - continued_at
+        self._replica.note_stall(
+            Stall(
+                version,
+                round(paused_s + reprefill_s, 4),
+                round(reprefill_s, 4),
+                before.num_running_reqs + before.num_waiting_reqs,
+                recomputed,
+            )
+        )
+
+    async def _served_version(self) -> str:
+        """The sender opens the replica right after it let generation go on."""
+        give_up_at = time.time() + _SERVE_WAIT_S
+        while not (version := self._replica.view().version) and time.time() < give_up_at:
+            await asyncio.sleep(POLL_S)
+        return version
+
+    async def _load(self, url: str) -> _Load | None:
+        """The newest that was published."""
+        loads = msgspec.json.decode(await self._read(url), type=_Loads).loads
+        return max(loads, key=lambda load: load.timestamp, default=None)

@@ -1,0 +1,97 @@
+"""Weight-update state of one replica: fenced, changing, verified, overdue.
+
+    fence -> pause_generation -> begin_weight_update -> ... -> continue_generation -> serve
+    |--------- untouched -------|---------- changed ---------------------------------|
+
+Until `begin_weight_update`, or `update_weights_from_disk`, the server holds the weights that were
+verified last, whatever becomes of the sender. From there on nobody can vouch for them but by
+verifying them anew.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+class Custody:
+    """The update of one incarnation as its cell sees it. Times are those of `time.monotonic`."""
+
+    def __init__(self) -> None:
+        self._version = ""
+        self._is_fenced = False
+        self._fence_stays = False
+        self._sender_until = math.inf
+        self._calls_in_flight = 0
+        self.is_closing = False
+        """The cell is ending the update of a sender that vanished: a new one has to wait."""
+        self.unanswered = ""
+        """The control call that SGLang never answered: it is stuck."""
+        self.is_paused = False
+        """SGLang holds generation back."""
+        self.is_changed = False
+        """A change of the weights was begun and has not been verified."""
+
+    @property
+    def version(self) -> str:
+        """What agents may be served; empty when nothing."""
+        return "" if self._is_fenced else self._version
+
+    @property
+    def has_sender(self) -> bool:
+        """A sender is at work, so health cannot be judged by what SGLang answers."""
+        return self._sender_until < math.inf
+
+    def is_overdue(self, now: float) -> bool:
+        """The sender has vanished."""
+        return now >= self._sender_until and not self._calls_in_flight
+
+    def fence(self, now: float, deadline_s: float, *, stays: bool) -> None:
+        """Take the replica out of service. A second fence does not put off the deadline."""
+        self._is_fenced = True
+        self._fence_stays = stays
+        self._await_sender(now + deadline_s)
+
+    def called(self, route: str, now: float, deadline_s: float) -> None:
+        """A control call is about to be relayed to SGLang."""
+        self._calls_in_flight += 1
+        if route in ("begin_weight_update", "update_weights_from_disk"):
+            self._version, self.is_changed = "", True
+            self._await_sender(now + deadline_s)
+
+    def answered(self, route: str, now: float, deadline_s: float, *, accepted: bool) -> None:
+        """A relayed call is over.
+
+        Each one that SGLang accepted puts off the deadline, but for pauses: SGLang accepts
+        those even when it is stuck.
+        """
+        self._calls_in_flight -= 1
+        if not accepted:
+            return
+        if route == "continue_generation":
+            self.is_paused = False
+        elif route == "pause_generation":
+            self.is_paused = True
+            self._await_sender(now + deadline_s)
+        elif self.has_sender:
+            self._sender_until = now + deadline_s
+
+    def gave_no_answer(self, route: str) -> None:
+        """A relayed call was waited for in vain."""
+        self.unanswered = route
+
+    def serve(self, version: str) -> None:
+        """The weights were verified."""
+        self._version = version
+        self.is_changed = self._is_fenced = self._fence_stays = False
+        self._sender_until = math.inf
+
+    def lapse(self) -> None:
+        """The sender vanished before it changed anything: the old weights are as good as ever."""
+        assert not self.is_changed
+        self.is_paused = self.is_closing = False
+        self._is_fenced = self._fence_stays
+        self._sender_until = math.inf
+
+    def _await_sender(self, until: float) -> None:
+        if not self.has_sender:
+            self._sender_until = until

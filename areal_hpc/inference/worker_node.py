@@ -1,0 +1,159 @@
+"""Process of the other nodes of a multi-node replica.
+
+The first node's keeper decides; this one asks its relay what to run, starts it, and ends it. It
+keeps nothing: when the first node is silent for long, or restarts, the part ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.inference.command import Command, Part, Ports
+from areal_hpc.inference.config import InferenceJobConfig, log_dir_of, replica_command_of
+from areal_hpc.inference.multi_node import SILENCE_S
+from areal_hpc.inference.sglang_server import STOP_GRACE_S, ServerProcess, free_ports
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.jobs.topology import advertised_host, current_task
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.replicas import FollowReply, FollowRequest
+
+log = logging.getLogger(__name__)
+
+ASK_PERIOD_S = 0.5
+CALL_TIMEOUT_S = 5.0
+
+LaunchPart = Callable[[int, Part, Ports], Command]
+"""(incarnation, part, ports) to the command of this node's part."""
+
+
+def run(config: dict[str, Any]) -> None:
+    """Follow the cell's first node until told to stop."""
+    job = InferenceJobConfig.model_validate(config)
+    layout = RunPaths(job.run_dir)
+    stop = StopRequest.install()
+
+    def launch(incarnation: int, part: Part, ports: Ports) -> Command:
+        return replica_command_of(job, 0, incarnation, ports, part)
+
+    follower = Follower(
+        current_task().rank,
+        job.inference.nodes_per_replica,
+        launch,
+        Chief(layout.rendezvous_dir, job.cell, rendezvous.ensure_admin_key(layout.admin_key)),
+        log_dir_of(job, layout),
+    )
+    try:
+        while not stop.requested:
+            follower.tick()
+            stop.wait(ASK_PERIOD_S)
+    finally:
+        follower.end()
+
+
+class Chief:
+    """The first node's relay, wherever it is.
+
+    Args:
+        rendezvous_dir: Where it is published.
+        cell: Whose relay.
+        admin_key: The run's secret for control routes.
+    """
+
+    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
+        self._rendezvous_dir = rendezvous_dir
+        self._cell = cell
+        self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
+
+    def ask(self, request: FollowRequest) -> FollowReply:
+        """What to run.
+
+        Raises:
+            ClusterError: It cannot be reached.
+        """
+        endpoint = rendezvous.find_endpoint(
+            self._rendezvous_dir, rendezvous.format_control_proxy_name(self._cell)
+        )
+        if endpoint is None:
+            raise ClusterError(f"the relay of {self._cell} is not published")
+        return self._client.call(f"{endpoint.url}/follow", request, FollowReply)
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._client.close()
+
+
+class Follower:
+    """This node's part, and its successors.
+
+    Args:
+        node: 1, 2, ...: this node's place in the cell.
+        nodes: Of the replica.
+        launch: Makes the command of a part.
+        chief: Who says what to run.
+        log_dir: Where the parts log.
+        patience_s: A first node that is silent for longer is gone.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        nodes: int,
+        launch: LaunchPart,
+        chief: Chief,
+        log_dir: Path,
+        patience_s: float = SILENCE_S,
+    ) -> None:
+        self._node = node
+        self._nodes = nodes
+        self._launch = launch
+        self._chief = chief
+        self._log_dir = log_dir
+        self._patience_s = patience_s
+        self._server: ServerProcess | None = None
+        self._incarnation = 0
+        self._answered_at_s = time.monotonic()
+
+    def tick(self) -> None:
+        """Ask once, and do what was said."""
+        if self._server is not None and (death := self._server.death()):
+            log.error("the part of incarnation %d %s", self._incarnation, death)
+            self._end_part()
+        try:
+            reply = self._chief.ask(FollowRequest(self._node, self._incarnation))
+        except ClusterError as error:
+            silent_s = time.monotonic() - self._answered_at_s
+            if self._server is not None and silent_s > self._patience_s:
+                log.error("ended: the first node is gone: %s", error)
+                self._end_part()
+            return
+        self._answered_at_s = time.monotonic()
+        if reply.incarnation != self._incarnation:
+            self._end_part()
+            if reply.incarnation:
+                self._begin_part(reply)
+
+    def _begin_part(self, reply: FollowReply) -> None:
+        ports = free_ports()
+        part = Part(self._node, self._nodes, reply.meeting_point, advertised_host())
+        log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
+        self._server = ServerProcess(self._launch(reply.incarnation, part, ports), ports, log_path)
+        self._incarnation = reply.incarnation
+        log.info("incarnation %d: its part starts here", reply.incarnation)
+
+    def _end_part(self) -> None:
+        if self._server is not None:
+            self._server.request_stop()
+            self._server.kill(STOP_GRACE_S)
+        self._server, self._incarnation = None, 0
+
+    def end(self) -> None:
+        """End the part, and ask no more."""
+        self._end_part()
+        self._chief.close()

@@ -1,0 +1,96 @@
+"""Batch formation: which settled tickets form the next batch, and which are too stale.
+
+Admission keeps tickets within the bound as long as they settle in the order of their leases. An
+episode that is overtaken by others, a ticket that was issued again, or a trainer that went back
+can still bring tokens that are older.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import read_index
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+
+
+def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
+    """Every ticket of every sealed shard, those of old batches and of lost races included."""
+    for shard in read_index(layout.index_dir):
+        for ticket in shard.tickets:
+            ref = TicketRef(ticket.ticket_id, ticket.attempt)
+            yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
+
+
+def next_batch(
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork] = ()
+) -> BatchManifest | None:
+    """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
+
+    The tickets that settled first, in that order: the same arrivals give the same batches.
+    Changes nothing: the caller makes it durable and then calls `record_batch`.
+    """
+    policy, size = tickets.policy, tickets.policy.batch_size
+    if tickets.settled < size or tickets.formed_steps >= policy.total_steps:
+        return None
+    taken = tickets.settled_first(size)
+    current = WeightVersion(epoch, tickets.formed_steps)
+    stale = sum(_age_of(one, current, forks) > policy.max_head_offpolicyness for one in taken)
+    return BatchManifest(tickets.formed_steps + 1, epoch, taken, tickets.setbacks.counts(stale))
+
+
+class AgeCheck:
+    """Looks for tickets that are too old again and again, at each ticket once a batch.
+
+    The trainer asks whenever anything has happened: with a thousand nodes, thousands of times a
+    second.
+    """
+
+    def __init__(self) -> None:
+        self._version: WeightVersion | None = None
+        self._passed = 0
+        """Tickets that settled first and are young enough for a step from `_version`."""
+
+    def too_old(
+        self, tickets: Tickets, epoch: int, forks: Sequence[GenerationFork]
+    ) -> list[DroppedTicket]:
+        """As the function; the caller sets aside what is found, and nothing else."""
+        version = WeightVersion(epoch, tickets.formed_steps)
+        found = too_old(tickets, epoch, forks, self._passed if version == self._version else 0)
+        self._version, self._passed = (None, 0) if found else (version, tickets.settled)
+        return found
+
+
+def too_old(
+    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
+) -> list[DroppedTicket]:
+    """What must be set aside before the next batch is formed, as the run's policy wants it.
+
+    Args:
+        tickets: Where everything is.
+        epoch: Of the trainer that trains the batch.
+        forks: Every epoch of the run with the step it began from.
+        known_young: So many of those that settled first need not be looked at.
+    """
+    policy = tickets.policy
+    if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
+        return []
+    kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
+    current = WeightVersion(epoch, tickets.formed_steps)
+    return [
+        DroppedTicket(
+            ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind
+        )
+        for ticket in tickets.settled_first(tickets.settled)[known_young:]
+        if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness
+    ]
+
+
+def _age_of(ticket: SettledTicket, current: WeightVersion, forks: Sequence[GenerationFork]) -> int:
+    """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
+    if ticket.oldest_version == NO_VERSION:
+        return 0
+    return compute_staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)

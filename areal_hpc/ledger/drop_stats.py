@@ -1,0 +1,117 @@
+"""Counts of dropped tickets; detects that no batch can form."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from areal_hpc.rundir.drops import DropKind, DroppedTicket
+from areal_hpc.wire.ledger import BatchCounts, TicketRef
+
+FAILED_BATCHES = 2
+"""Batches' worth of tickets that all failed: the agent does not work."""
+FRUITLESS_BATCHES = 20
+"""Batches' worth of tickets that worked and were all turned away."""
+FRUITLESS_TICKETS = 100
+"""At least so many: a small batch is unlucky more often."""
+
+_WHAT: dict[DropKind, str] = {
+    "failed": "tickets in a row were dropped and none succeeded",
+    "filtered": "groups in a row were filtered out and none was accepted: tasks are too hard or "
+    "too easy for the model, or rollout.should_accept refuses everything",
+    "stale": "tickets were dropped as too old (rollout.stale_groups) and no batch was formed",
+    "requeued": "tickets were issued again as too old (rollout.stale_groups) and no batch was "
+    "formed",
+}
+
+
+class Setbacks:
+    """Which tickets came to nothing and why, how many since the last batch, how many in a row."""
+
+    def __init__(self, batch_size: int) -> None:
+        fruitless = max(FRUITLESS_TICKETS, FRUITLESS_BATCHES * batch_size)
+        self._most: dict[DropKind, int] = dict.fromkeys(_WHAT, fruitless)
+        self._most["failed"] = FAILED_BATCHES * batch_size
+        self._kind_of: dict[int, DropKind] = {}
+        self._too_old: set[TicketRef] = set()
+        self._total: Counter[DropKind] = Counter()
+        self._reported: Counter[DropKind] = Counter()  # in manifests
+        self._in_a_row: Counter[DropKind] = Counter()
+        self._reasons: dict[DropKind, str] = {}
+
+    @property
+    def dropped(self) -> int:
+        """Tickets given up on because their agent kept failing, or because they were too old."""
+        return self._total["failed"] + self._total["stale"]
+
+    @property
+    def filtered(self) -> int:
+        """Tickets whose group was not accepted."""
+        return self._total["filtered"]
+
+    @property
+    def requeued(self) -> int:
+        """How often a ticket was issued again because it was too old."""
+        return self._total["requeued"]
+
+    def kind_of(self, ticket_id: int) -> DropKind | None:
+        """Why a ticket will not be trained; None if nothing is known against it."""
+        return self._kind_of.get(ticket_id)
+
+    def is_too_old(self, ref: TicketRef) -> bool:
+        """True if this attempt's rows are never trained although the ticket may be."""
+        return ref in self._too_old
+
+    def not_too_old(self, refs: Sequence[TicketRef]) -> Sequence[TicketRef]:
+        """Without those whose rows were too old: their drivers never hear of it."""
+        return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
+
+    def note(self, drop: DroppedTicket) -> None:
+        """A ticket, or an attempt of it, came to nothing."""
+        if drop.kind != "requeued":
+            self._kind_of[drop.ref.ticket_id] = drop.kind
+        elif drop.ref in self._too_old:
+            return
+        else:
+            self._too_old.add(drop.ref)
+        self._total[drop.kind] += 1
+        self._in_a_row[drop.kind] += 1
+        self._reasons[drop.kind] = drop.reason
+        if drop.kind == "filtered":  # its agent works
+            self._in_a_row["failed"] = 0
+
+    def note_settled(self) -> None:
+        """A group was accepted and sealed."""
+        self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
+
+    def note_batch(self, counts: BatchCounts) -> None:
+        """A batch was formed, and its manifest says this."""
+        self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
+        self._reported.update(
+            stale=counts.stale_dropped,
+            requeued=counts.stale_requeued,
+            filtered=counts.filtered,
+            failed=counts.failed,
+        )
+
+    def begin_anew(self) -> None:
+        """Only what fails from here on is trouble."""
+        self._in_a_row.clear()
+
+    def counts(self, stale_trained: int) -> BatchCounts:
+        """What the manifest of the next batch says of tickets that are not in it."""
+        since = self._total - self._reported
+        return BatchCounts(
+            stale_trained=stale_trained,
+            stale_dropped=since["stale"],
+            stale_requeued=since["requeued"],
+            filtered=since["filtered"],
+            failed=since["failed"],
+        )
+
+    def trouble(self) -> str:
+        """Why no batch will form, when tickets do nothing but come to nothing; else empty."""
+        for kind, count in self._in_a_row.items():
+            if count >= self._most[kind]:
+                return f"{count} {_WHAT[kind]}; the last reason: {self._reasons[kind]}"
+        return ""

@@ -1,0 +1,99 @@
+"""HTTP application of the ledger.
+
+Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
+404, 405, 409 (a superseded trainer, or one that opened no epoch), 413 (size), 500 (damaged
+run directory, or a defect) or 503 (the file system refused; try again).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from areal_hpc.errors import Refused
+from areal_hpc.ledger.long_poll import Patience
+from areal_hpc.ledger.service import LedgerService
+from areal_hpc.wire.asgi import JsonApp, has_key, read_body
+from areal_hpc.wire.ledger import (
+    BatchRequest,
+    DropRequest,
+    Empty,
+    EvaluatedRequest,
+    EvaluateRequest,
+    FinishRequest,
+    LeaseRequest,
+    OpenEpochRequest,
+    PublishRequest,
+    SettleRequest,
+)
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+"""Room for a settle of about 10^5 rows."""
+
+Handler = Callable[[Any, Patience], Awaitable[msgspec.Struct]]
+
+
+class LedgerApp(JsonApp):
+    """The ASGI application of the ledger."""
+
+    def __init__(self, service: LedgerService, admin_key: str, clock: Callable[[], float]) -> None:
+        self._admin_key = admin_key
+        self._clock = clock
+        self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._routes: dict[str, tuple[type[msgspec.Struct], Handler]] = {
+            "/lease": (LeaseRequest, service.lease),
+            "/settle": (SettleRequest, service.settle),
+            "/drop": (DropRequest, service.drop),
+            "/evaluated": (EvaluatedRequest, service.evaluated),
+            "/open_epoch": (OpenEpochRequest, service.open_epoch),
+            "/batch": (BatchRequest, service.batch),
+            "/publish": (PublishRequest, service.publish),
+            "/evaluate": (EvaluateRequest, service.evaluate),
+            "/finish": (FinishRequest, service.finish),
+            "/status": (Empty, service.status),
+        }
+
+    def close(self) -> None:
+        """Answer every waiting request now: the server stops."""
+        if not self._closing.done():
+            self._closing.set_result(None)
+
+    async def answer(self, request: Request) -> tuple[int, bytes]:
+        """Check the key, decode, let the service answer, encode."""
+        path = request.scope["path"]
+        if not has_key(request, self._admin_key):
+            hint = "read rendezvous/admin.key"
+            raise Refused(401, "the admin key is missing or wrong", hint=hint)
+        if path not in self._routes:
+            known = " ".join(self._routes)
+            raise Refused(404, f"there is no route {path}; the ledger has {known}")
+        if request.method != "POST":
+            raise Refused(405, f"{path} takes POST, got {request.method}")
+        too_large = Refused(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
+        body = await read_body(request, MAX_REQUEST_BYTES, too_large)
+        form, handler = self._routes[path]
+        try:
+            decoded = msgspec.json.decode(body, type=form)
+        except msgspec.DecodeError as error:
+            raise Refused(400, f"{path} cannot read its request: {error}") from error
+        patience = Patience(request.receive, self._clock, self._closing)
+        try:
+            return 200, msgspec.json.encode(await handler(decoded, patience))
+        finally:
+            patience.end()
+
+    def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
+        """Status and text for what `answer` has raised."""
+        if isinstance(error, Refused):
+            return error.status, str(error)
+        if isinstance(error, OSError):  # a full or absent file system: the caller tries again
+            log.error("%s failed: %s", request.scope["path"], error)
+            return 503, f"the ledger cannot write: {error}"
+        return super().describe_error(request, error)

@@ -1,0 +1,82 @@
+"""Long polling of ledger requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+
+class News:
+    """Wakes everyone who waits for it."""
+
+    def __init__(self) -> None:
+        self._sleepers: set[asyncio.Future[None]] = set()
+
+    def spread(self) -> None:
+        """Wake all who wait now."""
+        for sleeper in self._sleepers:
+            if not sleeper.done():
+                sleeper.set_result(None)
+        self._sleepers.clear()
+
+    def subscribe(self) -> asyncio.Future[None]:
+        """A future that the next `spread` resolves."""
+        sleeper = asyncio.get_running_loop().create_future()
+        self._sleepers.add(sleeper)
+        return sleeper
+
+    def unsubscribe(self, sleeper: asyncio.Future[None]) -> None:
+        """Forget a future nobody waits for any more."""
+        self._sleepers.discard(sleeper)
+
+
+class Patience:
+    """How long one request can wait, and whether its caller is still there."""
+
+    def __init__(
+        self, receive: Receive, clock: Callable[[], float], closing: asyncio.Future[None]
+    ) -> None:
+        """Patience of one ASGI request whose body has been read.
+
+        Args:
+            receive: The ASGI channel; after the body it yields only `http.disconnect`.
+            clock: Monotonic seconds.
+            closing: Resolved when the server stops: then nobody waits any more.
+        """
+        self._receive = receive
+        self._clock = clock
+        self._closing = closing
+        self._hang_up: asyncio.Future[Any] | None = None
+
+    async def wait_for(self, news: News, until_s: float) -> bool:
+        """True after news; False once `until_s` has come or the server stops.
+
+        Raises:
+            ClientDisconnect: The caller hung up. A ticket granted to it now would be lost.
+        """
+        left_s = until_s - self._clock()
+        if left_s <= 0 or self._closing.done():
+            return False
+        if self._hang_up is None:
+            self._hang_up = asyncio.ensure_future(self._receive())
+        sleeper = news.subscribe()
+        try:
+            await asyncio.wait(
+                (sleeper, self._hang_up, self._closing),
+                timeout=left_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            news.unsubscribe(sleeper)
+        if self._hang_up.done():
+            raise ClientDisconnect
+        return sleeper.done()
+
+    def end(self) -> None:
+        """Stop listening for the caller."""
+        if self._hang_up is not None:
+            self._hang_up.cancel()

@@ -1,0 +1,144 @@
+"""Endless task stream: the task and seed of each ticket."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from areal_hpc.errors import AgentError
+from areal_hpc.ledger.curriculum import Curriculum
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+
+_SEED_MASK = 2**31 - 1
+"""Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
+
+
+SHARES = 1000
+"""Weights are kept to one part in so many."""
+EXACT = 1e-6
+"""Weights such as 0.1 are no exact fractions in a computer."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSource:
+    """A part of the task set, and its share of the tickets relative to the other parts."""
+
+    n_tasks: int
+    weight: float = 1.0
+
+
+@lru_cache(maxsize=64)
+def _order_of_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int, ...]:
+    """The tasks of one pass, shuffled. Cached: re-issued tickets may still need the last pass."""
+    order = list(range(n_tasks))
+    random.Random(f"{seed}/{pass_number}").shuffle(order)
+    return tuple(order)
+
+
+def task_of(ticket_id: int, n_tasks: int, seed: int | str) -> int:
+    """The task index of a training ticket.
+
+    Ticket ids run through the task set in passes; each pass visits every task once, in its
+    own seeded order, so the answer depends on nothing but the arguments.
+    """
+    pass_number, position = divmod(ticket_id, n_tasks)
+    return _order_of_pass(pass_number, n_tasks, seed)[position]
+
+
+@lru_cache(maxsize=8)
+def shares_of(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
+    """How many tickets of a block each source gets: at least one.
+
+    A block is as short as the weights allow (two equal sources take turns within every two), and
+    of about a thousand tickets if no shorter one gives them exactly.
+    """
+    total = sum(source.weight for source in sources)
+    for block in range(len(sources), SHARES):
+        exact = [block * source.weight / total for source in sources]
+        if all(share > 0.5 and abs(share - round(share)) < EXACT for share in exact):
+            return tuple(round(share) for share in exact)
+    return tuple(max(1, round(SHARES * source.weight / total)) for source in sources)
+
+
+@lru_cache(maxsize=8)
+def _order_of_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int, ...]:
+    """Which source each ticket of a block takes its task from, shuffled."""
+    order = [source for source, share in enumerate(shares) for _ in range(share)]
+    random.Random(f"{seed}/sources/{block}").shuffle(order)
+    return tuple(order)
+
+
+def mixed_task_of(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
+    """The task index of a training ticket when there are several sources.
+
+    Tickets come in blocks in which each source has its share; a source's own tickets run through
+    its tasks in passes. The answer depends on nothing but the arguments.
+    """
+    shares = shares_of(sources)
+    block, place = divmod(ticket_id, sum(shares))
+    order = _order_of_block(block, shares, seed)
+    source = order[place]
+    number = block * shares[source] + order[:place].count(source)
+    first_task = sum(one.n_tasks for one in sources[:source])
+    return first_task + task_of(number, sources[source].n_tasks, f"{seed}/{source}")
+
+
+def seed_of(stream: str, index: int, seed: int) -> int:
+    """A seed for ticket `index` of the stream named `train` or `eval`, in [0, 2^31)."""
+    digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & _SEED_MASK
+
+
+@dataclass(frozen=True, slots=True)
+class TaskStream:
+    """Turns references into grants a driver can run."""
+
+    sources: tuple[TaskSource, ...]
+    """The training set, part by part."""
+    episodes_per_ticket: int
+    """Episodes started for a training ticket."""
+    seed: int
+    curriculum: Curriculum | None = None
+    """Chooses the tasks in place of the passes."""
+
+    def grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
+        """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
+        grants: list[TicketGrant] = []
+        with contextlib.suppress(AgentError):
+            for ref in refs:
+                grants.append(self.grant(ref))
+        return grants
+
+    def grant(self, ref: TicketRef) -> TicketGrant:
+        """What to run for `ref`. An evaluation ticket is one episode with a fixed seed.
+
+        Raises:
+            AgentError: The user's curriculum failed.
+            OSError: What it drew could not be written down.
+        """
+        if ref.eval_step >= 0:
+            return TicketGrant(ref, ref.ticket_id, seed_of("eval", ref.ticket_id, self.seed), 1)
+        task = self._task_of(ref.ticket_id)
+        seed = seed_of("train", ref.ticket_id, self.seed)
+        return TicketGrant(ref, task, seed, self.episodes_per_ticket)
+
+    def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
+        """The group of a training ticket is over."""
+        if self.curriculum is not None:
+            self.curriculum.note(ticket_id, rewards)
+
+    @property
+    def trouble(self) -> str:
+        """Why no more tickets can be granted, in words for the user; else empty."""
+        return self.curriculum.trouble if self.curriculum else ""
+
+    def _task_of(self, ticket_id: int) -> int:
+        if self.curriculum is not None:
+            return self.curriculum.task_of(ticket_id)
+        if len(self.sources) == 1:
+            return task_of(ticket_id, self.sources[0].n_tasks, self.seed)
+        return mixed_task_of(ticket_id, self.sources, self.seed)

@@ -1,0 +1,205 @@
+"""One episode: open a session, run the agent, record rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import traceback
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_hpc.errors import AgentError, RewardRefused, encodable
+from areal_hpc.rollout.agent import Agent
+from areal_hpc.rollout.execution.subprocess_agent import placed
+from areal_hpc.rollout.service_client import Peer
+from areal_hpc.session.rewards import check_reward
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.ledger import Empty
+from areal_hpc.wire.proxy import (
+    EndSessionReply,
+    SetRewardReply,
+    SetRewardRequest,
+    StartSessionReply,
+    StartSessionRequest,
+)
+
+CANCEL_GRACE_S = 1.0
+"""Time a cancelled agent gets to clean up; after that it is left behind."""
+TRACEBACK_CHARS = 1500
+
+EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """What to run: one task, for one place in a ticket's group."""
+
+    session: StartSessionRequest
+    """The session that it is played in."""
+    data: dict[str, Any]
+    """The task: the agent's own copy."""
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeOutcome:
+    """How an episode ended."""
+
+    status: EpisodeStatus
+    """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
+    session, or a program that had come left without a reward; `unserved`: it ended badly while no
+    replica of the cell served."""
+    session_id: str
+    reward: float = 0.0
+    """Of the last interaction that has a reward, if `ok`."""
+    reason: str = ""
+    """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
+
+
+def episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
+    """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
+    digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
+    return int.from_bytes(digest.digest()) >> 1
+
+
+async def run_episode(
+    spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
+) -> EpisodeOutcome:
+    """Run one episode to its end. Whatever the agent does, this returns an outcome.
+
+    Waits while the proxy is away, so a restart of the proxy costs no try.
+
+    Raises:
+        HttpRefused: The proxy refused to open a session.
+    """
+    async with placed(agent) as one:
+        session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
+        incarnation = proxy.incarnation
+        try:
+            returned = await _run_agent(spec, session, one, proxy.url, http_client)
+            reward = await _record(checked_rewards(returned), session, proxy)
+        except (AgentError, TimeoutError) as error:
+            is_served = await _close(session, proxy)
+            is_late = isinstance(error, TimeoutError)
+            reason = f"took longer than {spec.timeout_s:g} s" if is_late else encodable(str(error))
+        else:
+            return EpisodeOutcome("ok", session.session_id, reward=reward)
+        status: EpisodeStatus = "timed_out" if is_late else "failed"
+        if not is_served:
+            status = "unserved"
+        if proxy.incarnation != incarnation:
+            status = "interrupted"
+        return EpisodeOutcome(status, session.session_id, reason=reason)
+
+
+def checked_rewards(returned: object) -> dict[str | None, float]:
+    """What the agent returned, as rewards by interaction id (None: the last interaction).
+
+    Raises:
+        AgentError: It is neither a finite number nor a dict of finite numbers.
+    """
+    if not isinstance(returned, dict):
+        return {None: _finite(returned, "")}
+    if not returned:
+        raise AgentError("the agent returned an empty dict, expected a reward per interaction id")
+    for key in returned:
+        if not isinstance(key, str):
+            raise AgentError(f"the agent returned a dict with the key {key!r}, expected ids (str)")
+    return {key: _finite(value, f" for {key}") for key, value in returned.items()}
+
+
+def _finite(value: object, place: str) -> float:
+    try:
+        return check_reward(value)
+    except RewardRefused as refusal:
+        raise AgentError(
+            f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
+            "expected a finite float"
+        ) from refusal
+
+
+async def _run_agent(
+    spec: EpisodeSpec, session: StartSessionReply, agent: Agent, proxy_url: str, http_client: Any
+) -> object:
+    """What the agent returned.
+
+    Raises:
+        AgentError: It raised; the message ends with the end of its traceback.
+        TimeoutError: It took longer than `spec.timeout_s`.
+    """
+    # A task of its own: an agent that swallows its cancellation must not hold the episode.
+    task = asyncio.create_task(
+        _contain(
+            agent,
+            spec.data,
+            base_url=f"{proxy_url}/v1",
+            api_key=session.api_key,
+            http_client=http_client,
+            session_id=session.session_id,
+            seed=spec.session.seed,
+        )
+    )
+    try:
+        done, _ = await asyncio.wait({task}, timeout=spec.timeout_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=CANCEL_GRACE_S)
+    if not done:
+        raise TimeoutError
+    if task.cancelled():
+        raise AgentError("the agent was cancelled from within")
+    returned = task.result()
+    if isinstance(returned, AgentError):
+        raise returned
+    return returned
+
+
+async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
+    """What the agent returned, or an AgentError in place of what it raised."""
+    try:
+        return await agent.run(data, **extra_kwargs)
+    except AgentError as error:  # it says all there is to say
+        return error
+    except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        inner = error.__traceback__.tb_next if error.__traceback__ else None
+        trace = "".join(traceback.format_exception(type(error), error, inner))
+        return AgentError(f"the agent raised {said}\n{trace[-TRACEBACK_CHARS:].strip()}")
+
+
+async def _record(
+    rewards: dict[str | None, float], session: StartSessionReply, proxy: Peer
+) -> float:
+    """Give the rewards to the proxy and end the session. The reward of the last interaction.
+
+    Raises:
+        AgentError: The proxy knows no such interaction, or the agent made no model call.
+    """
+    try:
+        for interaction_id, reward in rewards.items():
+            await proxy.call(
+                "/rl/set_reward",
+                SetRewardRequest(reward, interaction_id),
+                SetRewardReply,
+                key=session.api_key,
+            )
+        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+    except HttpRefused as refusal:
+        raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
+    if ended.reward is None:
+        return next(reversed(rewards.values()))
+    return ended.reward
+
+
+async def _close(session: StartSessionReply, proxy: Peer) -> bool:
+    """End a session whose episode is lost, so that the proxy may forget it.
+
+    Returns:
+        False if no replica serves.
+    """
+    try:
+        ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
+    except HttpRefused:
+        return True  # the proxy has forgotten it already, or it has ended
+    return ended.replicas_serving > 0

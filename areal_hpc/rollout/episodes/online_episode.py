@@ -1,0 +1,50 @@
+"""Episode played by an external program (online mode)."""
+
+from __future__ import annotations
+
+import asyncio
+
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
+from areal_hpc.rollout.service_client import Peer
+from areal_hpc.wire.http import HttpRefused
+from areal_hpc.wire.proxy import AwaitSessionReply, AwaitSessionRequest, OfferReply, OfferRequest
+
+WAIT_S = 10.0
+"""How long the proxy may keep a request that waits for a program."""
+CALL_TIMEOUT_S = 30.0
+
+
+async def await_visit(spec: EpisodeSpec, proxy: Peer) -> EpisodeOutcome:
+    """Offer the episode until a program takes it, then wait until that ends its session.
+
+    A program that takes longer than `spec.timeout_s`, or ends without a reward, costs no try of the
+    ticket: the outcome is `interrupted`.
+    """
+    session_id = await _offered(spec, proxy)
+    question = AwaitSessionRequest(session_id, WAIT_S)
+    clock = asyncio.get_running_loop().time
+    give_up_at = clock() + spec.timeout_s
+    reason = f"the program took longer than {spec.timeout_s:g} s"
+    while clock() < give_up_at:
+        try:
+            state = await proxy.call(
+                "/rl/await_session", question, AwaitSessionReply, timeout_s=CALL_TIMEOUT_S
+            )
+        except HttpRefused as refusal:
+            reason = f"the proxy forgot the session: {refusal}"
+            break
+        if state.ended and state.reward is not None:
+            return EpisodeOutcome("ok", session_id, reward=state.reward)
+        if state.ended:
+            reason = "the program ended its session without a reward"
+            break
+    return EpisodeOutcome("interrupted", session_id, reason=reason)
+
+
+async def _offered(spec: EpisodeSpec, proxy: Peer) -> str:
+    """The session of the program that came."""
+    offer = OfferRequest(spec.session, spec.data, WAIT_S)
+    while True:
+        reply = await proxy.call("/rl/offer_session", offer, OfferReply, timeout_s=CALL_TIMEOUT_S)
+        if reply.session_id is not None:
+            return reply.session_id

@@ -1,0 +1,1 @@
+"""Where an agent runs: worker processes, pickling, reward functions."""

@@ -1,0 +1,135 @@
+"""Pickling of agents and functions defined in a user's script.
+
+A script may define its agent in itself, or hand over an object. Such an agent lies in the run
+directory, as a pickle beside a module of its own: from there it is named by a dotted path, as
+any other agent. Whoever can write there could put any code there; nothing else is unpickled.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rundir.atomic import write_atomic_private
+
+MODULE = "handed_over"
+"""Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
+
+_SOURCE = '''"""The agent as a script handed it over."""
+
+import sys
+
+sys.path += [folder for folder in {folders!r} if folder not in sys.path]
+{alias}
+from areal_hpc.rollout.execution.agent_pickle import unpacked
+
+agent = unpacked(__file__)
+'''
+
+
+def by_name(thing: object) -> str | None:
+    """The dotted path by which another process can import a class or function; None without."""
+    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    if not module or not name or module == "__main__" or "." in name:
+        return None
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
+    return f"{module}.{name}" if found is thing else None
+
+
+def packed(
+    workflow: Any,
+    kwargs: Mapping[str, Any],
+    folder: Path,
+    sys_path: Sequence[str],
+    alias: bool,
+    module: str = MODULE,
+) -> str:
+    """Put an agent into the run directory.
+
+    Args:
+        workflow: Its dotted path, its class, or itself.
+        kwargs: Arguments of its constructor.
+        folder: Where to.
+        sys_path: Folders that modules it refers to are imported from.
+        alias: Its modules import AReaL's names.
+        module: Its name there.
+
+    Returns:
+        The dotted path for `rollout.workflow`.
+
+    Raises:
+        RecipeError: It cannot be pickled.
+    """
+    data = pickled((workflow, dict(kwargs)))
+    source = _SOURCE.format(
+        folders=list(sys_path),
+        alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in ((f"{module}.pkl", data), (f"{module}.py", source.encode())):
+        write_atomic_private(folder / name, content)  # arguments may hold keys of other services
+    return f"{module}.agent"
+
+
+def pickled(thing: Any) -> bytes:
+    """An object by value where its code has no name, else by reference.
+
+    Raises:
+        RecipeError: It holds something that cannot travel.
+    """
+    try:
+        data: bytes = cloudpickle.dumps(thing)
+    except Exception as error:  # boundary: any object of the user's may refuse
+        raise RecipeError(
+            f"the workflow cannot be pickled ({type(error).__name__}: {error})",
+            key="rollout.workflow",
+            hint="open files, clients and locks within run, or name the workflow by its path",
+        ) from error
+    return data
+
+
+def unpacked(module_file: str) -> Agent:
+    """The agent beside a module that `packed` wrote."""
+    workflow, kwargs = cloudpickle.loads(Path(module_file).with_suffix(".pkl").read_bytes())
+    return load_agent(workflow, kwargs, extra_kwargs=())
+
+
+def is_json(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a recipe can hold these arguments as they are."""
+    try:
+        return bool(json.loads(json.dumps(kwargs)) == kwargs)
+    except (TypeError, ValueError):
+        return False
+
+
+class Carried:
+    """A function that travels by value to a process that could not import it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the function returns."""
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (cloudpickle.dumps(self._function),)
+
+
+def _arrived(data: bytes) -> Carried:
+    return Carried(cloudpickle.loads(data))
+
+
+def carried(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself if others can import it."""
+    return function if by_name(function) is not None else Carried(function)

@@ -1,0 +1,67 @@
+"""`AsyncRewardWrapper`: blocking reward functions in worker processes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from areal_hpc.rollout.execution.agent_pickle import carried
+from areal_hpc.rollout.execution.process_pool import ProcessPool
+from areal_hpc.session.rewards import check_reward
+
+log = logging.getLogger(__name__)
+
+
+class AsyncRewardWrapper:
+    """Runs a blocking reward function in processes of its own: `await wrapper(...)`.
+
+    A try that takes too long is killed; after the last one the reward is 0. A try that raises,
+    or whose process dies, is repeated; after the last one it is raised. Names and defaults are
+    AReaL's (`areal/api/reward_api.py`).
+
+    Args:
+        reward_fn: Any function; one that cannot be imported by its name travels as a pickle.
+        timeout_seconds: Longest time of one try.
+        max_workers: Processes; as many as the machine has cores when None.
+        max_retries: Tries.
+    """
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any],
+        timeout_seconds: float = 15.0,
+        max_workers: int | None = None,
+        max_retries: int = 3,
+    ) -> None:
+        if max_retries < 1:
+            raise ValueError(f"max_retries must be at least 1, got {max_retries}")
+        self._reward_fn = carried(reward_fn)
+        self._timeout_s = timeout_seconds
+        self._tries = max_retries
+        self._pool = ProcessPool(max_workers or os.cpu_count() or 1)
+
+    async def __call__(self, *args: Any, **kwargs: Any) -> float:
+        """The reward of these arguments.
+
+        Raises:
+            RewardRefused: The function returned no finite number.
+            Exception: What the function raised last; `ProcessLost` if it killed its process.
+        """
+        for left in reversed(range(self._tries)):
+            try:
+                async with self._pool.process() as process, asyncio.timeout(self._timeout_s):
+                    return check_reward(await process.call(self._reward_fn, *args, **kwargs))
+            except TimeoutError:
+                log.warning("a reward took longer than %g s; %d tries left", self._timeout_s, left)
+            except Exception as error:  # boundary: the user's function; the last one is raised
+                if not left:
+                    raise
+                log.warning("a reward failed, %d tries left: %s", left, error)
+        return 0.0
+
+    def close(self) -> None:
+        """Kill idle processes. They die with this one in any case."""
+        self._pool.close()

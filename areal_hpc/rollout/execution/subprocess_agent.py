@@ -1,0 +1,132 @@
+"""Agents that run in worker processes.
+
+An agent in a process learns from the environment whom to call, as any program does. An episode
+has its process to itself; one that hangs or crashes is replaced and costs that episode alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import traceback
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.rollout.agent import Agent, load_agent
+from areal_hpc.rollout.execution.process_pool import ProcessPool
+
+TRACEBACK_CHARS = 1500
+
+
+class SubprocessAgent:
+    """Runs an agent's episodes in at most `size` processes.
+
+    Args:
+        workflow: Dotted path of the agent, its class, or a picklable instance.
+        kwargs: Arguments of its constructor.
+        size: Episodes that run at once; others wait for a process.
+    """
+
+    def __init__(self, workflow: Any, kwargs: Mapping[str, Any], size: int) -> None:
+        self._workflow = workflow
+        self._kwargs = dict(kwargs)
+        self._pool = ProcessPool(size)
+
+    async def check(self) -> None:
+        """Build the agent once, so that what is wrong with it is known before any episode.
+
+        Raises:
+            RecipeError: It cannot be built.
+        """
+        await self._pool.call(_check, self._workflow, self._kwargs)
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Agent]:
+        """A process for one episode; waiting for it takes nothing from the episode's time."""
+        async with self._pool.process() as process:
+
+            async def run(data: dict[str, Any], base_url: str, api_key: str) -> Any:
+                variables = environment_of(base_url, api_key)
+                return await process.call(
+                    _run_episode, self._workflow, self._kwargs, data, variables
+                )
+
+            yield _Placed(run)
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        """Like `Agent.run`, including the wait for a process."""
+        async with self.place() as agent:
+            return await agent.run(data, **extra_kwargs)
+
+    def close(self) -> None:
+        """Kill idle processes. They die with this one in any case."""
+        self._pool.close()
+
+
+class _Placed:
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+        return await self._run(data, extra_kwargs["base_url"], extra_kwargs["api_key"])
+
+
+@asynccontextmanager
+async def placed(agent: Agent) -> AsyncIterator[Agent]:
+    """The agent, with a process for one episode if it needs one."""
+    if isinstance(agent, SubprocessAgent):
+        async with agent.place() as one:
+            yield one
+    else:
+        yield agent
+
+
+def environment_of(base_url: str, api_key: str) -> dict[str, str]:
+    """The variables by which SDKs find the session. Anthropic's adds `/v1` itself."""
+    return {
+        "OPENAI_BASE_URL": base_url,
+        "OPENAI_API_KEY": api_key,
+        "ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": api_key,
+    }
+
+
+# In the process ---------------------------------------------------------------------------
+
+_agents: dict[str, Agent] = {}
+"""Agents built from dotted paths: once per process."""
+
+
+def _agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
+    if not isinstance(workflow, str):
+        return load_agent(workflow, kwargs, extra_kwargs=())
+    key = f"{workflow} {kwargs!r}"
+    if key not in _agents:
+        _agents[key] = load_agent(workflow, kwargs, extra_kwargs=())
+    return _agents[key]
+
+
+def _check(workflow: Any, kwargs: Mapping[str, Any]) -> None:
+    _agent(workflow, kwargs)
+
+
+def _run_episode(
+    workflow: Any, kwargs: Mapping[str, Any], data: dict[str, Any], variables: Mapping[str, str]
+) -> Any:
+    os.environ.update(variables)
+    agent = _agent(workflow, kwargs)
+    try:
+        return asyncio.run(_as_coroutine(agent, data))
+    except RecipeError:
+        raise
+    except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
+        # Tracebacks do not cross the pipe, so what they say goes into the message.
+        said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+        trace = "".join(traceback.format_exception(error))[-TRACEBACK_CHARS:].strip()
+        raise AgentError(f"the agent raised {said}\n{trace}") from None
+
+
+async def _as_coroutine(agent: Agent, data: dict[str, Any]) -> Any:
+    return await agent.run(data)

@@ -1,0 +1,82 @@
+"""Tickets leased by a driver, and its free capacity."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+from areal_hpc.wire.ledger import TicketGrant, TicketRef
+
+
+class TicketBoard:
+    """The driver's side of the leases.
+
+    Args:
+        episode_slots: Episodes that may run at once.
+        episodes_per_ticket: Of a training ticket. A cell with fewer slots could never start one,
+            and gets as many.
+    """
+
+    def __init__(self, episode_slots: int, episodes_per_ticket: int) -> None:
+        self._slots = max(episode_slots, episodes_per_ticket)
+        self._episodes_per_ticket = episodes_per_ticket
+        self.changed = asyncio.Event()
+        """Set when a ticket ends, or there is room for a further one."""
+        self._open_episodes: dict[TicketRef, int] = {}
+        self._finished: dict[TicketRef, None] = {}  # in order
+
+    @property
+    def capacity(self) -> int:
+        """Episodes that could start now."""
+        return max(0, self._slots - sum(self._open_episodes.values()))
+
+    @property
+    def is_at_rest(self) -> bool:
+        """True while no episode is under way."""
+        return not any(self._open_episodes.values())
+
+    @property
+    def held(self) -> list[TicketRef]:
+        """Tickets under way, oldest first."""
+        return list(self._open_episodes)
+
+    @property
+    def finished(self) -> list[TicketRef]:
+        """Training tickets that ended and, as far as is known here, are not settled.
+
+        They are reported until the ledger says otherwise: one that restarted knows nothing of
+        them.
+        """
+        return list(self._finished)
+
+    def accept(self, grant: TicketGrant) -> bool:
+        """Hold a granted ticket. False if it is here already (the grant was repeated)."""
+        if grant.ref in self._open_episodes or grant.ref in self._finished:
+            return False
+        self._open_episodes[grant.ref] = grant.n_episodes
+        return True
+
+    def begin(self, grant: TicketGrant) -> None:
+        """All episodes of a held ticket start, or start over."""
+        self._open_episodes[grant.ref] = grant.n_episodes
+
+    def end_episode(self, ref: TicketRef) -> None:
+        """One episode of a held ticket is over; its slot is free."""
+        self._open_episodes[ref] -= 1
+        if self.capacity >= self._episodes_per_ticket:
+            self.changed.set()
+
+    def finish(self, ref: TicketRef) -> None:
+        """A held training ticket is in the proxy's journal."""
+        self.release(ref)
+        self._finished[ref] = None
+
+    def forget(self, refs: Iterable[TicketRef]) -> None:
+        """The ledger has settled these finished tickets, or wants them no more."""
+        for ref in refs:
+            self._finished.pop(ref, None)
+
+    def release(self, ref: TicketRef) -> None:
+        """A held ticket was dropped or evaluated: it is the driver's no more."""
+        del self._open_episodes[ref]
+        self.changed.set()

@@ -1,0 +1,75 @@
+"""`RolloutWorkflow`: an agent that records its own model calls."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import AgentError
+from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.proxy import EngineAddress, RecordReply, RecordRequest
+
+RECORD_TIMEOUT_S = 60.0
+
+
+class RolloutWorkflow(ABC):
+    """AReaL's other kind of agent; `rollout.agent.mode` must be `inline`.
+
+    Its clients have applied their own discount, so `rollout.agent.turn_discount` does not count.
+    """
+
+    @abstractmethod
+    async def arun_episode(self, engine: EngineAddress, data: dict[str, Any]) -> Any:
+        """Work on one task.
+
+        Args:
+            engine: For `ArealOpenAI(engine=...)`.
+            data: One line of the task set.
+
+        Returns:
+            What `ArealOpenAI.export_interactions` returns, of one client or of several merged; None
+            or nothing if the episode came to nothing.
+        """
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> dict[str, float]:
+        """Run the episode and hand over what its clients recorded: what a driver calls.
+
+        Raises:
+            AgentError: There is nothing that could be trained.
+        """
+        if "base_url" not in extra_kwargs:
+            raise AgentError(
+                "a RolloutWorkflow runs within the driver", hint="set rollout.agent.mode=inline"
+            )
+        url = extra_kwargs["base_url"].removesuffix("/v1")
+        key = extra_kwargs["api_key"]
+        exported = await self.arun_episode(EngineAddress(url, key), data)
+        if not exported:
+            raise AgentError(f"arun_episode returned {exported!r}, expected exported interactions")
+        interactions = _recorded(exported)
+        request = RecordRequest([msgspec.Raw(msgspec.json.encode(one)) for one in interactions])
+        client = AsyncWireClient(url, key, timeout_s=RECORD_TIMEOUT_S)
+        try:
+            await client.call("/rl/record", request, RecordReply)
+        finally:
+            await client.close()
+        return {name: one.reward or 0.0 for name, one in exported.items()}
+
+
+def _recorded(exported: object) -> list[Interaction]:
+    """Every interaction that the rows are made of, each after the one it extends.
+
+    Raises:
+        AgentError: This is not what a client exports.
+    """
+    rows: list[Any] = list(exported.values()) if isinstance(exported, Mapping) else [exported]
+    if not all(hasattr(row, "plan") for row in rows):
+        raise AgentError(
+            f"arun_episode returned {exported!r:.200}, expected what export_interactions returns"
+        )
+    found = {one.interaction_id: one for row in rows for one in row.plan.path}
+    return [msgspec.structs.replace(one, reward=None) for one in found.values()]

@@ -1,0 +1,116 @@
+"""Client of one service of the run, followed across restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.http import BACKOFF, RETRIED_STATUSES, AsyncWireClient, HttpRefused
+
+log = logging.getLogger(__name__)
+
+Reply = TypeVar("Reply")
+
+
+class Peer:
+    """Calls that outlast a restart of the peer, which comes back at another address."""
+
+    def __init__(self, directory: Path, name: str, key: str) -> None:
+        self._directory = directory
+        self._name = name
+        self._client = AsyncWireClient("", key)
+        self._endpoint: rendezvous.ServiceEndpoint | None = None
+        self._answered_at = time.monotonic()
+
+    @property
+    def url(self) -> str:
+        """Where the peer last was; empty before the first call."""
+        return self._endpoint.url if self._endpoint else ""
+
+    @property
+    def incarnation(self) -> float:
+        """When the peer that was last called had started; 0 before the first call."""
+        return self._endpoint.started_at if self._endpoint else 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since it last answered, or since it could first have done so."""
+        return time.monotonic() - self._answered_at
+
+    async def call(
+        self,
+        route: str,
+        request: msgspec.Struct,
+        reply: type[Reply],
+        *,
+        key: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Reply:
+        """POST `request` until the peer answers, for as long as that takes.
+
+        Args:
+            route: Path of the call.
+            request: Body.
+            reply: Type of the answer.
+            key: A session's key, instead of the run's.
+            timeout_s: Limit of one try.
+
+        Raises:
+            HttpRefused: The peer answered with an error that repeating will not mend.
+        """
+        pauses = iter(BACKOFF)
+        while True:
+            pause_s = next(pauses)
+            if self._endpoint is None:
+                self._look_up()
+            if self._endpoint is not None:
+                try:
+                    answer = await self._client.call(
+                        f"{self.url}{route}", request, reply, key=key, timeout_s=timeout_s
+                    )
+                    self._answered_at = time.monotonic()
+                    return answer
+                except HttpRefused as refusal:
+                    if refusal.status not in RETRIED_STATUSES:
+                        # It may be a successor at the same address, which knows less.
+                        self._look_up()
+                        raise
+                    trouble: ClusterError = refusal
+                except ClusterError as error:
+                    trouble = error
+                if pause_s == BACKOFF.max_s:
+                    log.warning("still trying to reach %s: %s", self._name, trouble)
+            await asyncio.sleep(pause_s)
+            self._look_up()
+
+    def _look_up(self) -> None:
+        """Turn to the newest incarnation, if it is another one."""
+        found = rendezvous.find_endpoint(self._directory, self._name)
+        if found is not None and found != self._endpoint:
+            self._endpoint = found
+            log.info("%s is at %s", self._name, found.url)
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self._client.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The services that a driver calls."""
+
+    ledger: Peer
+    proxy: Peer
+
+    async def close(self) -> None:
+        """Close every connection."""
+        await self.ledger.close()
+        await self.proxy.close()
