@@ -160,3 +160,7 @@ def _refused(status: int, message: str, hint: str) -> Refused:
 
 class ProcessLost(AgentError):
     """The process died during the call. Another one takes its place."""
+
+
+class StorageRefusedError(WeightSyncError):
+    """The shared storage did not take the weights. No replica has been touched."""

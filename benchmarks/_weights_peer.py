@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from areal_hpc.weights.bucket import PackingBuffers
-from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.bucket import PackingBuffers
+from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
 
 TIMEOUT_S = 120.0
 

@@ -32,11 +32,11 @@ from safetensors.torch import load_file
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.broadcast import goes_in_place
-from areal_hpc.weights.bucket import BucketInPlace, OpenBucket, PackingBuffers
-from areal_hpc.weights.group import UpdateGroup
-from areal_hpc.weights.pipeline import Wait, send_all
-from areal_hpc.weights.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.bucket import BucketInPlace, OpenBucket, PackingBuffers
+from areal_hpc.weights.buckets.pipeline import Wait, send_all
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.transports.broadcast import goes_in_place
+from areal_hpc.weights.transports.process_group import UpdateGroup
 from benchmarks._pairs import (
     Samples,
     Side,

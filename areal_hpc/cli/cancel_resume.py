@@ -42,8 +42,8 @@ def add_commands(commands: CommandGroup) -> None:
 def _cancel(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.view.advance import read_advance
     from areal_hpc.view.jobs import ids_of, label_of, refuse_local
+    from areal_hpc.view.progress_summary import read_advance
 
     layout = parse_run_dir(arguments.run)
     refuse_local(ids_of(layout), get_program_name())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal_hpc.cli.arguments import CommandGroup
 
 if TYPE_CHECKING:
-    from areal_hpc.preflight.verdicts import Check
+    from areal_hpc.launch.doctor.checks import Check
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
@@ -38,10 +38,10 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from areal_hpc.preflight.from_a_job import check_from_a_job
-    from areal_hpc.preflight.slurm import check_slurm
-    from areal_hpc.preflight.storage import check_storage
-    from areal_hpc.preflight.verdicts import Verdict, describe_checks
+    from areal_hpc.launch.doctor.checks import Verdict, describe_checks
+    from areal_hpc.launch.doctor.node_check import check_from_a_job
+    from areal_hpc.launch.doctor.slurm_checks import check_slurm
+    from areal_hpc.launch.doctor.storage_checks import check_storage
     from areal_hpc.recipe.loading import load
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
@@ -97,10 +97,10 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
 
 def _recipe_checks(recipe: Recipe) -> list[Check]:
     """Interpreters, model, data sets and the agent."""
+    from areal_hpc.launch.doctor.checks import fail, ok
+    from areal_hpc.launch.doctor.python_checks import check_pythons
     from areal_hpc.launch.inputs import inspect_inputs
     from areal_hpc.launch.ready import pythons_of
-    from areal_hpc.preflight.pythons import check_pythons
-    from areal_hpc.preflight.verdicts import fail, ok
 
     pythons = pythons_of(recipe)
     is_contained = recipe.cluster.slurm.container.kind != "none"

@@ -84,8 +84,8 @@ def add_commands(commands: CommandGroup) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.advance import describe_advance, read_advance
     from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
+    from areal_hpc.view.progress_summary import describe_advance, read_advance
 
     layout = parse_run_dir(arguments.run)
     run, advance = read_jobs(layout, Queue()), read_advance(layout)
@@ -101,8 +101,8 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _why(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.causes import describe_diagnosis, diagnose
-    from areal_hpc.view.evidence import gather
+    from areal_hpc.view.diagnosis import describe_diagnosis, diagnose
+    from areal_hpc.view.inspection import gather
 
     diagnosis = diagnose(gather(parse_run_dir(arguments.run), Queue()))
     print("\n".join(describe_diagnosis(diagnosis, str(arguments.run))))
@@ -150,7 +150,7 @@ def _colored(source: str, line: str) -> str:
 def _list(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import find_runs
     from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.comparison import compare
+    from areal_hpc.view.compare import compare
 
     layouts = find_runs(arguments.place)
     if not layouts:
@@ -163,8 +163,8 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from areal_hpc.audit.fates import Fate, audit_run
     from areal_hpc.errors import ShardError
+    from areal_hpc.view.audit.ticket_status import Fate, audit_run
 
     audit = audit_run(parse_run_dir(arguments.run))
     faulty = [one for one in audit.tickets if one.fate in (Fate.DUPLICATE, Fate.LOST)]

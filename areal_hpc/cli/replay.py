@@ -34,7 +34,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import here
     from areal_hpc.launch.replay import Replay, parse_steps
     from areal_hpc.launch.run import INTERRUPTED_EXIT_CODE, STOPPING, stop_on_signals
-    from areal_hpc.view.progress import PlainReporter
+    from areal_hpc.view.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
     first, last = parse_steps(arguments.steps)

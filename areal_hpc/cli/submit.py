@@ -63,7 +63,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import dispatch
     from areal_hpc.launch.run import is_already_finished, say, submit
     from areal_hpc.recipe.loading import load
-    from areal_hpc.view.scripts import describe_requests
+    from areal_hpc.view.dry_run import describe_requests
 
     if arguments.array:
         return _submit_sweep(arguments)
@@ -88,7 +88,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.launch.sweep import array_requests, read_sweep, submit_sweep
     from areal_hpc.recipe.loading import load
-    from areal_hpc.view.scripts import describe_requests
+    from areal_hpc.view.dry_run import describe_requests
 
     for option in ("wait", "write_only"):
         if getattr(arguments, option):

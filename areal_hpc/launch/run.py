@@ -22,8 +22,8 @@ from areal_hpc.recipe.loading import from_values, load
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.yaml_tree import read_overrides
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.progress import LiveReporter, PlainReporter
-from areal_hpc.view.snapshot import read_snapshot
+from areal_hpc.view.live_progress import LiveReporter, PlainReporter
+from areal_hpc.view.run_state import read_snapshot
 from areal_hpc.view.summary import summarise
 
 FRESH_HINT = "--fresh starts it anew"
@@ -213,7 +213,7 @@ def draw_learning_curve(layout: RunPaths) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         return  # a training script may run in an environment of its own
-    from areal_hpc.view.curve import draw_curve
+    from areal_hpc.view.learning_curve import draw_curve
 
     snapshot = read_snapshot(layout)
     if snapshot.steps:

@@ -22,7 +22,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import Look, Queue, QueuedJob, is_alive
 from areal_hpc.slurm.reasons import GAVE_NODES_BACK, Reason, explain_reason
 from areal_hpc.slurm.states import Phase
-from areal_hpc.view.columns import aligned, clock, span
+from areal_hpc.view.tables import aligned, clock, span
 
 
 @dataclass(frozen=True, slots=True)

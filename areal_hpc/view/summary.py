@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.view.progress import shown
-from areal_hpc.view.snapshot import Snapshot
+from areal_hpc.view.live_progress import shown
+from areal_hpc.view.run_state import Snapshot
 
 
 def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:

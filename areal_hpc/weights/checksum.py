@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.plan import fused_name
+from areal_hpc.weights.buckets.plan import fused_name
 
 _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
 _SHOWN = 4

@@ -10,12 +10,12 @@ import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.broadcast import Broadcast
-from areal_hpc.weights.census import Census, Found
-from areal_hpc.weights.disk import Disk
-from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.discovery import Census, Found
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.transport import Order, Transport
+from areal_hpc.weights.transports.broadcast import Broadcast
+from areal_hpc.weights.transports.disk import Disk
+from areal_hpc.weights.transports.transport import Order, Transport
 from areal_hpc.wire.replicas import Stall
 from areal_hpc.wire.weight_version import WeightVersion
 

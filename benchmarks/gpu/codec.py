@@ -16,9 +16,9 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.weights.bucket import PackingBuffers
+from areal_hpc.weights.buckets.bucket import PackingBuffers
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.checksum import word_hash
-from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.snapshot import read_snapshot
+from areal_hpc.view.run_state import read_snapshot
 from tests.support.environments import CHECKOUT, python_of
 
 DOCUMENT = (CHECKOUT / "docs" / "tutorial.md").read_text()

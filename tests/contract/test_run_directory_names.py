@@ -27,8 +27,8 @@ UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}
 """Those that mean nothing else; the others are words too, and count where they make a path."""
 OTHER_MEANINGS = {
     ("slurm/states.py", "CANCELLED"),  # Slurm's states
-    ("view/causes.py", "CANCELLED"),
-    ("view/causes.py", "CANCELLED AT"),
+    ("view/diagnosis.py", "CANCELLED"),
+    ("view/diagnosis.py", "CANCELLED AT"),
     ("view/summary.py", "tensorboard"),  # the program
 }
 

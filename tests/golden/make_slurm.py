@@ -5,7 +5,7 @@ from pathlib import Path
 from areal_hpc.launch.dispatch import requests_of
 from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.scripts import describe_requests
+from areal_hpc.view.dry_run import describe_requests
 
 CHECKOUT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("slurm")

@@ -24,9 +24,9 @@ from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
-from areal_hpc.weights.bucket import PackingBuffers
+from areal_hpc.weights.buckets.bucket import PackingBuffers
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.checksum import word_hash
-from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from benchmarks._learning import (
     QWEN_HALF_BILLION,
     Sizes,

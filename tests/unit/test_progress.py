@@ -8,8 +8,8 @@ import pytest
 
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.progress import PlainReporter
-from areal_hpc.view.snapshot import read_snapshot
+from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.run_state import read_snapshot
 from areal_hpc.view.summary import summarise
 
 STEP = {

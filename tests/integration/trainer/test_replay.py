@@ -16,7 +16,7 @@ from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.progress import PlainReporter
+from areal_hpc.view.live_progress import PlainReporter
 from tests.support.environments import CHECKOUT
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, record_run, write_recipe

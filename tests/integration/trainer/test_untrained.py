@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_hpc.audit.fates import Fate, audit_run
 from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.audit.ticket_status import Fate, audit_run
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, spoil
 

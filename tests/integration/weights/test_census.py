@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.census import Census
+from areal_hpc.weights.discovery import Census
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from tests.support.waiting import wait_for
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.group import UpdateGroup
+from areal_hpc.weights.transports.process_group import UpdateGroup
 
 SOON_S = 30.0
 """No wait of torch's own is as short."""

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.attempt import Attempt
-from areal_hpc.weights.control import ReplicaControl
-from areal_hpc.weights.group import UpdateGroup
-from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.replica_client import ReplicaControl
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.transports.group_session import GroupSwap
+from areal_hpc.weights.transports.process_group import UpdateGroup
+from areal_hpc.weights.update import Attempt
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.fair_clock import FairClock
 

@@ -11,14 +11,14 @@ from transformers import Qwen3ForCausalLM
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.bucket import PackingBuffers
+from areal_hpc.weights.buckets.bucket import PackingBuffers
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.checksum import rank_digests
-from areal_hpc.weights.control import ReplicaControl
-from areal_hpc.weights.group import UpdateGroup
-from areal_hpc.weights.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.replica_client import ReplicaControl
 from areal_hpc.weights.report import UpdateReport
-from areal_hpc.weights.swap import GroupSwap
+from areal_hpc.weights.transports.group_session import GroupSwap
+from areal_hpc.weights.transports.process_group import UpdateGroup
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.update_faults import Trap, gates
@@ -119,7 +119,9 @@ def test_later_updates_use_the_group_that_stands(
 ) -> None:
     publish(publisher, tiny_qwen3(1))
     model = tiny_qwen3(2)
-    monkeypatch.delattr("areal_hpc.weights.broadcast.UpdateGroup")  # there is no other to be made
+    monkeypatch.delattr(
+        "areal_hpc.weights.transports.broadcast.UpdateGroup"
+    )  # there is no other to be made
     report = publish(publisher, model)
     assert not report.failed
     assert_serves(cell, model, report.version)

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion

@@ -10,9 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.audit.fates import Audit, Fate, audit_run
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.drops import DroppedTicket, append_drop
+from areal_hpc.view.audit.ticket_status import Audit, Fate, audit_run
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.audit.run_directory import RunDirectory
 

@@ -20,11 +20,11 @@ from hypothesis.stateful import (
     rule,
 )
 
-from areal_hpc.audit.fates import Fate
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import AgeCheck, next_batch
 from areal_hpc.ledger.tickets import State, Tickets
 from areal_hpc.rundir.drops import DroppedTicket
+from areal_hpc.view.audit.ticket_status import Fate
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 from tests.unit.ledger.ticket_world import Cell, Disk

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from areal_hpc.audit.evidence import Evidence
-from areal_hpc.audit.fates import Audit, judge
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
+from areal_hpc.view.audit.records import Evidence
+from areal_hpc.view.audit.ticket_status import Audit, judge
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 

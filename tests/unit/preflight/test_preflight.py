@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.preflight.pythons import check_pythons
-from areal_hpc.preflight.slurm import _minutes
-from areal_hpc.preflight.storage import check_storage
-from areal_hpc.preflight.verdicts import Verdict, describe_checks, fail, ok, warn
+from areal_hpc.launch.doctor.checks import Verdict, describe_checks, fail, ok, warn
+from areal_hpc.launch.doctor.python_checks import check_pythons
+from areal_hpc.launch.doctor.slurm_checks import _minutes
+from areal_hpc.launch.doctor.storage_checks import check_storage
 
 
 def test_a_directory_that_keeps_its_promises_is_well_and_is_left_as_it_was(tmp_path: Path) -> None:

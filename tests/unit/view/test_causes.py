@@ -8,8 +8,8 @@ from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import Look, QueuedJob
 from areal_hpc.slurm.states import parse_state
-from areal_hpc.view.causes import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
-from areal_hpc.view.evidence import Evidence, LastWord, Stack, last_stack
+from areal_hpc.view.diagnosis import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
+from areal_hpc.view.inspection import Evidence, LastWord, Stack, last_stack
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
 

@@ -7,8 +7,8 @@ import yaml
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, find_runs
 from areal_hpc.slurm.queue import Queue
-from areal_hpc.view.columns import span
-from areal_hpc.view.comparison import compare, differing_keys
+from areal_hpc.view.compare import compare, differing_keys
+from areal_hpc.view.tables import span
 
 
 def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:

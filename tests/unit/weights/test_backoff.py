@@ -1,7 +1,7 @@
 import dataclasses
 
-from areal_hpc.weights.backoff import FIRST_PAUSE_S, LONGEST_URGENT_PAUSE_S, Backoff
 from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.retry_backoff import FIRST_PAUSE_S, LONGEST_URGENT_PAUSE_S, Backoff
 
 GOOD = ReplicaKey("cell-0", 0, 1, 1, "http://relay", 0.0)
 BAD = dataclasses.replace(GOOD, index=1)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.bucket import BucketInPlace, PackingBuffers, unpack
-from areal_hpc.weights.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.bucket import BucketInPlace, PackingBuffers, unpack
+from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
 TENSORS = {

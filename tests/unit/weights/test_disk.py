@@ -12,11 +12,11 @@ from safetensors import safe_open
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.bucket import PackedBucket, PackingBuffers
-from areal_hpc.weights.disk import WeightsFolder
-from areal_hpc.weights.plan import TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.bucket import PackedBucket, PackingBuffers
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.transports.disk import WeightsFolder
 from areal_hpc.wire.weight_version import WeightVersion
 
 CPU = torch.device("cpu")

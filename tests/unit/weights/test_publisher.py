@@ -6,10 +6,10 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.broadcast import partition
-from areal_hpc.weights.plan import TensorSpec
+from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.weights.transports.broadcast import partition
 from areal_hpc.wire.weight_version import WeightVersion
 
 SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.weights.plan import ITEM_BYTES, Bucket, TensorSpec, fused_name, plan_buckets
+from areal_hpc.weights.buckets.plan import ITEM_BYTES, Bucket, TensorSpec, fused_name, plan_buckets
 
 PARTS = [
     "self_attn.q_proj",

@@ -1,1 +1,0 @@
-"""CHECK: what became of every ticket, judged from the run directory alone."""

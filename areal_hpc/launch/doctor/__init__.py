@@ -1,0 +1,1 @@
+"""Checks of a cluster before a run (`areal-hpc doctor`)."""

@@ -1,0 +1,62 @@
+"""Checks of each role's Python: interpreter and packages."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from areal_hpc.launch.doctor.checks import Check, fail, ok
+
+PACKAGES = {
+    "serve": ("sglang",),
+    "train": ("areal-hpc", "torch", "megatron-core"),
+    "agents": ("areal-hpc", "openai"),
+}
+"""Distributions that a role cannot do without."""
+LONGEST_START_S = 60.0
+"""A cold interpreter on busy shared storage takes that long, no more."""
+
+_VERSIONS = """
+import importlib.metadata, json, platform, sys
+found = {"python": platform.python_version()}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = ""
+print(json.dumps(found))
+"""
+
+
+def check_pythons(pythons: Mapping[str, str]) -> Iterator[Check]:
+    """Ask every role's interpreter for the versions of its packages; nothing heavy is imported."""
+    for role, python in pythons.items():
+        yield _check(role, python)
+
+
+def _check(role: str, python: str) -> Check:
+    name, key = f"python {role}", f"cluster.{role}.python"
+    if shutil.which(python) is None:
+        return fail(name, f"there is none at {python}", f"make setup, or {key}=/path/to/python")
+    try:
+        asked = subprocess.run(
+            [python, "-c", _VERSIONS, *PACKAGES[role]],
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_START_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        hint = "put the environment on faster storage"
+        return fail(name, f"{python} did not start within {LONGEST_START_S:.0f} s", hint)
+    if asked.returncode:
+        last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
+        return fail(name, f"{python} does not start: {last}", f"mend it, or name another by {key}")
+    found = json.loads(asked.stdout)
+    missing = [package for package in PACKAGES[role] if not found[package]]
+    if missing:
+        hint = f"install them there, or name another by {key}"
+        return fail(name, f"{python} lacks {', '.join(missing)}", hint)
+    return ok(name, ", ".join(f"{package} {version}" for package, version in found.items()))

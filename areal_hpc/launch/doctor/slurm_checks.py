@@ -1,0 +1,166 @@
+"""Checks of Slurm: commands, controller, partitions, accounts."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.launch.doctor.checks import Check, fail, ok, warn
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.slurm.commands import ask_slurm
+
+NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+JOB_KINDS = ("trainer", format_cell_name(0))
+"""A job of each kind that has options of its own."""
+
+
+def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Check]:
+    """Everything that can be asked of Slurm without submitting a job.
+
+    Args:
+        slurm: The site's options.
+        scripts: The sbatch scripts of a run by the names of their jobs; without a recipe none.
+    """
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing:
+        hint = "run this on a login node of the cluster; module load slurm on some"
+        yield fail("commands", f"not found: {', '.join(missing)}", hint)
+        return
+    try:
+        version = ask_slurm("sbatch", "--version").strip()
+        yield ok("commands", f"{version}: {', '.join(NEEDED)}")
+        config = ask_slurm("scontrol", "show", "config")
+    except ClusterError as error:
+        hint = "scontrol ping; Slurm's commands find the cluster by SLURM_CONF or /etc/slurm"
+        yield fail("slurmctld", error.problems[0].message, hint)
+        return
+    yield ok("slurmctld", "answers")
+    yield _accounting(config)
+    yield from _partitions(slurm)
+    yield from _acceptance(slurm, scripts)
+    yield from _container(slurm)
+
+
+def _accounting(config: str) -> Check:
+    found = re.search(r"^AccountingStorageType\s*= (\S+)", config, re.MULTILINE)
+    if found and found[1].endswith("slurmdbd") and shutil.which("sacct"):
+        return ok("accounting", "on: sacct tells what happened to jobs of long ago")
+    return warn(
+        "accounting",
+        "off: Slurm forgets a job some minutes after its end",
+        "nothing: submit, status, why, cancel and requeue work without it",
+    )
+
+
+def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
+    found = {job: slurm.options_of(job) for job in JOB_KINDS}
+    evaluation = slurm.options_of(EVALUATION_CELL)
+    return (
+        found
+        if evaluation == found[format_cell_name(0)]
+        else {**found, EVALUATION_CELL: evaluation}
+    )
+
+
+def _partitions(slurm: SlurmConfig) -> Iterator[Check]:
+    limits: dict[str, int] = {}
+    for options in _options(slurm).values():
+        for name in (options.partition or "").split(","):
+            if name:
+                limits[name] = max(limits.get(name, 0), options.time_min or 0)
+    if not limits:
+        yield ok("partition", "none named: Slurm's default")
+    for name, time_min in limits.items():
+        try:
+            shown = ask_slurm("scontrol", "show", "partition", name, "--oneliner")
+        except ClusterError:
+            yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
+            continue
+        yield _partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_min)
+
+
+def _partition(name: str, facts: Mapping[str, str], time_min: int) -> Check:
+    what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
+    if facts.get("State") != "UP":
+        return fail(
+            f"partition {name}", f"is {facts.get('State')}", "sinfo -s; name one that is up"
+        )
+    most_min = _minutes(facts.get("MaxTime", ""))
+    if most_min is not None and time_min > most_min:
+        hint = f"time_min={most_min}; a run goes on in the next job"
+        return fail(f"partition {name}", f"{what}; the site asks for {time_min} min", hint)
+    return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
+
+
+def _minutes(text: str) -> int | None:
+    """Minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
+    if not found:
+        return None
+    days, hours, minutes = (int(part or 0) for part in found.groups()[:3])
+    return (days * 24 + hours) * 60 + minutes
+
+
+def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Check]:
+    """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
+    asked: dict[str, tuple[str, ...]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for job, text in scripts.items():
+            path = Path(folder) / f"{job}.sbatch"
+            path.write_text(text)
+            asked[job] = (str(path),)
+        if not scripts:
+            asked = {job: _flags(options) for job, options in _options(slurm).items()}
+        for job, arguments in asked.items():
+            try:
+                ask_slurm("sbatch", "--test-only", *arguments)
+            except ClusterError as error:
+                said = error.problems[0].message.removeprefix("sbatch: ")
+                yield fail(
+                    f"job {job}",
+                    f"Slurm refuses it: {said}",
+                    "sacctmgr show assoc user=$USER format=account,partition,qos; sinfo -s",
+                )
+            else:
+                yield ok(f"job {job}", "Slurm would take it (sbatch --test-only)")
+
+
+def _flags(options: JobOptions) -> tuple[str, ...]:
+    named = ("partition", "account", "qos", "constraint", "reservation")
+    values = {name: getattr(options, name) for name in named}
+    told = (f"--{name}={value}" for name, value in values.items() if value)
+    return (*told, *(options.sbatch_flags or ()), "--wrap=true")
+
+
+def _container(slurm: SlurmConfig) -> Iterator[Check]:
+    container = slurm.container
+    if container.kind == "none":
+        return
+    if container.kind == "apptainer":
+        found = shutil.which("apptainer") or shutil.which("singularity")
+        yield (
+            ok("apptainer", found)
+            if found
+            else warn(
+                "apptainer",
+                "is not on this node; it may be on compute nodes",
+                "srun -n1 which apptainer; a module load among slurm.setup",
+            )
+        )
+    elif "--container-image" in ask_slurm("srun", "--help"):
+        yield ok("pyxis", "srun knows --container-image")
+    else:
+        hint = "ask the administrators for pyxis, or container.kind=apptainer"
+        yield fail("pyxis", "srun has no --container-image", hint)
+    for image in {container.train, container.serve}:
+        if image.startswith("/"):
+            yield (
+                ok("image", image)
+                if Path(image).exists()
+                else fail("image", f"there is none at {image}", "build it, or name another")
+            )

@@ -1,1 +1,0 @@
-"""CHECK: is this cluster fit for a run? Asked on the login node, before anything is submitted."""

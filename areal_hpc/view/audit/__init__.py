@@ -1,0 +1,1 @@
+"""Audit of a run: the status of every ticket, judged from files alone."""

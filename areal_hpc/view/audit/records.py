@@ -1,0 +1,132 @@
+"""Reader of the files that tell what happened to each ticket."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from areal_hpc.errors import Problem, ShardError
+from areal_hpc.rundir.checkpoints import TrainerState, list_checkpoints
+from areal_hpc.rundir.drops import read_drops
+from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import SealedShard, read_index
+from areal_hpc.wire.ledger import BatchManifest
+
+NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What a run directory says about tickets."""
+
+    commit: TrainerState = NO_CHECKPOINT
+    """The newest; of step 0 when there is none."""
+    manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
+    """By step, those that can be read."""
+    drops: Mapping[int, str] = field(default_factory=dict)
+    """Ticket id -> reason, of tickets given up on."""
+    filtered: Mapping[int, str] = field(default_factory=dict)
+    """Ticket id -> reason, of tickets whose group was not accepted."""
+    requeued: Collection[tuple[int, int]] = ()
+    """(ticket id, attempt) whose rows were too old and are never trained."""
+    shards: Sequence[SealedShard] = ()
+    file_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Sizes of the files in `shards/`."""
+    is_finished: bool = False
+    total_steps: int = 0
+    batch_size: int = 0
+    """0 when no recipe says it."""
+    max_head_offpolicyness: int = 0
+    problems: Sequence[Problem] = ()
+
+
+def read_evidence(layout: RunPaths) -> Evidence:
+    """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
+    problems: list[Problem] = []
+    is_finished = layout.finished_marker.exists()
+    commit = _newest_commit(layout.checkpoints_dir, problems)
+    manifests = dict(_whole_manifests(layout, problems))
+    drops: dict[int, str] = {}
+    filtered: dict[int, str] = {}
+    requeued: set[tuple[int, int]] = set()
+    for drop in read_drops(layout):
+        if drop.kind == "requeued":
+            requeued.add((drop.ref.ticket_id, drop.ref.attempt))
+        else:
+            fates = filtered if drop.kind == "filtered" else drops
+            fates.setdefault(drop.ref.ticket_id, drop.reason)
+    shards = read_index(layout.index_dir)
+    batch_size, offpolicyness, total_steps = _limits(layout)
+    return Evidence(
+        commit,
+        manifests,
+        drops,
+        filtered,
+        requeued,
+        shards,
+        dict(_sizes(layout.shards_dir)),
+        is_finished,
+        total_steps,
+        batch_size,
+        offpolicyness,
+        problems,
+    )
+
+
+def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
+    for path in directory.iterdir() if directory.is_dir() else ():
+        with suppress(FileNotFoundError):  # got its final name just now; the index has it by then
+            yield path.name, path.stat().st_size
+
+
+def _newest_commit(directory: Path, problems: list[Problem]) -> TrainerState:
+    """The highest step of the highest epoch among the complete commits."""
+    found = list_checkpoints(directory, problems)
+    newest = found[-1].state if found else NO_CHECKPOINT
+    if sorted(newest.consumed) != list(range(1, newest.step + 1)):
+        problems.append(
+            Problem(
+                f"the commit of step {newest.step} consumed the batches {newest.consumed}, "
+                f"expected each of 1 to {newest.step} once",
+                str(directory),
+            )
+        )
+    return newest
+
+
+def _whole_manifests(
+    layout: RunPaths, problems: list[Problem]
+) -> Iterator[tuple[int, BatchManifest]]:
+    for step in list_manifest_steps(layout):
+        try:
+            manifest = read_manifest(layout, step)
+        except ShardError as error:
+            problems += error.problems
+            continue
+        if manifest.step != step:
+            path = str(layout.manifest(step))
+            problems.append(
+                Problem(f"expected the batch of step {step}, got {manifest.step}", path)
+            )
+        yield step, manifest
+
+
+def _limits(layout: RunPaths) -> tuple[int, int, int]:
+    """Batch size, and the largest off-policyness and the steps that any launch asked for.
+
+    Recipes are read as plain YAML: an old run must be auditable by newer code.
+    """
+    batch_size = offpolicyness = total_steps = 0
+    for path in layout.recipes():
+        recipe = yaml.safe_load(path.read_text()) or {}
+        trainer, rollout = recipe.get("trainer", {}), recipe.get("rollout", {})
+        batch_size = max(batch_size, trainer.get("batch_size", 0))
+        offpolicyness = max(offpolicyness, rollout.get("max_head_offpolicyness", 0))
+        if path == layout.recipe:
+            total_steps = trainer.get("total_steps", 0)
+    return batch_size, offpolicyness, total_steps

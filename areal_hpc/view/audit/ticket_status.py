@@ -1,0 +1,270 @@
+"""Final status of every ticket: trained, dropped, open, lost or duplicated.
+
+A ticket id is a position of the task stream (decision 0016), so the ids below the highest one
+that left a trace are all there ever were: each must be accounted for. No process is asked, and
+nothing that a ledger remembers is believed: only what a restart would find.
+
+| fate      | meaning                                                                          |
+|-----------|----------------------------------------------------------------------------------|
+| trained   | in exactly one batch that the newest commit consumed, its rows sealed and there  |
+| unsound   | likewise, but left out of what that batch was trained on, since a row of it is   |
+|           | unfit (`trajectory.find_defect`)                                                 |
+| skipped   | likewise, but optimizer steps of that batch were not taken, since their gradient |
+|           | was not finite                                                                   |
+| duplicate | in more batches than one (or in one consumed twice), or sharing a row with       |
+|           | another ticket of a batch: trained more often than once, now or on resume        |
+| lost      | issued, and nobody will ever train it, or nobody can tell whether it was: its    |
+|           | rows or the manifest that named them are gone, the commits passed over its batch,|
+|           | or its id left no trace though later ones were batched and no cell can still     |
+|           | hold it                                                                          |
+| dropped   | given up on, with the reason in `drops.jsonl`                                    |
+| filtered  | its group was not accepted, with the reason in `drops.jsonl`                     |
+| open      | batched but not committed (handed out again as it is), sealed but in no batch,   |
+|           | or without a trace and within what cells may hold (issued again on resume), or   |
+|           | its rows were too old and it is issued again                                     |
+
+How many ids without a trace can be open: while nothing is lost, an id is issued only when every
+lower one is in a cell, sealed, batched or dropped, and admission keeps those in cells and those
+not yet trained within `(max_head_offpolicyness + 1) * batch_size`. A whole batch of these must
+have been sealed for a batch to form, so at most `max_head_offpolicyness * batch_size` ids below
+the highest batched one are still in cells. When a run has finished, no cell holds anything.
+
+The chain is that of the newest commit: of the highest step of the highest epoch. Each commit
+lists the batches behind it from the first, so work of an abandoned epoch does not count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_hpc.errors import Problem
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.audit.records import Evidence, read_evidence
+from areal_hpc.wire.ledger import SettledTicket
+
+
+class Fate(StrEnum):
+    """What became of a ticket; the module's table defines each."""
+
+    TRAINED = "trained"
+    UNSOUND = "unsound"
+    SKIPPED = "skipped"
+    DUPLICATE = "duplicate"
+    LOST = "lost"
+    DROPPED = "dropped"
+    FILTERED = "filtered"
+    OPEN = "open"
+
+
+@dataclass(frozen=True, slots=True)
+class TicketFate:
+    """One ticket, its fate, and what on disk says so."""
+
+    ticket_id: int
+    fate: Fate
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Audit:
+    """Every ticket that was ever issued, as far as anything shows, in the order of ids."""
+
+    tickets: list[TicketFate]
+    problems: list[Problem]
+    """Files that cannot be believed, whatever they mean for tickets."""
+    untrained: list[UntrainedRecord]
+    """What consumed batches did not teach, and why: no fault of the accounts, but worth knowing."""
+    committed_step: int
+    is_finished: bool
+
+    def of(self, fate: Fate) -> list[TicketFate]:
+        """The tickets of one fate."""
+        return [ticket for ticket in self.tickets if ticket.fate is fate]
+
+    @property
+    def is_clean(self) -> bool:
+        """True if nothing was trained twice, nothing is lost and every file is believed."""
+        return not (self.of(Fate.DUPLICATE) or self.of(Fate.LOST) or self.problems)
+
+    @property
+    def verdict(self) -> str:
+        """The line that scripts read."""
+        count = Counter(ticket.fate for ticket in self.tickets)
+        return (
+            f"trained_once={count[Fate.TRAINED]} duplicates={count[Fate.DUPLICATE]} "
+            f"lost={count[Fate.LOST]} open={count[Fate.OPEN]}"
+        )
+
+
+def audit_run(layout: RunPaths) -> Audit:
+    """Judge every ticket of a run, live or not."""
+    return judge(read_evidence(layout))
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """A ticket in a batch."""
+
+    step: int
+    ticket: SettledTicket
+
+
+def judge(evidence: Evidence) -> Audit:
+    """The fate of every id below the highest that left a trace. Pure."""
+    uses, shared = _collect_uses(evidence)
+    sealed: dict[int, str] = {}
+    for shard in evidence.shards:
+        for one in shard.tickets:  # the first line of a ticket counts: the ledger takes that one
+            if (one.ticket_id, one.attempt) not in evidence.requeued:
+                sealed.setdefault(one.ticket_id, shard.file)
+    again = {ticket_id for ticket_id, _ in evidence.requeued}
+    given_up = {**evidence.drops, **evidence.filtered}
+    position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
+    doubtful = _doubtful_manifests(evidence)
+    traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
+    strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
+    rows = _Rows(evidence)
+    fates = []
+    for ticket_id in range(position):
+        if ticket_id in uses:
+            fate, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
+        elif ticket_id in evidence.drops:
+            fate, why = Fate.DROPPED, evidence.drops[ticket_id]
+        elif ticket_id in evidence.filtered:
+            fate, why = Fate.FILTERED, evidence.filtered[ticket_id]
+        elif ticket_id in sealed:
+            fate, why = _of_sealed(rows, sealed[ticket_id], doubtful)
+        elif ticket_id in again and not evidence.is_finished:
+            fate, why = Fate.OPEN, "its rows were too old: in a cell, or issued again"
+        elif ticket_id in strays or ticket_id in again:
+            fate, why = Fate.LOST, "no trace of it, and no cell can still hold it"
+        else:
+            fate, why = Fate.OPEN, "no trace yet: in a cell, or issued again on resume"
+        fates.append(TicketFate(ticket_id, fate, why))
+    problems = [*evidence.problems]
+    problems += [
+        Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
+        for step, wrong in doubtful.items()
+    ]
+    commit = evidence.commit
+    return Audit(fates, problems, commit.untrained, commit.step, evidence.is_finished)
+
+
+def _collect_uses(evidence: Evidence) -> tuple[dict[int, list[_Use]], dict[int, int]]:
+    """Every batching of each ticket; and who takes a row that another ticket took before.
+
+    A batch that the commit consumed twice counts twice; one it did not consume counts once:
+    it is pending, or was passed over.
+    """
+    times = Counter(evidence.commit.consumed)
+    uses: dict[int, list[_Use]] = {}
+    shared: dict[int, int] = {}
+    holder: dict[tuple[str, int], int] = {}
+    for step, manifest in evidence.manifests.items():
+        for ticket in manifest.tickets:
+            ticket_id = ticket.ref.ticket_id
+            uses.setdefault(ticket_id, []).extend([_Use(step, ticket)] * max(1, times[step]))
+            for row in set(ticket.rows):
+                other = holder.setdefault((ticket.shard, row), ticket_id)
+                if other != ticket_id:
+                    shared[ticket_id] = other
+            if len(set(ticket.rows)) < len(ticket.rows):
+                shared[ticket_id] = ticket_id
+    return uses, shared
+
+
+def _doubtful_manifests(evidence: Evidence) -> dict[int, str]:
+    """Steps behind the commit, or between manifests, whose manifest cannot tell who was trained."""
+    doubts = {}
+    for step in range(1, 1 + max((evidence.commit.step, *evidence.manifests))):
+        manifest = evidence.manifests.get(step)
+        if manifest is None:
+            doubts[step] = f"the manifest of step {step} is gone"
+        elif len(manifest.tickets) != evidence.batch_size > 0:
+            doubts[step] = (
+                f"the manifest of step {step} names {len(manifest.tickets)} tickets, "
+                f"expected {evidence.batch_size}"
+            )
+    return doubts
+
+
+def _beyond_reach(evidence: Evidence, traceless: list[int], highest_batched: int) -> set[int]:
+    """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit."""
+    if evidence.is_finished:
+        return set(traceless)
+    most_in_cells = evidence.max_head_offpolicyness * evidence.batch_size
+    overtaken = [ticket_id for ticket_id in traceless if ticket_id < highest_batched]
+    return set(overtaken[: max(0, len(overtaken) - most_in_cells)])
+
+
+def _of_batched(
+    evidence: Evidence, rows: _Rows, uses: list[_Use], shares_with: int | None
+) -> tuple[Fate, str]:
+    step, ticket = uses[0].step, uses[0].ticket
+    commit = evidence.commit
+    where = f"step {step}, {ticket.shard} rows {ticket.rows}"
+    if len(uses) > 1:
+        steps = " and ".join(str(use.step) for use in uses)
+        return Fate.DUPLICATE, f"in the batches of steps {steps}"
+    if shares_with is not None:
+        return Fate.DUPLICATE, f"{where}: some of them are those of ticket {shares_with} as well"
+    if fault := rows.fault_of(ticket):
+        return Fate.LOST, f"{where}: {fault}"
+    if step in commit.consumed:
+        for one in commit.untrained:
+            if one.step == step and ticket.ref.ticket_id in one.tickets:
+                return Fate.UNSOUND, f"step {step}, {one.reason}"
+            if one.step == step and not one.tickets:
+                return Fate.SKIPPED, f"{where}: {one.reason}"
+        return Fate.TRAINED, where
+    if step <= commit.step:
+        return Fate.LOST, f"{where}: the commit of step {commit.step} passed over that batch"
+    if evidence.is_finished and step <= evidence.total_steps:
+        return Fate.LOST, f"{where}: the run has finished, but no commit holds that batch"
+    return Fate.OPEN, f"{where}: not committed, handed out again as it is"
+
+
+def _of_sealed(rows: _Rows, file: str, doubtful: dict[int, str]) -> tuple[Fate, str]:
+    if fault := rows.fault_of_file(file):
+        return Fate.LOST, f"sealed in {file}: {fault}"
+    if doubtful:
+        return Fate.LOST, f"sealed in {file}, perhaps trained: {next(iter(doubtful.values()))}"
+    return Fate.OPEN, f"sealed in {file}, in no batch yet"
+
+
+class _Rows:
+    """Which rows of which ticket are there, by the index and the sizes of files."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self._shards = {shard.file: shard for shard in evidence.shards}
+        self._file_bytes = evidence.file_bytes
+        self._places = {
+            (shard.file, one.ticket_id, one.attempt): one.rows
+            for shard in evidence.shards
+            for one in shard.tickets
+        }
+
+    def fault_of_file(self, file: str) -> str:
+        """Why a shard's rows are not there; empty if they are. Bytes are not looked at."""
+        shard = self._shards.get(file)
+        if shard is None:
+            return "no line of the index names that shard"
+        found_bytes = self._file_bytes.get(file)
+        if found_bytes is None:
+            return "that shard is gone"
+        if found_bytes != shard.bytes:
+            return f"that shard has {found_bytes} bytes, expected {shard.bytes}"
+        return ""
+
+    def fault_of(self, ticket: SettledTicket) -> str:
+        """Why the rows that a manifest names are not there; empty if they are."""
+        if fault := self.fault_of_file(ticket.shard):
+            return fault
+        key = (ticket.shard, ticket.ref.ticket_id, ticket.ref.attempt)
+        held = self._places.get(key)
+        if held != ticket.rows:
+            return f"that shard holds {held or 'no rows'} of the ticket"
+        return ""

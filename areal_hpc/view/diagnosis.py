@@ -1,0 +1,286 @@
+"""Diagnosis of a failed or waiting run (`areal-hpc why`)."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
+from areal_hpc.slurm.queue import QueuedJob
+from areal_hpc.slurm.reasons import GAVE_NODES_BACK, explain_reason
+from areal_hpc.slurm.states import Phase
+from areal_hpc.view.inspection import Evidence, LastWord, Stack, speaks_of_memory
+from areal_hpc.view.jobs import state_of_run, state_text
+from areal_hpc.view.tables import clock
+
+CASCADE_S = 120.0
+"""What follows so soon after another failure belongs to the same one: broken collectives, jobs
+that lost their trainer."""
+OUTLIVED_S = 30.0
+"""The same where a run goes on: what came later did not come of it."""
+MOST_FRAMES = 12
+"""Lines of a traceback that are shown."""
+
+_CODES = {
+    RecipeError.exit_code: "the recipe must change",
+    ClusterError.exit_code: "a node, a file system or a peer let it down",
+    ShardError.exit_code: "recorded data is damaged",
+    AgentError.exit_code: "an error in code",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that happened."""
+
+    at: float | None
+    """Unix time; None if that is not known."""
+    text: str
+    rank: int
+    """How close it is to the cause: of the findings of one failure the lowest names it."""
+    details: tuple[str, ...] = ()
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """What `areal-hpc why` says."""
+
+    headline: str
+    chain: tuple[Finding, ...]
+    """Of the last failure, oldest first."""
+    hint: str
+    is_well: bool
+    """True if nobody needs to do anything."""
+
+
+def diagnose(evidence: Evidence) -> Diagnosis:
+    """The cause of the state that a run is in."""
+    state = state_of_run(evidence.run)
+    within_s = OUTLIVED_S if state.startswith("running") else CASCADE_S
+    findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
+    chain = last_failure(findings, within_s)
+    cause = min(chain, key=lambda finding: finding.rank) if chain else None
+    if state == "finished":
+        return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
+    if state in ("cancelled", "being cancelled"):
+        return Diagnosis(
+            f"the run was {state} by areal-hpc cancel",
+            (),
+            "areal-hpc resume RUN continues it",
+            is_well=True,
+        )
+    if state == "unknown":
+        silence = evidence.run.look.silence
+        return Diagnosis(f"Slurm does not answer: {silence}", chain, "scontrol ping", is_well=False)
+    if state == "waiting" and (waiting := _waiting(evidence, chain)) is not None:
+        return waiting
+    if state.startswith("running"):
+        stuck = _waiting(evidence, chain)
+        if stuck is not None and not stuck.is_well:
+            return replace(stuck, headline=f"the run is running, but {stuck.headline}")
+        headline = "the run is running, and nothing has failed"
+        if cause:
+            headline = f"the run is running, after this: {cause.text}"
+        return Diagnosis(headline, chain, "", is_well=True)
+    if cause is None:
+        return Diagnosis(
+            f"the run is {state}; it left no word of why",
+            (),
+            "areal-hpc logs RUN shows the last lines of every process",
+            is_well=False,
+        )
+    return Diagnosis(f"the run {state}: {cause.text}", chain, cause.hint, is_well=False)
+
+
+_HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+
+def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None:
+    """What jobs without nodes wait for; None if there are none."""
+    reasons = [
+        (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
+        for job in evidence.run.jobs
+        if job.queued and job.queued.state.phase is Phase.WAITING
+    ]
+    if not reasons:
+        return None
+    # What needs somebody to act comes first, and of the others what is not merely a dependency.
+    name, queued, reason = min(
+        reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
+    )
+    start = f"; Slurm expects it to start at {clock(queued.start)}" if queued.start else ""
+    held = reason is not GAVE_NODES_BACK and queued.state.name in _HELD_STATES
+    what = queued.state.meaning if held else f"waits: {reason.meaning}"
+    return Diagnosis(
+        f"{name} (job {queued.job_id}) {what}{start}",
+        chain,
+        reason.hint.replace("JOBID", queued.job_id),
+        is_well=not (reason.needs_action or held),
+    )
+
+
+def last_failure(findings: Sequence[Finding], within_s: float) -> tuple[Finding, ...]:
+    """The last findings that follow one another within so many seconds, oldest first."""
+    chain: list[Finding] = []
+    for finding in reversed(findings):
+        if (
+            chain
+            and finding.at is not None
+            and chain[-1].at is not None
+            and chain[-1].at - finding.at > within_s
+        ):
+            break
+        chain.append(finding)
+    return tuple(reversed(chain))
+
+
+def _findings(evidence: Evidence) -> Iterator[Finding]:
+    yield from _of_slurm(evidence)
+    for stack in evidence.stacks[:1]:
+        yield _of_stack(stack, len(evidence.stacks))
+    for row in evidence.events:
+        if row["event"] == "process_died":
+            yield Finding(
+                row["time"],
+                f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",
+                rank=5,
+            )
+        elif row["event"] in _AGAIN:
+            why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
+            yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
+    told = {stack.lines[-1] for stack in evidence.stacks[:1]}
+    for word in evidence.last_words:
+        if word.outcome.is_crash:
+            reason = word.outcome.reason.strip().splitlines()
+            yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
+            told.update(reason[-1:])  # tasks of a job repeat the one that decided
+    for row in evidence.excluded:
+        yield Finding(
+            row.get("at"),
+            f"node {row['node']} failed its check: {row['reason']}",
+            rank=1,
+            hint=f"tell the administrators about {row['node']}; the run leaves it out",
+        )
+
+
+def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
+    """What Slurm says: states, earlier starts, and lines in the jobs' output."""
+    current = {job.queued.job_id: job for job in evidence.run.jobs if job.queued}
+    told = set()
+    for start in evidence.past:
+        told.add((start.job_id, start.end))
+        if start.state.is_failure:
+            # Accounting keeps what a job waited for, also when it has run since.
+            known = replace(start, reason="") if start.nodes else start
+            yield _of_state(evidence.names.get(start.job_id, start.job_id), known)
+    for job_id, job in current.items():
+        queued = job.queued
+        if queued and queued.state.is_failure and (job_id, queued.end) not in told:
+            yield _of_state(job.name, queued)
+    # Of a job that is alive, the end is that of its time limit.
+    ends = {job.name: job.queued.end for job in current.values() if job.queued and not job.is_alive}
+    for name, line in evidence.slurm_lines:
+        written = _WRITTEN.search(line)
+        at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
+        if speaks_of_memory(line):
+            yield Finding(at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY)
+        else:
+            rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
+            yield Finding(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
+
+
+_WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+_AGAIN = {
+    "job_requeued": "asked Slurm for another start",
+    "job_resubmitted": "submitted itself again",
+    "job_ended_by_Slurm": "was ended by Slurm",
+}
+"""Events that tell how the run went on after a failure."""
+_MEMORY = "ask for more memory for that job, or give it less to do at once"
+_STATE_HINTS = {
+    "OUT_OF_MEMORY": _MEMORY,
+    "TIMEOUT": "areal-hpc resume RUN goes on from the last commit; a longer time limit spares it",
+    "DEADLINE": "submit again without that deadline",
+    "NODE_FAIL": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
+    "BOOT_FAIL": "exclude that node, then areal-hpc resume RUN",
+    "PREEMPTED": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
+    "CANCELLED": "areal-hpc resume RUN goes on from the last commit",
+}
+
+
+def _of_state(name: str, start: QueuedJob) -> Finding:
+    """A start of a job that Slurm ended, or saw fail."""
+    state = start.state
+    out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.bad_steps
+    meaning = "used more memory than it had asked for" if out_of_memory else state.meaning
+    place = f" on {start.nodes}" if start.nodes else ""
+    # FAILED is but the echo of an exit code, and a job is also cancelled because another failed.
+    rank = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
+    reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
+    return Finding(
+        start.end,
+        f"{name} (job {start.job_id}){place} {meaning}: {state_text(start)}{reason}",
+        rank=rank,
+        hint=_MEMORY if out_of_memory else _STATE_HINTS.get(state.name, ""),
+    )
+
+
+def _of_stack(stack: Stack, others: int) -> Finding:
+    shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
+    if len(shown) > MOST_FRAMES:
+        shown = (shown[0], "  ...", *shown[-(MOST_FRAMES - 2) :])
+    more = f" (the first of {others} tracebacks)" if others > 1 else ""
+    return Finding(
+        stack.at,
+        f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
+        rank=0 if speaks_of_memory(stack.lines[-1]) else 3,
+        details=(*shown, f"at: {stack.file.path}"),
+        hint=_MEMORY if speaks_of_memory(stack.lines[-1]) else f"read {stack.file.path}",
+    )
+
+
+def _of_outcome(word: LastWord, reason: Sequence[str]) -> Finding:
+    outcome = word.outcome
+    is_recipe = outcome.exit_code == RecipeError.exit_code
+    return Finding(
+        word.at,
+        f"task {word.rank} of {word.job} gave up: "
+        f"{outcome.process or 'the supervisor'}: {_code(outcome.exit_code)}",
+        rank=1 if is_recipe else 4,
+        details=tuple(reason[-MOST_FRAMES:]),
+        hint="change the recipe as it says, then areal-hpc resume RUN key=value"
+        if is_recipe
+        else f"read {outcome.log}"
+        if outcome.log
+        else "areal-hpc logs RUN",
+    )
+
+
+def _code(code: int) -> str:
+    """An exit code in words."""
+    if code in _CODES:
+        return f"exit code {code} ({_CODES[code]})"
+    if code > 128:
+        try:
+            name = signal.Signals(code - 128).name
+        except ValueError:
+            return f"exit code {code}"
+        also = ", as when memory runs out" if name == "SIGKILL" else ""
+        return f"killed by {name}{also}"
+    return f"exit code {code}"
+
+
+def describe_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
+    """The diagnosis as lines for people; `run` stands where a command needs the directory."""
+    lines = [diagnosis.headline]
+    for finding in diagnosis.chain:
+        when = clock(finding.at) if finding.at is not None else "at an unknown time"
+        lines.append(f"  {when}  {finding.text}")
+        lines += [f"      {detail}" for detail in finding.details]
+    if diagnosis.hint:
+        lines.append(f"try: {diagnosis.hint.replace('RUN', run)}")
+    return lines

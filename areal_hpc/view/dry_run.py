@@ -1,0 +1,52 @@
+"""Dry run of a submission: scripts and maximum cost."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.script import JobRequest
+from areal_hpc.slurm.submit import script_of
+
+
+def describe_requests(
+    layout: RunPaths, requests: Sequence[JobRequest], members: int | None = None
+) -> str:
+    """Every job's script to the letter, what would be written, and the most it can cost.
+
+    Args:
+        layout: The run, or where the arrays of a sweep have their files.
+        requests: The jobs.
+        members: Runs of a sweep, if each job is an array.
+    """
+    parts = []
+    for request in requests:
+        where = layout.job(request.job).script
+        parts.append(f"==> {where} ({request.shape}) <==\n{script_of(request, members)}")
+    return "\n".join([*parts, _written(layout), _cost(requests, members or 1)])
+
+
+def _written(layout: RunPaths) -> str:
+    places = (
+        (layout.recipe, "the resolved recipe"),
+        (layout.provenance, "versions and this command line"),
+        (layout.data_dir, "task sets, and the model if it is made for the run"),
+        (layout.submissions, "the number of every job"),
+        (layout.jobs_dir, "a folder a job: the script above, launch.json, submitit's files"),
+        (layout.logs_dir, "a folder an attempt"),
+    )
+    lines = [f"  {place}  {what}" for place, what in places]
+    return "\n".join(["==> would be written <==", *lines, ""])
+
+
+def _cost(requests: Sequence[JobRequest], runs: int) -> str:
+    nodes = runs * sum(request.shape.nodes for request in requests)
+    gpus = runs * sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
+    gpu_hours = runs * sum(request.shape.gpu_hours for request in requests)
+    node_hours = runs * sum(request.shape.node_hours for request in requests)
+    return (
+        f"==> at most, until the time limits <==\n"
+        f"  {runs * len(requests)} jobs, {nodes} nodes, {gpus} GPUs: "
+        f"{gpu_hours:.1f} GPU-hours, {node_hours:.1f} node-hours\n"
+        f"  jobs end with the run; a requeue after a time limit may cost as much again\n"
+    )

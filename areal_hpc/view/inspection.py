@@ -1,0 +1,180 @@
+"""Collection of a run's logs, events and exit statuses for diagnosis."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.jobs import Submission, TaskExit
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import Queue, QueuedJob
+from areal_hpc.view.jobs import RunJobs, read_jobs
+from areal_hpc.view.logs import LogFile, log_files, records_of, tail
+
+TRACEBACK = "Traceback (most recent call last):"
+LOG_BYTES = 64 * 1024
+"""Read from the end of every log: a run may have a thousand of them."""
+
+_MEMORY = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
+_SLURM_LINE = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One traceback in a log."""
+
+    at: float | None
+    """Unix time of the last line before it that bears a time."""
+    file: LogFile
+    lines: tuple[str, ...]
+    """From `Traceback` to the exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """An outcome file and when it was written."""
+
+    job: str
+    rank: int
+    at: float
+    outcome: TaskExit
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Everything that `causes.py` judges by."""
+
+    run: RunJobs
+    past: tuple[QueuedJob, ...]
+    """Every start of every job that accounting knows, oldest first."""
+    names: dict[str, str]
+    """Name of the job behind an id of Slurm."""
+    events: tuple[dict[str, Any], ...]
+    """Since the run was last submitted."""
+    last_words: tuple[LastWord, ...]
+    stacks: tuple[Stack, ...]
+    """Of processes that died, oldest first."""
+    slurm_lines: tuple[tuple[str, str], ...]
+    """(job, line): what Slurm itself wrote into the jobs' output."""
+    excluded: tuple[dict[str, Any], ...]
+    """Nodes on the run's exclude list."""
+
+
+def gather(layout: RunPaths, queue: Queue) -> Evidence:
+    """Read what a run left behind, and ask Slurm twice: what is, and what was.
+
+    Raises:
+        ClusterError: The run went to Slurm, whose commands are not installed here.
+    """
+    run = read_jobs(layout, queue)
+    submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
+    since = _launched_at(layout)
+    events = tuple(row for row in read_recent_events(layout.events) if row["time"] >= since)
+    last_words = tuple(word for word in _last_words(run) if word.at >= since)
+    return Evidence(
+        run=run,
+        past=tuple(queue.history(submissions)),
+        names={job_id: submission.job for job_id, submission in submissions.items()},
+        events=events,
+        last_words=last_words,
+        stacks=tuple(_stacks(layout, events, last_words)),
+        slurm_lines=tuple(_slurm_lines(list(submissions.values()))),
+        excluded=tuple(read_lines(layout.excluded_nodes)),
+    )
+
+
+def _launched_at(layout: RunPaths) -> float:
+    """Unix time of the last `run` or `submit`; 0 if that was not written down."""
+    if not layout.provenance.exists():
+        return 0.0
+    newest = json.loads(layout.provenance.read_text())["launches"][-1]
+    return datetime.fromisoformat(newest["time"]).timestamp()
+
+
+def _last_words(run: RunJobs) -> Iterator[LastWord]:
+    for job in run.jobs:
+        for rank, outcome in job.outcomes.items():
+            path = run.layout.job(job.name).task_exit(rank)
+            yield LastWord(job.name, rank, path.stat().st_mtime, outcome)
+
+
+def _stacks(
+    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
+) -> list[Stack]:
+    """The last traceback of every log whose process died, the oldest first.
+
+    When one rank fails, the collectives of the others break a moment later: the oldest is the one
+    to read.
+    """
+    attempts = layout.attempts()
+    died = {(row["role"], row["process"]) for row in events if row["event"] == "process_died"}
+    died |= {(word.job, word.outcome.process) for word in last_words if word.outcome.exit_code}
+    if not attempts or not died:
+        return []
+    found = []
+    for file in log_files(layout, attempts[-1]):
+        if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
+            stack = last_stack(file, tail(file.path, LOG_BYTES))
+            found += [stack] if stack else []
+    return sorted(found, key=lambda stack: (stack.at is None, stack.at or 0.0, stack.file.path))
+
+
+def last_stack(file: LogFile, text: str) -> Stack | None:
+    """The last traceback in a piece of a log; of chained ones the first, which is the cause."""
+    for record in reversed(records_of(text)):
+        begins = [number for number, line in enumerate(record.lines) if TRACEBACK in line]
+        if begins:
+            lines = _one_stack(record.lines[begins[0] :])
+            at = datetime.fromisoformat(record.time).timestamp() if record.time else None
+            return Stack(at, file, lines)
+    return None
+
+
+def _one_stack(lines: Sequence[str]) -> tuple[str, ...]:
+    """A traceback's own lines: indented frames, then the exception."""
+    taken = [lines[0]]
+    for line in lines[1:]:
+        taken.append(line)
+        if line and not line.startswith((" ", "\t", "|", "+")):
+            break
+    return tuple(taken)
+
+
+def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
+    """What slurmstepd and srun wrote into the output of the jobs: they name OOM kills and nodes."""
+    for submission in submissions:
+        for path in output_files(submission):
+            seen = set()
+            for line in tail(path, LOG_BYTES).splitlines():
+                if (_SLURM_LINE.match(line) or "oom-kill" in line) and line not in seen:
+                    seen.add(line)
+                    yield submission.job, line
+
+
+def output_files(submission: Submission) -> list[Path]:
+    """Where Slurm put what the tasks of a job wrote, by the options in its script."""
+    script = Path(submission.script)
+    if not script.exists():
+        return []
+    job_id, _, member = submission.job_id.partition("_")
+    words = {"%j": submission.job_id, "%A": job_id, "%a": member or "*", "%t": "*", "%N": "*"}
+    found: set[Path] = set()
+    for pattern in re.findall(r"--(?:output|error)[= ](\S+)", script.read_text()):
+        name = pattern.strip("'\"")
+        for word, value in words.items():
+            name = name.replace(word, value)
+        if name.startswith("/"):
+            found |= set(Path(name).parent.glob(Path(name).name))
+    return sorted(path for path in found if path.is_file())
+
+
+def speaks_of_memory(text: str) -> bool:
+    """True if a line says that memory ran out."""
+    return _MEMORY.search(text) is not None

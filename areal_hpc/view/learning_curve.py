@@ -1,0 +1,56 @@
+"""Plot of the learning curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from areal_hpc.view.run_state import Snapshot
+
+matplotlib.use("Agg")
+
+
+def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
+    """Draw training and held-out reward over steps, with the reply length below."""
+    trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
+    figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
+    upper.plot(
+        [row["step"] - 1 for row in trained],
+        [row["reward/mean"] for row in trained],
+        color="#8aa4c8",
+        linewidth=1.5,
+        label="training batch (sampled)",
+    )
+    upper.plot(
+        [step for step, _ in snapshot.evaluations],
+        [reward for _, reward in snapshot.evaluations],
+        color="#c0392b",
+        marker="o",
+        linewidth=2,
+        label="held-out tasks (greedy)",
+    )
+    for step, reward in snapshot.evaluations:
+        upper.annotate(
+            f"{reward:.2f}", (step, reward), textcoords="offset points", xytext=(0, 7), ha="center"
+        )
+    rewards = [0.0, 1.0, *(row["reward/mean"] for row in trained)]
+    rewards += [reward for _, reward in snapshot.evaluations]
+    upper.set_ylim(min(rewards) * 1.12, max(rewards) * 1.12)
+    upper.set_ylabel("mean reward")
+    upper.set_title(title)
+    upper.grid(alpha=0.25)
+    upper.legend(loc="lower right", frameon=False)
+    lower.plot(
+        [row["step"] - 1 for row in trained],
+        [row["tokens/sampled"] / max(1, row["episodes"]) for row in trained],
+        color="#4a7a5c",
+    )
+    lower.set_ylabel("tokens\nper reply")
+    lower.set_xlabel("optimizer steps taken")
+    lower.grid(alpha=0.25)
+    lower.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(out)

@@ -1,0 +1,172 @@
+"""Live progress: a terminal panel or plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from areal_hpc.metrics.step_metrics import EVALUATION
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.run_state import Snapshot, read_snapshot
+
+WARMUP_LINES = 10
+"""Lines a warm-up prints."""
+LATE = ("step", EVALUATION)
+"""Of a step that was told before its evaluation was over."""
+REFRESH_S = 1.0
+"""Shortest time between two looks at the run."""
+
+
+class PlainReporter:
+    """One line per finished step, for logs and pipes."""
+
+    def __init__(
+        self,
+        layout: RunPaths,
+        total_steps: int,
+        warmup_steps: int,
+        console: Console | None = None,
+    ) -> None:
+        self._layout = layout
+        self._total_steps = total_steps
+        self._warmup_steps = warmup_steps
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        before = read_snapshot(layout)
+        self._last_step = _last_step(before.steps)
+        self._last_warmup = _last_step(before.warmup)
+        self._evaluated = {step for step, _ in before.evaluations}
+        self._looked_at = 0.0
+
+    def say(self, message: str) -> None:
+        """Print a line."""
+        self._console.print(message)
+
+    def watch(self, stage: str) -> None:
+        """Print a line for every step that finished since the last look."""
+        if time.monotonic() - self._looked_at < REFRESH_S:
+            return
+        self._looked_at = time.monotonic()
+        self.report_new_steps()
+
+    def report_new_steps(self) -> None:
+        """Print what is new, without waiting."""
+        snapshot = read_snapshot(self._layout)
+        # Both fall back when a run starts anew or resumes from a commit.
+        self._last_step = min(self._last_step, _last_step(snapshot.steps))
+        self._last_warmup = min(self._last_warmup, _last_step(snapshot.warmup))
+        for row in snapshot.warmup:
+            if row["step"] >= self._last_warmup + self._warmup_steps / WARMUP_LINES:
+                self._last_warmup = row["step"]
+                self.say(warmup_line(row, self._warmup_steps))
+        for row in snapshot.steps:
+            if row["step"] > self._last_step:
+                self._last_step = row["step"]
+                self.say(step_line(row, self._total_steps))
+            elif EVALUATION in row and row["step"] not in self._evaluated:
+                self.say(step_line({name: row[name] for name in LATE}, self._total_steps))
+        self._evaluated = {step for step, _ in snapshot.evaluations}
+
+    def close(self) -> None:
+        """Print what the last look missed."""
+        self.report_new_steps()
+
+
+class LiveReporter:
+    """A panel that refreshes in place; finished steps scroll by above it."""
+
+    def __init__(self, layout: RunPaths, total_steps: int, warmup_steps: int) -> None:
+        self._layout = layout
+        self._total_steps = total_steps
+        self._warmup_steps = warmup_steps
+        self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
+        self._plain = PlainReporter(layout, total_steps, warmup_steps, self._live.console)
+        self._live.start()
+        self._looked_at = 0.0
+        self._began_at = time.monotonic()
+
+    def say(self, message: str) -> None:
+        """Print a line above the panel."""
+        self._live.console.print(message)
+
+    def watch(self, stage: str) -> None:
+        """Refresh the panel, about once a second."""
+        if time.monotonic() - self._looked_at < REFRESH_S:
+            return
+        self._looked_at = time.monotonic()
+        self._plain.report_new_steps()
+        snapshot = read_snapshot(self._layout, ask_ledger=stage == "train")
+        self._live.update(self._panel(stage, snapshot))
+
+    def close(self) -> None:
+        """Remove the panel and print what the last look missed."""
+        self._plain.report_new_steps()
+        self._live.stop()
+
+    def _panel(self, stage: str, snapshot: Snapshot) -> Group:
+        rows = snapshot.warmup if stage == "warmup" else snapshot.steps
+        total = self._warmup_steps if stage == "warmup" else self._total_steps
+        done = rows[-1]["step"] if rows else 0
+        head = Table.grid(padding=(0, 2))
+        elapsed_s = time.monotonic() - self._began_at
+        head.add_row(
+            Text(stage, style="bold"),
+            ProgressBar(total=total, completed=done, width=40),
+            f"step {done}/{total}",
+            f"{elapsed_s:.0f} s",
+        )
+        return Group(head, Text(queue_line(snapshot), style="dim"))
+
+
+def _last_step(rows: Sequence[dict[str, Any]]) -> int:
+    return int(rows[-1]["step"]) if rows else -1
+
+
+def shown(number: float | None, form: str) -> str:
+    """A metric for people; None stands for one that is not finite."""
+    return "not finite" if number is None else format(number, form)
+
+
+def warmup_line(row: dict[str, Any], total: int) -> str:
+    """One step of the supervised warm-up, for people."""
+    return f"warm-up  {row['step']:>5}/{total}  loss {shown(row['loss'], '.4f')}"
+
+
+def step_line(row: dict[str, Any], total: int) -> str:
+    """One trained step, for people."""
+    evaluated = f"  held-out {shown(row[EVALUATION], '.3f')}" if EVALUATION in row else ""
+    if "reward/mean" not in row:
+        return f"step  {row['step']:>5}/{total}{evaluated}"
+    metered = row["logprob/metered_tokens"]
+    gap = shown(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
+    return (
+        f"step  {row['step']:>5}/{total}"
+        f"  reward {shown(row['reward/mean'], '.3f')}{evaluated}"
+        f"  {shown(row['tokens_per_s'], '.0f')} tok/s"
+        f"  staleness {shown(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
+        f"  engine-trainer {gap}"
+    )
+
+
+def queue_line(snapshot: Snapshot) -> str:
+    """What the ledger's tickets are doing."""
+    ledger = snapshot.ledger
+    if ledger is None:
+        return "starting"
+    line = (
+        f"queue: {ledger.leased} running, {ledger.finished} finished, "
+        f"{ledger.settled} settled, {ledger.trained} trained, {ledger.dropped} dropped"
+    )
+    if ledger.filtered:
+        line += f", {ledger.filtered} filtered"
+    if ledger.requeued:
+        line += f", {ledger.requeued} issued again (too old)"
+    if ledger.eval_total > ledger.eval_done:
+        line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
+    return line

@@ -1,0 +1,78 @@
+"""Progress of a run: last step, speed, last checkpoint."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.live_progress import shown
+from areal_hpc.view.run_state import Snapshot, read_snapshot
+from areal_hpc.view.tables import span
+
+
+@dataclass(frozen=True, slots=True)
+class Advance:
+    """Where a run stands, from its directory alone."""
+
+    recipe: dict[str, Any]
+    snapshot: Snapshot
+    committed_step: int | None
+    """None before the first commit."""
+    committed_s_ago: float
+    metrics_s_ago: float | None
+    """Since the last trained step was noted; None before the first."""
+
+    @property
+    def total_steps(self) -> int:
+        """The steps that the recipe asks for."""
+        return int(self.recipe["trainer"]["total_steps"])
+
+    @property
+    def step(self) -> int:
+        """The last trained step; 0 before the first."""
+        return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
+
+
+def read_advance(layout: RunPaths) -> Advance:
+    """Look at a run without touching it."""
+    found = list_checkpoints(layout.checkpoints_dir, problems=[])  # audit tells of damaged ones
+    commit = found[-1] if found else None
+    now = time.time()
+    return Advance(
+        recipe=yaml.safe_load(layout.recipe.read_text()),
+        snapshot=read_snapshot(layout),
+        committed_step=commit.state.step if commit else None,
+        committed_s_ago=now - commit.written_at if commit else 0.0,
+        metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else None,
+    )
+
+
+def describe_advance(advance: Advance) -> list[str]:
+    """Step, speed, staleness and last commit, for people."""
+    rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
+    lines = [f"  step              {advance.step} of {advance.total_steps}"]
+    if rows:
+        last = rows[-1]
+        since = f", {span(advance.metrics_s_ago)} ago" if advance.metrics_s_ago is not None else ""
+        lines[0] += since
+        lines += [
+            f"  reward            {shown(last['reward/mean'], '.3f')}",
+            f"  training phase    {shown(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  staleness         {shown(last['staleness/mean'], '.1f')} mean, "
+            f"{last['staleness/max']} max",
+        ]
+    elif advance.snapshot.warmup:
+        lines.append(f"  warm-up           step {advance.snapshot.warmup[-1]['step']}")
+    if advance.committed_step is None:
+        lines.append("  last commit       none yet")
+    else:
+        lines.append(
+            f"  last commit       step {advance.committed_step}, "
+            f"{span(advance.committed_s_ago)} ago"
+        )
+    return lines

@@ -1,0 +1,54 @@
+"""Current state of a run from its directory and ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.metrics.step_metrics import EVALUATION, read_step_lines
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.ledger import Empty, LedgerStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a progress display needs."""
+
+    steps: tuple[dict[str, Any], ...]
+    """What `metrics.jsonl` says of each step, oldest first."""
+    warmup: tuple[dict[str, Any], ...]
+    """Rows of `warmup_metrics.jsonl`, oldest first."""
+    ledger: LedgerStatus | None
+    """None while the ledger does not answer."""
+
+    @property
+    def evaluations(self) -> list[tuple[int, float]]:
+        """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
+        rows = [(row["step"], row.get(EVALUATION)) for row in self.steps]
+        return [(step, reward) for step, reward in rows if reward is not None]
+
+
+def read_snapshot(layout: RunPaths, *, ask_ledger: bool = False) -> Snapshot:
+    """Look at a run without touching it."""
+    return Snapshot(
+        tuple(read_step_lines(layout.metrics)),
+        tuple(read_lines(layout.sft_metrics)),
+        _ledger_status(layout) if ask_ledger else None,
+    )
+
+
+def _ledger_status(layout: RunPaths) -> LedgerStatus | None:
+    endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, rendezvous.LEDGER)
+    if endpoint is None:
+        return None
+    client = WireClient(endpoint.url, layout.admin_key.read_text(), timeout_s=0.5)
+    try:
+        return client.call("/status", Empty(), LedgerStatus)
+    except ClusterError:
+        return None  # starting, restarting or gone: the display shows what the files say
+    finally:
+        client.close()

@@ -1,0 +1,36 @@
+"""Text tables, durations and clock times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of one length as lines, every column as wide as its longest cell."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def span(seconds: float) -> str:
+    """A length of time in its two largest units: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 2 * 86400:
+        return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+    return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def clock(unix_s: float) -> str:
+    """Local time of the day; with the date if that is another day."""
+    then, today = time.localtime(unix_s), time.localtime()
+    form = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"
+    return time.strftime(form, then)

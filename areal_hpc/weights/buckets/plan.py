@@ -1,0 +1,123 @@
+"""Bucket plan: which parameters travel together.
+
+A bucket is one broadcast. SGLang's `flattened_bucket` format lays tensors end to end without
+padding, in the order they are named, and refuses a tensor whose byte offset is not a multiple
+of its item size; ordering a bucket by falling item size makes every offset aligned.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+ITEM_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "uint8": 1,
+}
+"""Bytes of one element, by torch's name of the type."""
+
+_FUSED = re.compile(r"\.(?:(?P<qkv>[qkv])|(?:gate|up))_proj\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """One parameter as Hugging Face names it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Torch's name of the element type, such as `bfloat16`."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one parameter lies in its bucket."""
+
+    spec: TensorSpec
+    offset: int
+    """Bytes from the bucket's start; a multiple of the item size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Parameters sent by one broadcast, in wire order (which may differ from arrival order)."""
+
+    slots: tuple[Slot, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes on the wire."""
+        last = self.slots[-1]
+        return last.offset + last.spec.size_bytes
+
+
+def fused_name(name: str) -> str:
+    """The name under which SGLang keeps a parameter.
+
+    q/k/v projections become `qkv_proj`, gate and up `gate_up_proj`; others keep their name.
+    """
+    return _FUSED.sub(lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name)
+
+
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+    """Buckets that hold every spec once, filled in arrival order.
+
+    Parameters that SGLang fuses lie in one bucket, together with whatever arrives between
+    them, so a bucket is complete as soon as its last parameter has arrived.
+
+    Args:
+        specs: All parameters, in the order in which they will arrive.
+        bucket_bytes: Limit of one bucket; only a parameter (or a fused set) larger than this
+            gets a bucket above the limit, of its own.
+
+    Raises:
+        ValueError: A name comes twice.
+    """
+    names = [spec.name for spec in specs]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"each parameter is sent once, got these twice: {twice}")
+    buckets: list[Bucket] = []
+    filling: list[TensorSpec] = []
+    filled_bytes = 0
+    for run in _inseparable_runs(specs):
+        run_bytes = sum(spec.size_bytes for spec in run)
+        if filling and filled_bytes + run_bytes > bucket_bytes:
+            buckets.append(_lay_out(filling))
+            filling, filled_bytes = [], 0
+        filling.extend(run)
+        filled_bytes += run_bytes
+    if filling:
+        buckets.append(_lay_out(filling))
+    return buckets
+
+
+def _inseparable_runs(specs: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
+    """Cut the arrivals wherever no fused set is cut."""
+    last_index = {fused_name(spec.name): index for index, spec in enumerate(specs)}
+    runs: list[Sequence[TensorSpec]] = []
+    start = 0
+    reaches = accumulate((last_index[fused_name(spec.name)] for spec in specs), max)
+    for index, reach in enumerate(reaches):
+        if reach == index:
+            runs.append(specs[start : index + 1])
+            start = index + 1
+    return runs
+
+
+def _lay_out(specs: Sequence[TensorSpec]) -> Bucket:
+    ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
+    offsets = accumulate((spec.size_bytes for spec in ordered), initial=0)
+    return Bucket(tuple(Slot(spec, offset) for spec, offset in zip(ordered, offsets, strict=False)))

@@ -1,0 +1,108 @@
+"""Discovery of replicas through the cells' control proxies."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.rendezvous import (
+    EVALUATION_CELL,
+    find_endpoint,
+    format_cell_name,
+    format_control_proxy_name,
+)
+from areal_hpc.weights.report import ReplicaKey
+from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+log = logging.getLogger(__name__)
+
+Found = list[tuple[ReplicaKey, ReplicaView]]
+
+_PATIENCE_S = 1.0
+"""How long a cell that answered last time may take."""
+_TIMEOUT_S = 3.0
+"""How long a cell that has vanished is listened for, while nobody waits."""
+_QUESTIONS_AT_ONCE = 32
+
+
+class Census:
+    """Asks relays without letting one that has vanished delay its caller.
+
+    Args:
+        rendezvous_dir: Where the cells' relays are published.
+        cells: How many cells the run has, that of evaluation not counted.
+        admin_key: The run's secret for control routes.
+        evaluation_cell: It has one.
+    """
+
+    def __init__(
+        self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False
+    ) -> None:
+        self._rendezvous_dir = rendezvous_dir
+        self._cells = [format_cell_name(index) for index in range(cells)]
+        self._cells += [EVALUATION_CELL] if evaluation_cell else []
+        self._client = WireClient("", admin_key, timeout_s=_TIMEOUT_S)
+        self._pool = ThreadPoolExecutor(
+            min(_QUESTIONS_AT_ONCE, max(1, len(self._cells))), thread_name_prefix="census"
+        )
+        self._questions: dict[str, Future[Found | None]] = {}
+        self._vanished: set[str] = set()
+
+    def take(self) -> Found:
+        """Every replica of the cells that answer; takes a second at most.
+
+        A cell that does not answer is left out, and not waited for again until it has.
+        """
+        for cell in self._cells:
+            if cell not in self._questions:
+                self._questions[cell] = self._pool.submit(self._ask, cell)
+        wait(
+            [asked for cell, asked in self._questions.items() if cell not in self._vanished],
+            timeout=_PATIENCE_S,
+        )
+        replicas: Found = []
+        for cell in self._cells:
+            asked = self._questions[cell]
+            found = self._questions.pop(cell).result() if asked.done() else None
+            if found is not None:
+                replicas += found
+                self._note(cell, is_there=True)
+            else:
+                self._note(cell, is_there=False)
+        return replicas
+
+    def _note(self, cell: str, *, is_there: bool) -> None:
+        if is_there and cell in self._vanished:
+            log.info("%s answers again", cell)
+            self._vanished.remove(cell)
+        elif not is_there and cell not in self._vanished:
+            log.warning("%s does not answer: it gets no weights until it does", cell)
+            self._vanished.add(cell)
+
+    def _ask(self, cell: str) -> Found | None:
+        """The cell's replicas; None when it does not answer."""
+        endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
+        if endpoint is None:
+            return []
+        try:
+            replicas = self._client.get(f"{endpoint.url}/replicas", ReplicaList).replicas
+        except ClusterError as error:
+            log.info("%s is passed over: %s", cell, error)
+            return None
+        return [
+            (
+                ReplicaKey(
+                    cell, view.index, view.incarnation, view.tp, endpoint.url, endpoint.started_at
+                ),
+                view,
+            )
+            for view in replicas
+        ]
+
+    def close(self) -> None:
+        """Ask no more."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._client.close()

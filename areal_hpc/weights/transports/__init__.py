@@ -1,0 +1,1 @@
+"""Transports of weights: broadcast through process groups, or folders on disk."""
