@@ -24,7 +24,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer
     from areal_hpc.client.areal_openai import ArealOpenAI
-    from areal_hpc.launch.here import JobFailedError
+    from areal_hpc.errors import JobFailedError
     from areal_hpc.launch.run import RunResult, run, submit
     from areal_hpc.recipe.loading import load as load_recipe
     from areal_hpc.recipe.recipe import Recipe
@@ -35,7 +35,7 @@ else:
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
         "ArealOpenAI": ("areal_hpc.client.areal_openai", "ArealOpenAI"),
         "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
-        "JobFailedError": ("areal_hpc.launch.here", "JobFailedError"),
+        "JobFailedError": ("areal_hpc.launch.local_launcher", "JobFailedError"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
         "Recipe": ("areal_hpc.recipe.cross_checks", "Recipe"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),

@@ -164,3 +164,15 @@ class ProcessLost(AgentError):
 
 class StorageRefusedError(WeightSyncError):
     """The shared storage did not take the weights. No replica has been touched."""
+
+
+class JobFailedError(ArealError):
+    """A job of the run failed. Carries the exit code of the process that decided it."""
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
+        super().__init__(message, key=key, hint=hint)
+        self.code = code
+
+
+class Interrupted(Exception):
+    """The user asked for a stop; everything has stopped."""

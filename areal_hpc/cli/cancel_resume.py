@@ -62,8 +62,8 @@ def _cancel(arguments: argparse.Namespace) -> int:
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch import dispatch
-    from areal_hpc.launch.ready import is_finished
+    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch.prepared_run import is_finished
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.recipe.loading import load
     from areal_hpc.rundir.jobs import read_submissions
@@ -84,6 +84,6 @@ def _resume(arguments: argparse.Namespace) -> int:
     if is_finished(recipe, layout):
         print("this run is finished; more steps: trainer.total_steps=...")
         return 0
-    dispatch.submit(recipe, command_line=sys.argv, say=say)
+    slurm_launcher.submit(recipe, command_line=sys.argv, say=say)
     print(f"next     {get_program_name()} status {layout.root}")
     return 0

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.cli.arguments import CommandGroup
-from areal_hpc.devcluster.paths import ClusterPaths, default_root
+from areal_hpc.slurm.devcluster.paths import ClusterPaths, default_root
 
 UNHEALTHY_EXIT_CODE = 1
 
@@ -81,7 +81,7 @@ def _add_settings(up: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.cluster import up
+    from areal_hpc.slurm.devcluster.cluster import up
 
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
@@ -91,7 +91,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.cluster import down
+    from areal_hpc.slurm.devcluster.cluster import down
 
     began = time.monotonic()
     paths = _paths(arguments)
@@ -103,14 +103,14 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _env(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.state import plan_of
+    from areal_hpc.slurm.devcluster.state import plan_of
 
     print(f"export SLURM_CONF={shlex.quote(str(plan_of(_paths(arguments)).paths.slurm_conf))}")
     return 0
 
 
 def _kill_node(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.cluster import kill_node
+    from areal_hpc.slurm.devcluster.cluster import kill_node
 
     kill_node(_paths(arguments), arguments.node, only_slurmd=arguments.only_slurmd)
     what = "has no slurmd" if arguments.only_slurmd else "is off"
@@ -119,7 +119,7 @@ def _kill_node(arguments: argparse.Namespace) -> int:
 
 
 def _restore_node(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.cluster import restore_node
+    from areal_hpc.slurm.devcluster.cluster import restore_node
 
     restore_node(_paths(arguments), arguments.node, arguments.within_s)
     print(f"{arguments.node} is up")
@@ -127,8 +127,8 @@ def _restore_node(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from areal_hpc.devcluster.cluster import health
-    from areal_hpc.devcluster.state import plan_of
+    from areal_hpc.slurm.devcluster.cluster import health
+    from areal_hpc.slurm.devcluster.state import plan_of
 
     made = plan_of(_paths(arguments))
     found = health(made)

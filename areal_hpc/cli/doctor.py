@@ -82,7 +82,7 @@ def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    from areal_hpc.launch.dispatch import requests_of
+    from areal_hpc.launch.slurm_launcher import requests_of
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
     from areal_hpc.slurm.submit import script_of
 
@@ -97,10 +97,10 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
 
 def _recipe_checks(recipe: Recipe) -> list[Check]:
     """Interpreters, model, data sets and the agent."""
+    from areal_hpc.jobs.environment import pythons_of
     from areal_hpc.launch.doctor.checks import fail, ok
     from areal_hpc.launch.doctor.python_checks import check_pythons
-    from areal_hpc.launch.inputs import inspect_inputs
-    from areal_hpc.launch.ready import pythons_of
+    from areal_hpc.launch.input_checks import inspect_inputs
 
     pythons = pythons_of(recipe)
     is_contained = recipe.cluster.slurm.container.kind != "none"

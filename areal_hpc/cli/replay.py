@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from areal_hpc import errors
 from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 from areal_hpc.rundir.paths import RunPaths
 
@@ -31,7 +32,6 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch import here
     from areal_hpc.launch.replay import Replay, parse_steps
     from areal_hpc.launch.run import INTERRUPTED_EXIT_CODE, STOPPING, stop_on_signals
     from areal_hpc.view.live_progress import PlainReporter
@@ -46,7 +46,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     try:
         with stop_on_signals(STOPPING) as stop:
             replay.carry_out(reporter, stop)
-    except here.Interrupted:
+    except errors.Interrupted:
         print("stopped; the same command continues the replay")
         return INTERRUPTED_EXIT_CODE
     print(layout.root)

@@ -60,7 +60,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch import dispatch
+    from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.run import is_already_finished, say, submit
     from areal_hpc.recipe.loading import load
     from areal_hpc.view.dry_run import describe_requests
@@ -70,14 +70,16 @@ def _submit(arguments: argparse.Namespace) -> int:
     recipe = load(arguments.recipe, arguments.overrides, arguments.site)
     layout = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
-        requests = dispatch.requests_of(recipe, Path.cwd(), arguments.after)
+        requests = slurm_launcher.requests_of(recipe, Path.cwd(), arguments.after)
         print(describe_requests(layout, requests), end="")
         return 0
     if arguments.write_only:
         if not arguments.fresh and is_already_finished(recipe, layout):
             return 0
         say(f"run      {layout.root}")
-        scripts = dispatch.write_down(recipe, command_line=sys.argv, say=say, fresh=arguments.fresh)
+        scripts = slurm_launcher.write_down(
+            recipe, command_line=sys.argv, say=say, fresh=arguments.fresh
+        )
         print("\n".join(f"sbatch   {script}" for script in scripts))
         return 0
     result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)

@@ -13,10 +13,12 @@ from areal_hpc.jobs.topology import (
     reachable_host,
     restart_count,
 )
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     LaunchFile,
 )
-from areal_hpc.rundir.paths import format_restart_dir
+from areal_hpc.rundir.paths import ROLES, format_restart_dir
+from areal_hpc.slurm.container import image_python
 
 
 def allow_all_descriptors() -> None:
@@ -83,3 +85,14 @@ def set_up_logging(level: int = logging.INFO) -> None:
         force=True,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
+
+
+def pythons_of(recipe: Recipe) -> dict[str, str]:
+    """The interpreter of each role: the recipe's, else this checkout's or the images'."""
+    cluster = recipe.cluster
+    named = {role: str(getattr(cluster, role).python) for role in ROLES}
+    if cluster.slurm.container.kind == "none":
+        return {role: interpreter_of(role, python) for role, python in named.items()}
+    return {
+        role: image_python(role) if python == "auto" else python for role, python in named.items()
+    }

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError, JobFailedError, RecipeError
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE, TaskExit
 
 RestartDecision = Literal["done", "again", "without", "hold", "fail"]
@@ -91,3 +91,17 @@ def count_failures_without_progress(
     """The failures of a job under Slurm, when a start has ended. A stop counts for nothing."""
     has_failed = any(outcome.is_crash and not outcome.faulty_node for outcome in outcomes)
     return SLURM_POLICY.count_failures(before, made_progress=made_progress, has_failed=has_failed)
+
+
+def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
+    """The crash that a job's outcomes tell of, if they do."""
+    for outcome in outcomes:
+        if outcome.is_crash:
+            return JobFailedError(
+                f"{outcome.process} of the job {job} failed "
+                f"(exit code {outcome.exit_code}):\n{outcome.reason}",
+                key=outcome.log,
+                hint="read that log; the same command continues the run",
+                code=outcome.exit_code,
+            )
+    return None

@@ -17,7 +17,7 @@ import msgspec
 import yaml
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
-from areal_hpc.launch import here
+from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import Stage, build_training_job, policy_model
 from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.loading import load
@@ -96,7 +96,7 @@ class Replay:
         self.start = find_start(run, first_step)
         check_recorded(run, self.start.step + 1, last_step)
 
-    def carry_out(self, reporter: here.Reporter, stop: threading.Event) -> None:
+    def carry_out(self, reporter: local_launcher.Reporter, stop: threading.Event) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -139,7 +139,7 @@ class Replay:
         name: str,
         recipe: Recipe,
         last_step: int,
-        reporter: here.Reporter,
+        reporter: local_launcher.Reporter,
         stop: threading.Event,
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
@@ -157,7 +157,7 @@ class Replay:
         job = build_training_job(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
         stage = Stage(name, job, (), done_marker)
-        here.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+        local_launcher.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
 def parse_steps(text: str) -> tuple[int, int]:

@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from omegaconf import OmegaConf
 
-from areal_hpc.launch import dispatch, here
-from areal_hpc.launch.ready import is_finished
+from areal_hpc import errors
+from areal_hpc.launch import local_launcher, slurm_launcher
+from areal_hpc.launch.prepared_run import is_finished
 from areal_hpc.recipe.loading import from_values, load
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.yaml_tree import read_overrides
@@ -90,7 +91,7 @@ def run(
         ):
             for note in (*notes, f"run      {layout.root}"):
                 reporter.say(note)
-            here.run(
+            local_launcher.run(
                 recipe,
                 command_line=sys.argv,
                 reporter=reporter,
@@ -98,7 +99,7 @@ def run(
                 fresh=fresh,
                 sys_path=sys_path,
             )
-    except here.Interrupted:
+    except errors.Interrupted:
         draw_learning_curve(layout)
         print("stopped; the same command continues the run")
         return _read_result(layout, "interrupted")
@@ -139,7 +140,7 @@ def submit(
         return _read_result(layout, "finished")
     for note in (*notes, f"run      {layout.root}"):
         say(note)
-    dispatch.submit(
+    slurm_launcher.submit(
         recipe, command_line=sys.argv, say=say, after=after, fresh=fresh, sys_path=sys_path
     )
     if not wait:
@@ -147,8 +148,8 @@ def submit(
         return _read_result(layout, "submitted")
     try:
         with stop_on_signals() as stop, show_progress(recipe, layout) as reporter:
-            dispatch.watch(recipe, layout, reporter, stop)
-    except here.Interrupted:
+            slurm_launcher.watch(recipe, layout, reporter, stop)
+    except errors.Interrupted:
         print(f"detached; the jobs go on: {get_program_name()} status {layout.root}")
         return _read_result(layout, "interrupted")
     return _finish(layout)

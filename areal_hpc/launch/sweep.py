@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.dispatch import after_success, enter, launch_of, place_of, requests_of
-from areal_hpc.launch.ready import Ready, prepared, pythons_of
+from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.launch.prepared_run import Ready, prepared
+from areal_hpc.launch.slurm_launcher import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import Submission
 from areal_hpc.rundir.paths import RunPaths

@@ -3,10 +3,10 @@
 import sys
 from pathlib import Path
 
-from areal_hpc.devcluster import node
-from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Daemon, Facts, Node, Plan, Settings, plan
-from areal_hpc.devcluster.state import read_templates
+from areal_hpc.slurm.devcluster import node_main
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.plan import Daemon, Facts, Node, Plan, Settings, plan
+from areal_hpc.slurm.devcluster.state import read_templates
 
 GOLDEN = Path(__file__).with_name("devcluster")
 
@@ -39,7 +39,9 @@ def describe(made: Plan) -> str:
     parts = [f"==> {path} <==\n{text}" for path, text in made.files.items()]
     commands: list[Daemon | Node] = [*made.daemons, *made.nodes]
     lines = [f"{part.name}: {' '.join(part.command)}" for part in commands]
-    shown = "\n".join(lines).replace(sys.executable, "PYTHON").replace(node.__file__, "node.py")
+    shown = (
+        "\n".join(lines).replace(sys.executable, "PYTHON").replace(node_main.__file__, "node.py")
+    )
     environ = "\n".join(f"{key}={value}" for key, value in made.environ.items())
     return "\n".join([*parts, f"==> environment <==\n{environ}\n", f"==> processes <==\n{shown}\n"])
 

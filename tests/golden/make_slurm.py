@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.dispatch import requests_of
+from areal_hpc.launch.slurm_launcher import requests_of
 from areal_hpc.recipe.loading import load
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.dry_run import describe_requests

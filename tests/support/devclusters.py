@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.devcluster.host import choosing
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.devcluster.host import choosing
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for

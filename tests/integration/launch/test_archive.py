@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.ready import archive
+from areal_hpc.launch.prepared_run import archive
 from areal_hpc.rundir.paths import RunPaths
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from areal_hpc.launch import here
+from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import Facts, Stage, plan
 from areal_hpc.recipe.loading import load
 from areal_hpc.recipe.recipe import Recipe
@@ -118,7 +118,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     layout.root.mkdir()
     facts = Facts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
     stage = recording(plan(recipe, layout, facts).stages[-1], tmp_path)
-    here.run_stage(stage, recipe, layout, reporter=Silent(), stop=threading.Event())
+    local_launcher.run_stage(stage, recipe, layout, reporter=Silent(), stop=threading.Event())
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}
     assert seen == without | expected

@@ -8,17 +8,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.devcluster.paths import ClusterPaths, default_root
-from areal_hpc.devcluster.plan import (
-    Plan,
-    Settings,
-    from_json,
-    plan,
-    ports_needed,
-    to_json,
-)
-from areal_hpc.devcluster.state import read_templates
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster.paths import ClusterPaths, default_root
+from areal_hpc.slurm.devcluster.plan import Plan, Settings, from_json, plan, ports_needed, to_json
+from areal_hpc.slurm.devcluster.state import read_templates
 from tests.golden.make_devcluster import FACTS, GOLDEN, VARIANTS, describe, plan_variant
 
 PATHS = ClusterPaths(Path("/run/dev"))

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.dispatch import launch_of, requests_of, sketch
-from areal_hpc.launch.ready import Ready, pythons_of
+from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.launch.prepared_run import Ready
+from areal_hpc.launch.slurm_launcher import launch_of, requests_of, sketch
 from areal_hpc.launch.sweep import array_requests, read_sweep
 from areal_hpc.recipe.loading import load
 from areal_hpc.recipe.recipe import Recipe

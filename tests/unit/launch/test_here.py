@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
-from areal_hpc.launch.here import POLICY, count_other_cells, made_progress
+from areal_hpc.launch.local_launcher import POLICY, count_other_cells, made_progress
 
 KILLED, HEALTHY_S = 137, POLICY.healthy_s
 

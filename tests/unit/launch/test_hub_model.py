@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.launch import inputs, prepare
+from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.plan import starting_model
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.loading import load
@@ -47,7 +47,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in inputs.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
+        for problem in input_checks.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
         if problem.key.startswith("model")
     ]
 
@@ -62,5 +62,5 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert model_problems(recipe) == []
     layout = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        prepare.put_in_place(recipe, layout, lambda line: None, "/no", ())
+        setup.put_in_place(recipe, layout, lambda line: None, "/no", ())
     assert starting_model(recipe, layout).resolve() == folder

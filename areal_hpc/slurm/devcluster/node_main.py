@@ -1,4 +1,4 @@
-"""What a node is: this program, and everything that descends from it.
+"""Main process of one node inside its namespaces.
 
 It becomes the first process of the node's namespaces (or, on loopback, a subreaper), starts
 slurmd and adopts whatever jobs leave behind. To kill its descendants and itself is to cut the

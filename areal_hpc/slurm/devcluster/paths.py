@@ -1,4 +1,4 @@
-"""Where everything of a devcluster lives: below one directory, so that removing it forgets all."""
+"""Paths in the state directory of a devcluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hand a plan to Slurm: everything in place, every job submitted at once, then nothing of us left.
+"""Slurm launcher: submit all jobs of a run; no process stays on the login node.
 
 Unlike the foreground launcher nobody stays behind: jobs start each other again and end by
 themselves. Who waits only watches files, and the queue now and then.
@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, SlurmSilentError
-from areal_hpc.launch.here import Interrupted, JobFailedError, Reporter, crash_of
+from areal_hpc.errors import ClusterError, Interrupted, JobFailedError, SlurmSilentError
+from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.jobs.restart_policy import crash_of
+from areal_hpc.launch.local_launcher import Reporter
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
-from areal_hpc.launch.ready import Ready, prepared, pythons_of
+from areal_hpc.launch.prepared_run import Ready, prepared
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (

@@ -1,4 +1,4 @@
-"""The state directory: whose it is, who may change it, what cluster lives in it."""
+"""State directory: ownership, lock, stored plan, templates."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Plan, from_json, plan
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.plan import Plan, from_json, plan
 
 TEMPLATES = Path(__file__).parent / "templates"
 

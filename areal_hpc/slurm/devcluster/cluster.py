@@ -1,4 +1,4 @@
-"""The cluster as a whole: up, down, and how it is."""
+"""Lifecycle of a devcluster: up, down, kill and restore nodes, health."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.devcluster import daemons, host, network, nodes, processes
-from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Plan, Settings, from_json, plan, to_json
-from areal_hpc.devcluster.state import lock, open_state, plan_of, read_templates
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster import daemons, host, network, nodes, processes
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.plan import Plan, Settings, from_json, plan, to_json
+from areal_hpc.slurm.devcluster.state import lock, open_state, plan_of, read_templates
 
 PARTITIONS = ("scavenger", "priority")
 

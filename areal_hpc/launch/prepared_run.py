@@ -1,4 +1,4 @@
-"""Take hold of a run directory: what the recipe names is there, nobody else works in it."""
+"""A run directory that is checked, set up and locked for this launcher."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, Problem, RecipeError
-from areal_hpc.jobs.environment import interpreter_of
-from areal_hpc.launch import inputs, prepare
+from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.plan import Stage, plan
 from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.slurm.container import image_python
 from areal_hpc.slurm.queue import live_jobs
 
 
@@ -59,7 +58,7 @@ def prepared(
     """
     pythons, layout = pythons_of(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
-    problems = [*known_problems, *inputs.inspect_inputs(recipe, pythons, folders)]
+    problems = [*known_problems, *input_checks.inspect_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
@@ -69,13 +68,13 @@ def prepared(
     if fresh and (kept := archive(layout)) is not None:
         say(f"kept     the earlier run as {kept}")
     with hold_lock(layout.lock):
-        prepare.announce_changes(recipe, layout, say)
+        setup.announce_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
             layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
         layout.cancelled_marker.unlink(missing_ok=True)
-        facts = prepare.put_in_place(recipe, layout, say, pythons["serve"], folders)
-        attempt = prepare.open_attempt(layout)
-        prepare.record_provenance(recipe, layout, attempt, command_line)
+        facts = setup.put_in_place(recipe, layout, say, pythons["serve"], folders)
+        attempt = setup.open_attempt(layout)
+        setup.record_provenance(recipe, layout, attempt, command_line)
         stages = plan(recipe, layout, facts).stages
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
         yield Ready(layout, attempt, pythons, left)
@@ -119,14 +118,3 @@ def archive(layout: RunPaths) -> Path | None:
     with hold_lock(layout.lock):
         layout.root.rename(kept)
     return kept
-
-
-def pythons_of(recipe: Recipe) -> dict[str, str]:
-    """The interpreter of each role: the recipe's, else this checkout's or the images'."""
-    cluster = recipe.cluster
-    named = {role: str(getattr(cluster, role).python) for role in ROLES}
-    if cluster.slurm.container.kind == "none":
-        return {role: interpreter_of(role, python) for role, python in named.items()}
-    return {
-        role: image_python(role) if python == "auto" else python for role, python in named.items()
-    }

@@ -1,14 +1,14 @@
-"""The daemons beside the nodes: munged, mariadbd, slurmdbd, slurmctld."""
+"""Start and stop of munged, mariadbd, slurmdbd and slurmctld."""
 
 from __future__ import annotations
 
 import subprocess
 import time
 
-from areal_hpc.devcluster import processes
-from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Daemon, Plan
 from areal_hpc.errors import ClusterError
+from areal_hpc.slurm.devcluster import processes
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.plan import Daemon, Plan
 
 GRACE_S = 10.0
 """What a daemon gets to end by itself; MariaDB takes a second."""

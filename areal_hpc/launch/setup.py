@@ -1,4 +1,4 @@
-"""Put a run directory in place before any job starts: task sets, model, recipe, provenance."""
+"""Set-up of a run directory: task sets, model, recipe, provenance."""
 
 from __future__ import annotations
 

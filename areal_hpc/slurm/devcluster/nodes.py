@@ -1,4 +1,4 @@
-"""The nodes: power on, power off, and what Slurm thinks of them."""
+"""Power on and off of nodes, and their Slurm states."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.devcluster import network, processes
-from areal_hpc.devcluster.daemons import failure
-from areal_hpc.devcluster.node import CGROUPS, CONTROLLERS
-from areal_hpc.devcluster.paths import ClusterPaths
-from areal_hpc.devcluster.plan import Node, Plan
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster import network, processes
+from areal_hpc.slurm.devcluster.daemons import failure
+from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.plan import Node, Plan
 
 UP_STATES = frozenset({"idle", "allocated", "mixed", "completing"})
 """States of a node that takes jobs or runs them. One that does not answer has a star as well."""

@@ -1,4 +1,4 @@
-"""What a devcluster is made of: the text of its files and its processes. Pure.
+"""Plan of a devcluster: configuration files and processes.
 
 `templates/` holds the files' templates. Why single settings are as they are stands there.
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import jinja2
 
-from areal_hpc.devcluster.node import Machine
-from areal_hpc.devcluster.paths import ClusterPaths
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster.node_main import Machine
+from areal_hpc.slurm.devcluster.paths import ClusterPaths
 
 MOST_NODES = 200
 """What one subnet of 256 addresses and the names n01 to n200 have room for."""

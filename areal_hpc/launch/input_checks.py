@@ -1,4 +1,4 @@
-"""What can be checked before anything starts: the things a recipe points at. Read-only."""
+"""Checks of what a recipe refers to: files, models, interpreters, user code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The bridge that the nodes' cables lead to, by iproute2. Without namespaces there is none."""
+"""Bridge and virtual Ethernet of the nodes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.devcluster.plan import Node, Plan
-from areal_hpc.devcluster.processes import descendants, search_path
 from areal_hpc.errors import ClusterError
+from areal_hpc.slurm.devcluster.plan import Node, Plan
+from areal_hpc.slurm.devcluster.processes import descendants, search_path
 
 LONGEST_UNSHARE_S = 10.0
 

@@ -1,4 +1,4 @@
-"""Carry out a plan in the foreground: prepare the run directory, submit jobs, watch, stop."""
+"""Local launcher: run a plan's jobs on this machine and restart those that fail."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_hpc.errors import ArealError, ClusterError
+from areal_hpc.errors import ClusterError, Interrupted, JobFailedError
+from areal_hpc.jobs.environment import pythons_of
 from areal_hpc.jobs.gpus import visible_gpus
-from areal_hpc.jobs.restart_policy import RestartPolicy
-from areal_hpc.launch import prepare
+from areal_hpc.jobs.restart_policy import RestartPolicy, crash_of
+from areal_hpc.launch import setup
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
-from areal_hpc.launch.ready import prepared, pythons_of
+from areal_hpc.launch.prepared_run import prepared
 from areal_hpc.metrics.step_metrics import read_step_lines
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
-from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
+from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
@@ -27,8 +28,6 @@ from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
-
-
 POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `made_progress`."""
 
@@ -41,18 +40,6 @@ class Reporter(Protocol):
 
     def watch(self, stage: str) -> None:
         """Refresh what changes. Called several times a second."""
-
-
-class JobFailedError(ArealError):
-    """A job of the run failed. Carries the exit code of the process that decided it."""
-
-    def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
-        super().__init__(message, key=key, hint=hint)
-        self.code = code
-
-
-class Interrupted(Exception):
-    """The user asked for a stop; everything has stopped."""
 
 
 def run(
@@ -108,7 +95,7 @@ def run_stage(
         Interrupted: `stop` was set.
     """
     with hold_lock(layout.lock):
-        attempt = prepare.open_attempt(layout)
+        attempt = setup.open_attempt(layout)
         _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
 
 
@@ -131,20 +118,6 @@ def count_other_cells(job: str, jobs: Sequence[str]) -> int:
     """How many of `jobs` could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
-
-
-def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
-    """The crash that a job's outcomes tell of, if they do."""
-    for outcome in outcomes:
-        if outcome.is_crash:
-            return JobFailedError(
-                f"{outcome.process} of the job {job} failed "
-                f"(exit code {outcome.exit_code}):\n{outcome.reason}",
-                key=outcome.log,
-                hint="read that log; the same command continues the run",
-                code=outcome.exit_code,
-            )
-    return None
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Processes that outlive the command that started them, known by pid and start time."""
+"""Background processes identified by pid and start time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the machine has and allows: commands, rights, memory, free ports and networks."""
+"""Requirements of the host: commands, namespaces, memory, free ports and subnets."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.devcluster.node import CGROUPS, CONTROLLERS
-from areal_hpc.devcluster.plan import Facts, Settings, ports_needed
-from areal_hpc.devcluster.processes import search_path
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
+from areal_hpc.slurm.devcluster.plan import Facts, Settings, ports_needed
+from areal_hpc.slurm.devcluster.processes import search_path
 
 COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")

@@ -1,0 +1,1 @@
+"""A real multi-node Slurm on one machine for development and tests."""
