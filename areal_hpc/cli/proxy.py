@@ -56,7 +56,7 @@ def _proxy(arguments: argparse.Namespace) -> int:
 
     from areal_hpc.errors import RecipeError
     from areal_hpc.jobs.environment import interpreter_of
-    from areal_hpc.proxy.alone import AloneConfig, run
+    from areal_hpc.proxy.standalone import AloneConfig, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     names = ["tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s"]

@@ -20,14 +20,14 @@ from areal_hpc.client.engine import Engine, EngineRouter
 from areal_hpc.client.recorded_interaction import RecordedInteraction
 from areal_hpc.client.shared_parsers import shared_parsers
 from areal_hpc.client.tokenizer import session_tokenizer
-from areal_hpc.proxy.app import ProxyApp, Scope, Send
-from areal_hpc.proxy.calls import ModelCaller
-from areal_hpc.proxy.control import Control
-from areal_hpc.proxy.disconnect import Receive
-from areal_hpc.proxy.events import SessionOpened
-from areal_hpc.proxy.model_call import ServedModel
-from areal_hpc.proxy.recorder import VolatileRecorder
-from areal_hpc.proxy.sessions import key_digest, new_key
+from areal_hpc.proxy.completion.service import ModelCaller
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.http.app import ProxyApp, Scope, Send
+from areal_hpc.proxy.http.disconnect import Receive
+from areal_hpc.proxy.http.driver_api import Control
+from areal_hpc.proxy.sessions.events import SessionOpened
+from areal_hpc.proxy.sessions.recorder import VolatileRecorder
+from areal_hpc.proxy.sessions.store import key_digest, new_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_everything

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc.proxy.replicas import ListedReplicas
-from areal_hpc.proxy.routing import Router
-from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.proxy.engine.replicas import ListedReplicas
+from areal_hpc.proxy.engine.router import Router
+from areal_hpc.proxy.engine.sglang_client import Upstream
 from areal_hpc.wire.proxy import EngineAddress
 from areal_hpc.wire.replicas import ReplicaView
 

@@ -10,7 +10,7 @@ import asyncio
 from weakref import WeakKeyDictionary
 
 from areal_hpc.jobs.environment import interpreter_of
-from areal_hpc.proxy.parsing import SGLangParsers
+from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
 
 _shared: WeakKeyDictionary[
     asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], SGLangParsers]

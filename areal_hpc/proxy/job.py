@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.proxy.completion.model import parsers_of, read_model
 from areal_hpc.proxy.config import ProxyJobConfig
-from areal_hpc.proxy.recorder import Recorder
-from areal_hpc.proxy.replicas import CellReplicas
-from areal_hpc.proxy.sealing import Sealer
-from areal_hpc.proxy.served import parsers_of, read_model
-from areal_hpc.proxy.serving import LISTEN_BACKLOG, ProxyService, run_loop
-from areal_hpc.proxy.visits import Visits
+from areal_hpc.proxy.engine.replicas import CellReplicas
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.proxy.sessions.online_slots import Visits
+from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 

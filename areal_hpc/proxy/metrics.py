@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from areal_hpc.proxy.sessions import SessionBook
+from areal_hpc.proxy.sessions.store import SessionBook
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from areal_hpc.proxy.events import decode_event
-from areal_hpc.proxy.exporting import exported_interactions
-from areal_hpc.proxy.sessions import SessionBook
+from areal_hpc.proxy.http.driver_api import exported_interactions
+from areal_hpc.proxy.sessions.events import decode_event
+from areal_hpc.proxy.sessions.store import SessionBook
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.tree import ids_of
 from areal_hpc.shards.journal import read_journal

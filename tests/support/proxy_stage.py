@@ -19,8 +19,8 @@ import httpx
 import msgspec
 from openai import OpenAI
 
-from areal_hpc.proxy.events import InteractionAdded, SessionOpened, decode_event
-from areal_hpc.proxy.sessions import key_digest
+from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
+from areal_hpc.proxy.sessions.store import key_digest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction

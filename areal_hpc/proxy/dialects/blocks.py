@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.proxy.replies import CallPart, Said
+from areal_hpc.proxy.engine.reply import CallPart, Said
 
 
 @dataclass(slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import msgspec
 
-from areal_hpc.proxy.live import Answer, LiveAnswers
-from areal_hpc.proxy.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.refusal import RequestRefused
-from areal_hpc.proxy.sessions import Session
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.completion.streaming import Answer, LiveAnswers
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.sessions.store import Session
 
 
 class EventStream(ABC):
@@ -71,3 +71,9 @@ class Dialect:
     read: Callable[[bytes, Session, ServedModel], Exchange]
     """Raises `RequestRefused`: 400, naming the parameter that is wrong or cannot be honoured."""
     refused: Refused
+
+
+def named_event(content: dict[str, Any]) -> bytes:
+    """One server-sent event under the name that is its `type`."""
+    name: str = content["type"]
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.app import DIALECTS
 from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.http.app import DIALECTS
 from tests.support.proxy_stage import Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 import pytest
 
-from areal_hpc.proxy import upstream
-from areal_hpc.proxy.posting import Connections
-from areal_hpc.proxy.upstream import Upstream
+from areal_hpc.proxy.engine import sglang_client
+from areal_hpc.proxy.engine.http_client import Connections
+from areal_hpc.proxy.engine.sglang_client import Upstream
 
 Script = tuple[bytes, bool]
 PATIENCE_S = 30.0
@@ -255,7 +255,7 @@ def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.M
             assert await calls.relay(old.url, "1", b"{}", PATIENCE_S) == b"one"
             assert await calls.relay(new.url, "2", b"{}", PATIENCE_S) == b"one"
             assert old.left == 0
-            monkeypatch.setattr(upstream, "FORGOTTEN_S", 0.0)
+            monkeypatch.setattr(sglang_client, "FORGOTTEN_S", 0.0)
             async with ScriptedServer(*scripts) as third:
                 assert await calls.relay(third.url, "3", b"{}", PATIENCE_S) == b"one"
                 await until(lambda: (old.left, new.left) == (1, 1))

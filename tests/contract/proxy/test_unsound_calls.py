@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.proxy.events import (
+from areal_hpc.proxy.sessions.events import (
     Event,
     InteractionAdded,
     RewardSet,
@@ -15,7 +15,7 @@ from areal_hpc.proxy.events import (
     TicketFinished,
     encode_event,
 )
-from areal_hpc.proxy.recorder import EVENT_KIND
+from areal_hpc.proxy.sessions.recorder import EVENT_KIND
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.journal import JournalWriter

@@ -12,8 +12,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.proxy.events import decode_event
-from areal_hpc.proxy.sessions import Session, SessionBook
+from areal_hpc.proxy.sessions.events import decode_event
+from areal_hpc.proxy.sessions.store import Session, SessionBook
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import Interaction, ids_of
 from areal_hpc.shards.journal import read_journal

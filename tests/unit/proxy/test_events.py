@@ -2,7 +2,7 @@
 
 import msgspec
 
-from areal_hpc.proxy.events import InteractionAdded, decode_event, encode_event
+from areal_hpc.proxy.sessions.events import InteractionAdded, decode_event, encode_event
 from areal_hpc.session.tree import InteractionTree
 from tests.unit.session.model_stub import say, user
 

@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.proxy.dialects.chat import ChatRequest
-from areal_hpc.proxy.dialects.decoding import decode
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.hints import hints_in, without_nulls
-from areal_hpc.proxy.dialects.messages import MessagesRequest
-from areal_hpc.proxy.dialects.responses import ResponsesRequest
-from areal_hpc.proxy.refusal import RequestRefused
+from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
+from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
+from areal_hpc.proxy.dialects.validation import decode
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}
 

@@ -14,7 +14,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from areal_hpc.proxy.events import (
+from areal_hpc.proxy.sessions.events import (
     InteractionAdded,
     RewardSet,
     SessionDropped,
@@ -27,8 +27,8 @@ from areal_hpc.proxy.events import (
     decode_event,
     encode_event,
 )
-from areal_hpc.proxy.recorder import Recorder
-from areal_hpc.proxy.sessions import SessionBook, key_digest, new_key
+from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.store import SessionBook, key_digest, new_key
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import NO_VERSION, SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest

@@ -1,0 +1,275 @@
+"""Prompts: token reuse, tokenization, length and grammar limits."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import PromptTooLong, RequestRefused, TemplateRefusal
+from areal_hpc.proxy.engine.generation import Generation, SamplingParams
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.proxy.engine.sglang_client import GenerateRequest
+from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.metrics import ProxyMetrics
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.session.completion_prompts import open_ids_turn, open_text_turn
+from areal_hpc.session.tree import Interaction, Turn, ids_json, pack_ids, pack_logprobs
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """A call that is ready to be generated."""
+
+    session: Session
+    turn: Turn
+    new_ids: bytes
+    prompt_tokens: int
+    prompt_json: bytes
+    new_json: bytes
+    """What `prompt_json` ends with: `new_ids`."""
+    sampling: SamplingParams
+    top_logprobs: int
+    answer_id: str
+    give_up_at: float
+    asked_at: float
+    """Unix time."""
+    parsed_tools: Sequence[dict[str, Any]] | None
+    """Tools whose calls the reply may hold; None when it is text and nothing else."""
+    reasons_first: bool
+    """The reply begins inside its reasoning, so a grammar starts after that."""
+
+    def request(self, choice: int) -> GenerateRequest:
+        """One try at generating a choice."""
+        seed = (self.sampling.sampling_seed or 0) + choice
+        return GenerateRequest(
+            os.urandom(16).hex(),
+            self.prompt_json,
+            msgspec.structs.replace(self.sampling, sampling_seed=seed),
+            self.top_logprobs,
+            self.reasons_first,
+        )
+
+    def interaction(self, choice: int, generation: Generation, said: Said) -> Interaction:
+        """What is recorded of a choice."""
+        parent = self.turn.parent
+        return Interaction(
+            interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
+            parent_id=parent.interaction_id if parent is not None else None,
+            splice=self.turn.splice,
+            context=self.turn.context,
+            new_messages=self.turn.new_messages,
+            reply=said.message(),
+            prompt_tokens=self.prompt_tokens,
+            new_ids=self.new_ids,
+            output_ids=pack_ids(generation.output_ids),
+            logprobs=pack_logprobs(generation.logprobs),
+            spans=generation.spans,
+            finish_reason=generation.finish_reason,
+            closed=generation.closed,
+            temperature=self.sampling.temperature,
+            asked_at=self.asked_at,
+            answered_at=time.time(),
+        )
+
+
+class PromptMaker:
+    """Makes prompts for one model."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        parsers: SGLangParsers | None,
+        limits: ProxyConfig,
+        metrics: ProxyMetrics,
+    ) -> None:
+        self._model = model
+        self._parsers = parsers
+        self._limits = limits
+        self._metrics = metrics
+
+    async def prepare(self, session: Session, call: ModelCall, answer_id: str) -> Prompt:
+        """Find what the call continues and make it ready to be sent.
+
+        Raises:
+            RequestRefused: The call cannot be answered.
+        """
+        give_up_at = time.monotonic() + self._limits.request_timeout_s
+        asked_at = time.time()
+        refuse_beyond_limits(session, call.n)
+        turn, new_ids = await self.tokenise(session, call)
+        self._metrics.prompts.labels(turn.splice).inc()
+        if turn.forked is not None:
+            self._metrics.forks.labels(turn.forked).inc()
+        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        prompt_tokens = prior + len(new_ids)
+        sampling = self._fit(session, call, prompt_tokens)
+        if sampling.sampling_seed is None:
+            sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
+        sampling, reasons_first = await self._constrain(call, turn, sampling)
+        session.calls += 1
+        new_json = ids_json(new_ids)
+        return Prompt(
+            session=session,
+            turn=turn,
+            new_ids=pack_ids(new_ids),
+            prompt_tokens=prompt_tokens,
+            prompt_json=session.tree.sequence_json(turn.parent, new_json),
+            new_json=new_json,
+            sampling=sampling,
+            top_logprobs=call.top_logprobs,
+            answer_id=answer_id,
+            asked_at=asked_at,
+            give_up_at=give_up_at,
+            parsed_tools=[*(call.tools or ())] if self._model.must_parse(call) else None,
+            reasons_first=reasons_first,
+        )
+
+    async def _constrain(
+        self, call: ModelCall, turn: Turn, sampling: SamplingParams
+    ) -> tuple[SamplingParams, bool]:
+        """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
+        if self._parsers is None or not self._model.must_parse(call):
+            return sampling, False
+        # The parsers need the marks that a reader of plain text would not want to see.
+        sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
+        choice, tools = call.tool_choice, [*(call.tools or ())]
+        binds = choice.mode == "required" or not choice.parallel or any(map(_is_strict, tools))
+        if sampling.grammars:
+            tools = []  # a reply held to another grammar calls nothing
+        elif not (tools and binds):
+            return sampling, False
+        found = await self._parsers.grammar(
+            tools,
+            turn.text,
+            required=choice.mode == "required",
+            name=choice.name,
+            parallel=choice.parallel,
+        )
+        if found.grammar:
+            grammar = {found.grammar: found.grammar_value}
+            sampling = msgspec.structs.replace(sampling, **grammar)
+        return sampling, found.reasons_first and bool(sampling.grammars)
+
+    async def tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
+        """What the call would add to the session's tree, and the token ids of that.
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        encoder, key = self._model.encoder, call.prompt_key
+        if call.prompt is None:
+            turn = self._render(session, call)
+            new_ids = turn.new_ids(await self.encode(turn.text))
+        elif isinstance(call.prompt, str):
+            turn = open_text_turn(session.tree, call.prompt, encoder)
+            new_ids = await self.encode(turn.text, add_special_tokens=turn.parent is None)
+        else:
+            turn, new_ids = open_ids_turn(session.tree, call.prompt, encoder)
+        if turn.parent is None and not new_ids:
+            raise RequestRefused(400, "the prompt is empty", key=key)
+        if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
+            raise RequestRefused(
+                400,
+                f"the prompt holds token id {max(new_ids)}, which is outside the model's "
+                f"vocabulary of {encoder.vocab_size}",
+                key=key,
+            )
+        return turn, new_ids
+
+    def _render(self, session: Session, call: ModelCall) -> Turn:
+        messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
+        if len(messages) > most:
+            problem = f"a request may have {most} messages at most, this one has {len(messages)}"
+            raise RequestRefused(400, problem, key=call.prompt_key)
+        if normalise is not None:
+            messages = [normalise(message) for message in messages]
+        try:
+            return session.tree.open_turn(
+                messages, self._model.template, tools=call.tools, variables=call.variables
+            )
+        except TemplateRefusal as error:
+            problem = f"the model's chat template refuses the messages: {error}"
+            raise RequestRefused(400, problem, key=call.prompt_key) from error
+
+    async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; those of a long one without stalling the loop."""
+        encoder = self._model.encoder
+        encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
+        return await asyncio.to_thread(encode) if encoder.takes_long(text) else encode()
+
+    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+        """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        turn, new_ids = await self.tokenise(session, call)
+        prior = turn.parent.sequence_tokens if turn.parent is not None else 0
+        prompt_json = session.tree.sequence_json(turn.parent, ids_json(new_ids))
+        return prompt_json, prior + len(new_ids)
+
+    def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
+        """The sampling parameters with a reply limit that the context has room for.
+
+        A limit beyond that room is an upper bound like any other, as in AReaL: agents ask for as
+        much as a whole context may hold, whatever their prompt has taken of it.
+        """
+        context_tokens = self._model.context_tokens
+        room = context_tokens - prompt_tokens
+        if room < 1:
+            raise PromptTooLong(prompt_tokens, context_tokens, call.prompt_key)
+        asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
+        limit = fit_into_episode(session, min(asked, room), call.n)
+        return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
+
+
+def _is_strict(tool: Mapping[str, Any]) -> bool:
+    return bool(tool["function"].get("strict"))
+
+
+def _session_seed(session: Session) -> int:
+    """A seed that differs between calls, episodes and tickets, and repeats with the run's seed."""
+    request = session.request
+    text = f"{request.seed}/{request.task_id}/{request.episode}/{session.calls}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x3FFFFFFF
+
+
+def refuse_beyond_limits(session: Session, choices: int) -> None:
+    """Demand that the session may ask for `choices` replies more.
+
+    The status is one that SDKs do not repeat by themselves.
+
+    Raises:
+        RequestRefused: 400, with the limit as its parameter.
+    """
+    limits = session.request.limits
+    turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
+    if limits.max_turns and turns + choices > limits.max_turns:
+        raise RequestRefused(
+            400,
+            f"this episode may have {limits.max_turns} turns, {turns} were taken",
+            key="limits.max_turns",
+        )
+    if limits.max_tokens and session.sampled_tokens >= limits.max_tokens:
+        raise RequestRefused(
+            400,
+            f"this episode may sample {limits.max_tokens} tokens, "
+            f"{session.sampled_tokens} were sampled",
+            key="limits.max_tokens",
+        )
+
+
+def fit_into_episode(session: Session, max_new_tokens: int, choices: int) -> int:
+    """The longest reply that the session has tokens left for, up to `max_new_tokens`."""
+    most = session.request.limits.max_tokens
+    if not most:
+        return max_new_tokens
+    return max(1, min(max_new_tokens, (most - session.sampled_tokens) // choices))

@@ -1,0 +1,263 @@
+"""Completion service: one model call from prompt to recorded interaction."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.completion.prompts import Prompt, PromptMaker
+from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.engine.failover import Resumption
+from areal_hpc.proxy.engine.generation import Generation, Piece, UpstreamLost
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.proxy.engine.router import Router
+from areal_hpc.proxy.engine.sglang_client import GenerateRequest, Upstream
+from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.metrics import ProxyMetrics
+from areal_hpc.proxy.sessions.events import InteractionAdded
+from areal_hpc.proxy.sessions.recorder import Recorder, UnsoundCallError
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.session.tree import ABORTED, ids_json, joined_json
+from areal_hpc.wire.replicas import ReplicaView
+
+log = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.2
+NO_TOKENS = Piece("", [], [], [])
+
+
+Attempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
+"""(replica, request, seconds left) -> what was generated there."""
+
+
+class ModelCaller:
+    """Answers model calls: everything between a parsed request and a recorded interaction."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        router: Router,
+        upstream: Upstream,
+        recorder: Recorder,
+        limits: ProxyConfig,
+        parsers: SGLangParsers | None = None,
+    ) -> None:
+        self.metrics = ProxyMetrics()
+        self._prompts = PromptMaker(model, parsers, limits, self.metrics)
+        self._encoder = model.encoder
+        self._limits = limits
+        self._calls = 0
+        """In flight."""
+        self._parsers = parsers
+        self._router = router
+        self._upstream = upstream
+        self._recorder = recorder
+        self._speaking: set[asyncio.Task[None]] = set()
+
+    async def answer(self, session: Session, call: ModelCall, answer_id: str) -> list[Answer]:
+        """Generate and record `call.n` replies. The interactions are in the journal on return.
+
+        Args:
+            session: Who asks.
+            call: What it asks.
+            answer_id: Id of the first choice's interaction; choice i has `<answer_id>-<i>`.
+
+        Raises:
+            RequestRefused: The call cannot be answered.
+        """
+        self._admit()
+        self._began(session, call.n)
+        try:
+            prompt = await self._prompts.prepare(session, call, answer_id)
+            generations = await _together(
+                [self._generate(prompt, choice) for choice in range(call.n)]
+            )
+            said = [await self._parsed(prompt, generation.text) for generation in generations]
+            return [
+                self._record(prompt, choice, generation, said[choice])
+                for choice, generation in enumerate(generations)
+            ]
+        finally:
+            self._ended(session, call.n)
+
+    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+        """What the model would read (`PromptMaker.prompt_json`).
+
+        Raises:
+            RequestRefused: The prompt is none for this model.
+        """
+        return await self._prompts.prompt_json(session, call)
+
+    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of a text (`PromptMaker.encode`)."""
+        return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
+
+    async def _generate(self, prompt: Prompt, choice: int) -> Generation:
+        """One choice, whole. What a replica said before it broke the call off is gone on from.
+
+        Sampling it anew would favour short replies: those are broken off more rarely.
+        """
+        resumption = Resumption(self._encoder)
+
+        async def generate(
+            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
+        ) -> Generation:
+            nonlocal resumption
+            request = resumption.request(whole)
+            self.metrics.resumptions.inc(resumption.has_begun)
+            generation = await self._upstream.generate(replica.url, request, timeout_s)
+            if generation.finish_reason == ABORTED:
+                resumption.aborted(generation, request)
+                if not resumption.is_possible:  # nobody has seen any of it
+                    resumption = Resumption(self._encoder)
+                raise UpstreamLost(f"{replica.url} broke the call off")
+            return resumption.whole(generation)
+
+        return await self._routed(prompt, choice, generate)
+
+    async def _parsed(self, prompt: Prompt, text: str) -> Said:
+        if self._parsers is None or prompt.parsed_tools is None:
+            return Said(text)
+        said = Said()
+        reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
+        said.add(await reader.feed(text, last=True))
+        return said
+
+    async def stream(self, session: Session, call: ModelCall, answer_id: str) -> LiveAnswers:
+        """Begin to generate `call.n` replies; each is in the journal before its `Answer` comes.
+
+        Raises:
+            RequestRefused: The call cannot be answered.
+        """
+        self._admit()
+        self._began(session, call.n)  # each reply ends by itself
+        try:
+            prompt = await self._prompts.prepare(session, call, answer_id)
+        except BaseException:  # boundary: a client that hangs up leaves nothing counted
+            self._ended(session, call.n)
+            raise
+        live = LiveAnswers(call.n, prompt.prompt_tokens)
+        for choice in range(call.n):
+            task = asyncio.ensure_future(self._speak(prompt, choice, live))
+            self._speaking.add(task)
+            task.add_done_callback(self._speaking.discard)
+        return live
+
+    async def _speak(self, prompt: Prompt, choice: int, live: LiveAnswers) -> None:
+        """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
+        said, reader, resumption = Said(), None, Resumption(self._encoder)
+        if self._parsers is not None and prompt.parsed_tools is not None:
+            reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
+
+        async def take(piece: Piece) -> None:
+            part = Said(piece.text) if reader is None else await reader.feed(piece.text)
+            said.add(part)
+            live.put(Delta(choice, part, piece))
+
+        async def generate(
+            replica: ReplicaView, whole: GenerateRequest, timeout_s: float
+        ) -> Generation:
+            url, request = replica.url, resumption.request(whole)
+            self.metrics.resumptions.inc(resumption.has_begun)
+            live.generating(choice, partial(self._upstream.abort, url, request.rid))
+            try:
+                generation = await self._upstream.generate_live(url, request, timeout_s, take)
+            except UpstreamLost as lost:
+                resumption.broken_off(lost.partial, replica, request)
+                raise
+            if generation.finish_reason == ABORTED and not live.abandoned:
+                resumption.aborted(generation, request)
+                raise UpstreamLost(f"{url} broke the call off")
+            return resumption.whole(generation)
+
+        def may_repeat() -> bool:
+            return resumption.is_possible and not live.abandoned
+
+        try:
+            generation = await self._routed(prompt, choice, generate, may_repeat)
+            if reader is not None:
+                rest = await reader.feed("", last=True)
+                said.add(rest)
+                live.put(Delta(choice, rest, NO_TOKENS))
+            if generation.output_ids or not live.abandoned:
+                live.put(self._record(prompt, choice, generation, said))
+        except Exception as error:  # boundary: raised again where the stream is read
+            if live.abandoned:
+                log.info("an abandoned stream ended with: %s", error)
+            live.put(error)
+        finally:
+            live.generated(choice)
+            self._ended(prompt.session, 1)
+
+    async def _routed(
+        self,
+        prompt: Prompt,
+        choice: int,
+        attempt: Attempt,
+        may_repeat: Callable[[], bool] = lambda: True,
+    ) -> Generation:
+        """Generate on the session's replica; on another one if that is lost."""
+        lost: set[int] = set()
+        while True:
+            replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at, lost)
+            timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
+            self._router.began(replica)
+            try:
+                return await attempt(replica, prompt.request(choice), timeout_s)
+            except UpstreamLost as error:
+                log.warning("replica %d lost a call: %s", replica.index, error)
+                self._router.lost(replica)
+                lost.add(replica.index)
+                if time.monotonic() >= prompt.give_up_at or not may_repeat():
+                    raise RequestRefused(503, f"the replica was lost: {error}") from error
+            finally:
+                self._router.ended(replica)
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+    def _admit(self) -> None:
+        most = self._limits.max_calls
+        if self._calls >= most:
+            raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
+
+    def _began(self, session: Session, replies: int) -> None:
+        """A session is not idle while the model answers it."""
+        self._calls += 1
+        session.in_flight += replies
+
+    def _ended(self, session: Session, replies: int) -> None:
+        self._calls -= 1
+        session.in_flight -= replies
+        session.touch()
+
+    def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:
+        session = prompt.session
+        if session.ended or not self._recorder.holds(session):
+            raise RequestRefused(403, "the session ended while the model answered")
+        interaction = prompt.interaction(choice, generation, said)
+        try:
+            self._recorder.record(InteractionAdded(session.session_id, interaction))
+        except UnsoundCallError as error:
+            raise RequestRefused(502, f"the model server's reply is unsound: {error}") from error
+        self._router.note_version(max((span.version for span in interaction.spans), default=0))
+        own_json = joined_json(prompt.new_json, ids_json(generation.output_ids))
+        session.tree.keep_json(interaction.interaction_id, own_json)
+        return Answer(choice, interaction, generation, said)
+
+
+async def _together(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:
+    """All results, or the first failure after the others have been cancelled."""
+    if len(calls) == 1:
+        return [await calls[0]]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(call) for call in calls]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from failures
+    return [task.result() for task in tasks]

@@ -1,0 +1,85 @@
+"""Streamed replies: deltas while generating, then the recorded reply."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from areal_hpc.proxy.engine.generation import Generation, Piece
+from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.session.tree import Interaction
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """One choice: what was recorded, and what a dialect needs beyond it."""
+
+    choice: int
+    interaction: Interaction
+    generation: Generation
+    said: Said
+
+    @property
+    def finish_reason(self) -> str:
+        """`stop`, `length`, `tool_calls`, or `abort` when nobody waited for the end."""
+        reason = self.generation.finish_reason
+        return "tool_calls" if reason == "stop" and self.said.calls else reason
+
+
+class Delta(msgspec.Struct, frozen=True):
+    """What a choice adds."""
+
+    choice: int
+    said: Said
+    piece: Piece
+    """The tokens that came with it; those of text held back come early, never late."""
+
+
+@dataclass(slots=True)
+class LiveAnswers:
+    """The choices of one streamed call, in the order in which things happen.
+
+    Iterating gives deltas, then an `Answer` for each choice after it has been recorded; it
+    raises what broke a choice.
+    """
+
+    choices: int
+    prompt_tokens: int = 0
+    abandoned: bool = False
+    _happened: asyncio.Queue[Delta | Answer | Exception] = field(default_factory=asyncio.Queue)
+    _stops: dict[int, Callable[[], None]] = field(default_factory=dict)
+    _ended: int = 0
+
+    def put(self, event: Delta | Answer | Exception) -> None:
+        """Let the reader know."""
+        self._happened.put_nowait(event)
+
+    def __aiter__(self) -> LiveAnswers:
+        return self
+
+    async def __anext__(self) -> Delta | Answer:
+        if self._ended == self.choices:
+            raise StopAsyncIteration
+        event = await self._happened.get()
+        if isinstance(event, Exception):
+            raise event
+        self._ended += isinstance(event, Answer)
+        return event
+
+    def abandon(self) -> None:
+        """Nobody reads any more: stop the engine. What it has said by then is recorded."""
+        self.abandoned = True
+        for stop in self._stops.values():
+            stop()
+
+    def generating(self, choice: int, stop: Callable[[], None]) -> None:
+        """A choice is being generated; `stop` ends that early."""
+        self._stops[choice] = stop
+        if self.abandoned:
+            stop()
+
+    def generated(self, choice: int) -> None:
+        """Nothing is left to stop."""
+        self._stops.pop(choice, None)

@@ -1,0 +1,313 @@
+"""Anthropic Messages requests.
+
+Every parameter is honoured, accepted without effect because it is a hint (`hints`), or refused by
+name. `model` is any name: a cell serves one model. `max_tokens` may be left out: then the session's
+own limit holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta, Struct
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.dialects.hints import Hint, hints_in
+from areal_hpc.proxy.dialects.validation import (
+    Positive,
+    Probability,
+    Temperature,
+    TopK,
+    decode,
+    decode_part,
+    either,
+    function_tool,
+    json_schema,
+    refuse_tools_without_parser,
+    tool_choice,
+)
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message, without_volatile_lines
+from areal_hpc.wire.proxy import SamplingDefaults
+
+
+class _Text(Struct, tag="text"):
+    text: str
+
+
+class _ToolUse(Struct, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class _ToolResult(Struct, tag="tool_result"):
+    tool_use_id: str
+    content: str | list[_Text] = ""
+    is_error: bool | None = None
+
+
+class _Thinking(Struct, tag="thinking"):
+    thinking: str
+
+
+class _Message(Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Text | _ToolUse | _ToolResult | _Thinking]
+
+
+class _Choice(Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Tool(Struct, forbid_unknown_fields=True):
+    name: str
+    input_schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    cache_control: Hint = None
+    defer_loading: Hint = None
+    eager_input_streaming: Hint = None
+
+
+class _ThinkingConfig(Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Hint = None
+    """Anthropic calls it a target."""
+    display: Hint = None
+    """The reasoning is always returned in full."""
+
+
+class _Format(Struct):
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class _OutputConfig(Struct, forbid_unknown_fields=True):
+    format: _Format | None = None
+    effort: Hint = None
+
+
+class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages, as far as this proxy can honour it."""
+
+    messages: Annotated[list[_Message], Meta(min_length=1)]
+    model: str = ""
+    max_tokens: Positive | None = None
+    system: str | list[_Text] | None = None
+    stop_sequences: list[str] | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    top_k: TopK | None = None
+    stream: bool | None = None
+    tools: list[msgspec.Raw] | None = None
+    tool_choice: _Choice | None = None
+    thinking: dict[str, Any] | None = None
+    """A `_ThinkingConfig`, or anything when the model does not reason."""
+    output_config: _OutputConfig | None = None
+    mcp_servers: list[Any] | None = None
+    betas: Hint = None
+    cache_control: Hint = None
+    context_management: Hint = None
+    metadata: Hint = None
+    service_tier: Hint = None
+
+
+_decoder = msgspec.json.Decoder(MessagesRequest)
+
+
+def parse(
+    body: bytes, defaults: SamplingDefaults, model: ServedModel
+) -> tuple[MessagesRequest, ModelCall]:
+    """Validate a request.
+
+    Args:
+        body: As received.
+        defaults: Apply where the request is silent.
+        model: Who will answer.
+
+    Raises:
+        RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
+    """
+    request = decode(_decoder, body)
+    if request.mcp_servers:
+        hint = "let the agent connect to them and offer their tools"
+        raise RequestRefused(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
+    ignored = [*hints_in(request)]
+    tools = _tools(request.tools or [], ignored)
+    choice = _tool_choice(request.tool_choice, tools)
+    refuse_tools_without_parser(model, tools, choice)
+    messages = [*_system(request.system), *_conversation(request.messages)]
+    return request, ModelCall(
+        messages=messages,
+        tools=tools if choice.mode != "none" else None,
+        tool_choice=choice,
+        variables=_thinking_variables(request.thinking, model, ignored),
+        sampling=_sampling_of(request, defaults, choice),
+        ignored=ignored,
+    )
+
+
+# Messages ---------------------------------------------------------------------------------------
+
+
+def _system(system: str | list[_Text] | None) -> Iterator[Message]:
+    """The system message, if the request has one."""
+    blocks = [system] if isinstance(system, str) else [one.text for one in system or ()]
+    kept = [text for text in map(without_volatile_lines, blocks) if text]
+    if kept:
+        yield normalise_chat_message({"role": "system", "content": "\n".join(kept)})
+
+
+def _conversation(messages: Sequence[_Message]) -> Iterator[Message]:
+    for i, message in enumerate(messages):
+        if message.role == "system":
+            yield from _system(_texts(message, i))
+        elif message.role == "user":
+            yield from map(normalise_chat_message, _user(message, i))
+        else:
+            yield normalise_chat_message(_assistant(message, i))
+    if messages[-1].role == "assistant":
+        raise RequestRefused(
+            400,
+            "the last message is the assistant's: a reply cannot be begun for the model",
+            key=f"messages[{len(messages) - 1}]",
+        )
+
+
+def _texts(message: _Message, i: int) -> str | list[_Text]:
+    if isinstance(message.content, str):
+        return message.content
+    for j, block in enumerate(message.content):
+        if not isinstance(block, _Text):
+            raise _misplaced(message, i, j)
+    return [block for block in message.content if isinstance(block, _Text)]
+
+
+def _user(message: _Message, i: int) -> Iterator[Message]:
+    """The results of tools as messages of their own, text between them as the user's."""
+    if isinstance(message.content, str):
+        yield {"role": "user", "content": message.content}
+        return
+    texts: list[str] = []
+    for j, block in enumerate(message.content):
+        if isinstance(block, _Text):
+            texts.append(block.text)
+        elif isinstance(block, _ToolResult):
+            if texts:
+                yield {"role": "user", "content": "\n".join(texts)}
+                texts = []
+            result = {"tool_call_id": block.tool_use_id, "content": _result(block)}
+            yield {"role": "tool", **result}
+        else:
+            raise _misplaced(message, i, j)
+    if texts or not message.content:
+        yield {"role": "user", "content": "\n".join(texts)}
+
+
+def _result(block: _ToolResult) -> str:
+    """The text of a tool's result. Templates have no mark for a failure, so the text says it."""
+    if isinstance(block.content, str):
+        text = block.content
+    else:
+        text = "\n".join(one.text for one in block.content)
+    return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
+
+
+def _assistant(message: _Message, i: int) -> Message:
+    if isinstance(message.content, str):
+        return {"role": "assistant", "content": message.content}
+    text, reasoning, calls = "", "", []
+    for j, block in enumerate(message.content):
+        if isinstance(block, _Text):
+            text += block.text
+        elif isinstance(block, _Thinking):
+            reasoning += block.thinking
+        elif isinstance(block, _ToolUse):
+            arguments = msgspec.json.encode(block.input).decode()
+            function = {"name": block.name, "arguments": arguments}
+            calls.append({"id": block.id, "type": "function", "function": function})
+        else:
+            raise _misplaced(message, i, j)
+    fields = {"reasoning_content": reasoning or None, "tool_calls": calls}
+    return {"role": "assistant", "content": text, **fields}
+
+
+def _misplaced(message: _Message, i: int, j: int) -> RequestRefused:
+    assert not isinstance(message.content, str)
+    kind = type(message.content[j]).__struct_config__.tag
+    return RequestRefused(
+        400,
+        f"a message of the {message.role} cannot hold a block of type {kind!r}",
+        key=f"messages[{i}].content[{j}].type",
+    )
+
+
+# Tools, sampling --------------------------------------------------------------------------------
+
+
+def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
+    tools = []
+    hints: set[str] = set()
+    for i, one in enumerate(raw):
+        tool: _Tool = decode_part(one, _Tool, f"tools[{i}]")
+        hints |= {*hints_in(tool, "tools[].")}
+        function = {
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.input_schema,
+            "strict": tool.strict,
+        }
+        tools.append(function_tool(function, f"tools[{i}]"))
+    ignored += sorted(hints)
+    return tools
+
+
+def _tool_choice(asked: _Choice | None, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+    if asked is None:
+        return tool_choice(tools, None, None, parallel=True)
+    if asked.type == "tool" and asked.name is None:
+        raise RequestRefused(400, "the tool's name is missing", key="tool_choice.name")
+    mode = "required" if asked.type == "any" else asked.type
+    name = asked.name if asked.type == "tool" else None
+    return tool_choice(tools, mode, name, parallel=not asked.disable_parallel_tool_use)
+
+
+def _thinking_variables(
+    asked: dict[str, Any] | None, model: ServedModel, ignored: list[str]
+) -> dict[str, Any] | None:
+    """How chat templates are told whether the model shall reason: under one of two names.
+
+    A model whose reasoning nobody can tell from its text is told nothing.
+    """
+    if asked is None:
+        return None
+    if model.reasoning_parser is None:
+        ignored.append("thinking")
+        return None
+    config: _ThinkingConfig = decode_part(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
+    ignored += hints_in(config, "thinking.")
+    thinks = config.type != "disabled"
+    return {"enable_thinking": thinks, "thinking": thinks}
+
+
+def _sampling_of(
+    request: MessagesRequest, defaults: SamplingDefaults, choice: ToolChoice
+) -> SamplingParams:
+    form = request.output_config.format if request.output_config else None
+    schema = json_schema(form.schema if form else None, choice)
+    return SamplingParams(
+        temperature=either(request.temperature, defaults.temperature),
+        max_new_tokens=request.max_tokens or 0,
+        top_p=either(request.top_p, defaults.top_p),
+        top_k=either(request.top_k, defaults.top_k) or -1,
+        stop=[text for text in request.stop_sequences or () if text] or None,
+        json_schema=schema,
+    )

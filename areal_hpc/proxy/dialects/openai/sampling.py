@@ -1,0 +1,132 @@
+"""OpenAI sampling parameters, with SGLang's extensions."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.dialects.hints import Hint
+from areal_hpc.proxy.dialects.validation import (
+    Bias,
+    Penalty,
+    Positive,
+    Probability,
+    Seed,
+    Temperature,
+    TopK,
+    either,
+    json_schema,
+    refuse_two_grammars,
+    refuse_unknown_tokens,
+)
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
+from areal_hpc.wire.proxy import SamplingDefaults
+
+
+class StreamOptions(Struct):
+    """What a stream tells beyond the reply."""
+
+    include_usage: bool | None = None
+
+
+class _JsonSchema(Struct):
+    schema: dict[str, Any]
+    name: str = ""
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _ResponseFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: _JsonSchema | None = None
+
+
+class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
+    """What chat completions and legacy completions have in common."""
+
+    model: str = ""
+    max_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: Probability | None = None
+    n: Annotated[int, Meta(ge=1, le=128)] | None = None
+    stop: str | list[str] | None = None
+    seed: Seed | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    logit_bias: dict[str, Bias] | None = None
+    response_format: _ResponseFormat | None = None
+    user: Hint = None
+    # Beyond OpenAI, under SGLang's names:
+    top_k: TopK | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=2)] | None = None
+    stop_token_ids: list[int] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    @property
+    def counts_usage(self) -> bool:
+        """A stream ends with the numbers of tokens."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+
+def refuse_contradictions(request: CompletionSampling, model: ServedModel) -> None:
+    """Refuse what cannot hold together, and tokens that the model does not have.
+
+    Raises:
+        RequestRefused: 400, naming the parameter.
+    """
+    if request.stream_options is not None and not request.stream:
+        raise RequestRefused(400, "stream_options needs stream", key="stream_options")
+    form = request.response_format
+    if form is not None and form.type == "json_schema" and form.json_schema is None:
+        raise RequestRefused(400, "the schema is missing", key="response_format.json_schema")
+    refuse_unknown_tokens(model, "stop_token_ids", request.stop_token_ids)
+    refuse_unknown_tokens(model, "logit_bias", request.logit_bias)
+
+
+def sampling_of(
+    request: CompletionSampling,
+    defaults: SamplingDefaults,
+    choice: ToolChoice,
+    max_new_tokens: int,
+) -> SamplingParams:
+    """The request's parameters; the session's where it is silent.
+
+    Raises:
+        RequestRefused: 400, naming a grammar that cannot hold beside another or a tool choice.
+    """
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop
+    schema = _schema_of(request.response_format, choice)
+    grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
+    refuse_two_grammars(grammars, choice)
+    return SamplingParams(
+        temperature=either(request.temperature, defaults.temperature),
+        max_new_tokens=max_new_tokens,
+        top_p=either(request.top_p, defaults.top_p),
+        top_k=either(request.top_k, defaults.top_k) or -1,
+        min_p=request.min_p or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        presence_penalty=request.presence_penalty or 0.0,
+        repetition_penalty=either(request.repetition_penalty, 1.0),
+        stop=[text for text in stop or () if text] or None,
+        stop_token_ids=request.stop_token_ids or None,
+        sampling_seed=request.seed,
+        logit_bias=request.logit_bias or None,
+        json_schema=schema,
+        regex=request.regex,
+        ebnf=request.ebnf,
+    )
+
+
+def _schema_of(form: _ResponseFormat | None, choice: ToolChoice) -> str | None:
+    """The schema that the reply must follow, as JSON."""
+    if form is None or form.type == "text":
+        return None
+    schema = form.json_schema.schema if form.json_schema else {"type": "object"}
+    return json_schema(schema, choice)

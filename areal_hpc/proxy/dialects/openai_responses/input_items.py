@@ -1,0 +1,136 @@
+"""OpenAI Responses input items as chat messages.
+
+The items of one reply (reasoning, a message, calls) come back one by one; together they are one
+message of the assistant, as it was when the model said it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message
+
+
+class Part(Struct):
+    """A piece of an item's content."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Item(Struct):
+    """One item of `input`; which fields it must have depends on its type.
+
+    What SDKs add when they hand an item back (`id`, `status`, `annotations`, ...) makes no
+    difference.
+    """
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Part] | None = None
+
+
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """The name under which the model knows a tool. One that is its own namespace has none."""
+    return f"{namespace}.{name}" if namespace and namespace != name else name
+
+
+def conversation(items: Sequence[Item]) -> Iterator[Message]:
+    """The messages that items stand for, in normal form.
+
+    Raises:
+        RequestRefused: 400, naming what cannot be read.
+    """
+    reply: dict[str, Any] = {}
+    for i, item in enumerate(items):
+        _check(item, i)
+        said = _said(item, i)
+        if said is None or not _joins(reply, said):
+            if reply:
+                yield _assistant(reply)
+            reply = {}
+        if said is None:
+            yield normalise_chat_message(_heard(item, i))
+        else:
+            calls = [*reply.get("tool_calls", ()), *said.pop("tool_calls", ())]
+            reply |= said
+            if calls:
+                reply["tool_calls"] = calls
+    if reply:
+        yield _assistant(reply)
+
+
+def _assistant(reply: dict[str, Any]) -> Message:
+    return normalise_chat_message({"role": "assistant", **reply})
+
+
+def _joins(reply: dict[str, Any], said: dict[str, Any]) -> bool:
+    """Whether an item belongs to the reply so far: it has one text, and reasoning only first."""
+    if "reasoning_content" in said:
+        return not reply
+    return "tool_calls" in said or "content" not in reply
+
+
+def _check(item: Item, i: int) -> None:
+    needed = _NEEDED.get(item.type)
+    if needed is None:
+        problem = f"items of type {item.type!r} are not supported"
+        raise RequestRefused(400, problem, key=f"input[{i}].type")
+    for name in needed:
+        if getattr(item, name) is None:
+            problem = f"an item of type {item.type!r} needs {name}"
+            raise RequestRefused(400, problem, key=f"input[{i}].{name}")
+
+
+def _said(item: Item, i: int) -> dict[str, Any] | None:
+    """What an item adds to a message of the assistant; None if it is not the assistant's."""
+    if item.type == "reasoning":
+        parts = item.content or item.summary or []
+        return {"reasoning_content": _text(parts, f"input[{i}].content") or None}
+    if item.type == "function_call":
+        function = {"name": qualified(item.namespace, item.name or ""), "arguments": item.arguments}
+        return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+    if item.type == "message" and item.role == "assistant":
+        return {"content": _text(item.content or "", f"input[{i}].content", joint="")}
+    return None
+
+
+def _heard(item: Item, i: int) -> Message:
+    if item.type == "function_call_output":
+        text = _text(item.output or "", f"input[{i}].output")
+        return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+    return {"role": item.role, "content": _text(item.content or "", f"input[{i}].content")}
+
+
+def _text(content: str | Sequence[Part], key: str, joint: str = "\n") -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for j, part in enumerate(content):
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*_TEXTS, "refusal") or text is None:
+            problem = f"content parts of type {part.type!r} are not supported"
+            raise RequestRefused(400, problem, key=f"{key}[{j}].type")
+        texts.append(text)
+    return joint.join(texts)

@@ -1,0 +1,281 @@
+"""OpenAI Responses replies, whole or streamed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.dialects.blocks import Block, BlockReader, Change, blocks_of
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, named_event
+from areal_hpc.proxy.dialects.openai.format import error, error_fields, token_logprobs
+from areal_hpc.proxy.dialects.openai_responses.request import (
+    INSTRUCTED,
+    PLAIN,
+    ResponsesRequest,
+    parse,
+)
+from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools
+from areal_hpc.proxy.engine.generation import Generation, Piece
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.sessions.store import Session
+
+_ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+
+
+class ResponsesExchange:
+    """A Response that is asked for."""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        tools: OfferedTools,
+        call: ModelCall,
+        model: ServedModel,
+        session: Session,
+    ) -> None:
+        self.call = call
+        number = os.urandom(14).hex()
+        self.answer_id = (INSTRUCTED if request.instructions else PLAIN) + number
+        self.streams = bool(request.stream)
+        self._request = request
+        self._tools = tools
+        self._model = model
+        self._session = session
+        self._created_at = int(time.time())
+
+    def whole(self, answers: Sequence[Answer]) -> bytes:
+        """The JSON body of a Response."""
+        (answer,) = answers
+        return self.finished(answer, blocks_of(answer.said))
+
+    def events(self, live: LiveAnswers) -> ResponseEvents:
+        """The events of a Response."""
+        return ResponseEvents(self, live)
+
+    def frame(self) -> dict[str, Any]:
+        """A Response before the model speaks."""
+        request, sampling = self._request, self.call.sampling
+        return {
+            "id": self.answer_id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": "in_progress",
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "max_tool_calls": None,
+            "model": self._model.name,
+            "output": [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": request.previous_response_id,
+            "reasoning": request.reasoning or {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": request.store is not False,
+            "temperature": sampling.temperature,
+            "text": request.text or {"format": {"type": "text"}},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": sampling.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": request.user,
+            "metadata": request.metadata or {},
+        }
+
+    def finished(self, answer: Answer, blocks: Sequence[Block]) -> bytes:
+        """A Response after the model has spoken, JSON; kept unless `store` is false."""
+        status, logprobs = status_of(answer), self.logprobs(answer.generation)
+        cut = status == "incomplete"
+        *ended, last = blocks
+        response = {
+            **self.frame(),
+            "status": status,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "output": [
+                *(self.item(block, "completed", logprobs) for block in ended),
+                self.item(last, status, logprobs),
+            ],
+            "usage": self._usage(answer),
+        }
+        body = msgspec.json.encode(response)
+        if self._request.store is not False:
+            self._session.responses[self.answer_id] = body
+        return body
+
+    def logprobs(self, said: Generation | Piece) -> list[dict[str, Any]]:
+        """The reply's tokens, if they were asked for."""
+        if not self._request.with_logprobs:
+            return []
+        encoder = self._model.encoder
+        return token_logprobs(said.output_ids, said.logprobs, said.top_logprobs, encoder)
+
+    def item(self, block: Block, status: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A block as an output item."""
+        fields: dict[str, Any] = {"id": self.item_id(block), "status": status}
+        if block.kind == "call":
+            namespace, name = self._tools.origins.get(block.name, (None, block.name))
+            fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
+            placed = {"namespace": namespace} if namespace is not None else {}
+            return {"type": "function_call", **fields, **placed}
+        content = [] if status == "in_progress" else [part(block, block.text, logprobs)]
+        if block.kind == "reasoning":
+            return {"type": "reasoning", **fields, "summary": [], "content": content}
+        return {"type": "message", **fields, "role": "assistant", "content": content}
+
+    def item_id(self, block: Block) -> str:
+        """Id of an output item."""
+        number = self.answer_id[len(PLAIN) :]
+        return f"{_ID_PREFIXES[block.kind]}_{number}{block.index:02x}"
+
+    def _usage(self, answer: Answer) -> dict[str, Any]:
+        input_tokens = answer.interaction.prompt_tokens
+        output_tokens = len(answer.generation.output_ids)
+        reasoning = answer.said.reasoning
+        reasoning_tokens = len(self._model.encoder.encode(reasoning)) if reasoning else 0
+        cached_tokens = answer.generation.cached_tokens
+        return {
+            "input_tokens": input_tokens,
+            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": output_tokens,
+            "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, output_tokens)},
+            "total_tokens": input_tokens + output_tokens,
+        }
+
+
+class ResponseEvents(EventStream):
+    """The server-sent events of a streamed Response. The last one has the whole Response."""
+
+    def __init__(self, exchange: ResponsesExchange, live: LiveAnswers) -> None:
+        super().__init__(live)
+        self._exchange = exchange
+        self._reader = BlockReader()
+        self._sent = 0
+        self._tokens: list[dict[str, Any]] = []
+        self._shown = 0
+        """How many of the tokens have come with their text."""
+        self._end_status = "completed"
+        """Of the item that ends now."""
+
+    async def __anext__(self) -> bytes:
+        happened = await anext(self._live)
+        beginning = b"" if self._sent else self._beginning()
+        if isinstance(happened, Delta):
+            self._tokens += self._exchange.logprobs(happened.piece)
+            return beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
+        self._end_status = status_of(happened)
+        rest = b"".join(map(self._change, self._reader.finish()))
+        response = msgspec.Raw(self._exchange.finished(happened, self._reader.blocks))
+        return beginning + rest + self._event(f"response.{self._end_status}", response=response)
+
+    def broken(self, refusal: RequestRefused) -> bytes:
+        """What says that the stream ends early."""
+        fields = error_fields(refusal)
+        code = fields["code"] or fields["type"]
+        named = {"code": code, "message": fields["message"], "param": fields["param"]}
+        return self._event("error", error=fields, **named)
+
+    def _event(self, kind: str, /, **fields: Any) -> bytes:
+        event = named_event({"type": kind, **fields, "sequence_number": self._sent})
+        self._sent += 1
+        return event
+
+    def _beginning(self) -> bytes:
+        frame = self._exchange.frame()
+        created = self._event("response.created", response=frame)
+        return created + self._event("response.in_progress", response=frame)
+
+    def _change(self, change: Change) -> bytes:
+        kind, block, text = change
+        if kind == "begin":
+            return self._begun(block)
+        if kind == "add":
+            return self._added(block, text)
+        return self._ended(block)
+
+    def _place(self, block: Block) -> dict[str, Any]:
+        place = {"item_id": self._exchange.item_id(block), "output_index": block.index}
+        return place if block.kind == "call" else {**place, "content_index": 0}
+
+    def _begun(self, block: Block) -> bytes:
+        item = self._exchange.item(block, "in_progress", [])
+        begun = self._event("response.output_item.added", output_index=block.index, item=item)
+        if block.kind == "call":
+            return begun
+        place, empty = self._place(block), part(block, "", [])
+        return begun + self._event("response.content_part.added", **place, part=empty)
+
+    def _added(self, block: Block, text: str) -> bytes:
+        place = self._place(block)
+        if block.kind == "call":
+            return self._event("response.function_call_arguments.delta", **place, delta=text)
+        if block.kind == "reasoning":
+            return self._event("response.reasoning_text.delta", **place, delta=text)
+        logprobs, self._shown = self._tokens[self._shown :], len(self._tokens)
+        return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
+
+    def _ended(self, block: Block) -> bytes:
+        place, kind, text = self._place(block), block.kind, block.text
+        item = self._exchange.item(block, self._end_status, self._tokens)
+        if kind == "call":
+            named = {"name": item["name"], "arguments": text}
+            ended = self._event("response.function_call_arguments.done", **place, **named)
+        else:
+            if kind == "reasoning":
+                ended = self._event("response.reasoning_text.done", **place, text=text)
+            else:
+                fields = {"text": text, "logprobs": self._tokens}
+                ended = self._event("response.output_text.done", **place, **fields)
+            (whole,) = item["content"]
+            ended += self._event("response.content_part.done", **place, part=whole)
+        return ended + self._event("response.output_item.done", output_index=block.index, item=item)
+
+
+def status_of(answer: Answer) -> str:
+    """Whether the model came to its end."""
+    return "incomplete" if answer.generation.finish_reason == "length" else "completed"
+
+
+def part(block: Block, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a block's item."""
+    if block.kind == "reasoning":
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def retrieved(session: Session, response_id: str) -> bytes:
+    """The body of a Response that was answered before.
+
+    Raises:
+        RequestRefused: 404, there is none of this id.
+    """
+    body = session.responses.get(response_id)
+    if body is None:
+        raise RequestRefused(404, f"this session has no response {response_id!r}")
+    return body
+
+
+def deleted(session: Session, response_id: str) -> bytes:
+    """Keep a Response no longer. What was said stays recorded, and may be gone on from.
+
+    Raises:
+        RequestRefused: 404, there is none of this id.
+    """
+    retrieved(session, response_id)
+    del session.responses[response_id]
+    return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
+
+
+def _read(body: bytes, session: Session, model: ServedModel) -> ResponsesExchange:
+    return ResponsesExchange(*parse(body, session, model), model, session)
+
+
+RESPONSES = Dialect(ResponsesRequest, _read, error)

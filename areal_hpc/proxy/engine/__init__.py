@@ -1,0 +1,1 @@
+"""SGLang as the proxy sees it: client, router, failover, parsers."""

@@ -1,0 +1,338 @@
+"""Requests and replies of SGLang's `/generate`, whole or streamed.
+
+Wire facts of SGLang 0.5.23 (`srt/managers/io_struct.py`, `tokenizer_manager.py`):
+log-probabilities are those of the sampling distribution (scaled by the temperature, not
+renormalised for top-k/top-p); a stop token is part of the output ids; `weight_versions` are
+spans over the output tokens and come with the end. The pieces of a stream repeat everything so
+far, unless the server runs with `--incremental-streaming-output`: then each has only what is
+new. `completion_tokens` counts from the beginning in both, which tells them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct, field
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.session.tree import ABORTED, VersionSpan
+from areal_hpc.wire.weight_version import WeightVersion
+
+JSON_SPACE = b" \t\r\n"
+Decoded = TypeVar("Decoded")
+UNVERSIONED = "default"
+"""What SGLang calls weights that nobody gave a version."""
+Alternatives = list[tuple[float, int, str | None]] | None
+"""(log-probability, token id, None) of the likeliest tokens at one position."""
+
+
+class UpstreamLost(Exception):
+    """The server died, refused, or broke the call off: another one may answer it."""
+
+    partial: Partial | None = None
+    """What a stream had said by then; None if it was not sound, or nobody knows."""
+
+
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
+    """SGLang's `sampling_params`; what is left out has SGLang's default."""
+
+    temperature: float
+    max_new_tokens: int
+    top_p: float = 1.0
+    top_k: int = -1
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    sampling_seed: int | None = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    skip_special_tokens: bool = True
+
+    @property
+    def grammars(self) -> list[str]:
+        """Names of the constraints that are set; the engine takes one at most."""
+        names = ("json_schema", "regex", "ebnf", "structural_tag")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+class _Span(Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _FinishReason(Struct):
+    type: str
+    matched: int | str | None = None
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Meta(Struct):
+    finish_reason: _FinishReason | None
+    completion_tokens: int = 0
+    weight_versions: list[_Span] = field(default_factory=list)
+    output_token_logprobs: list[tuple[float, int, str | None]] = field(default_factory=list)
+    output_top_logprobs: list[Alternatives] | None = None
+    cached_tokens: int = 0
+    weight_version: str = ""
+    """Of the server's weights as it answers."""
+
+
+class _Reply(Struct):
+    text: str
+    output_ids: msgspec.Raw
+    """Not read, since they come a second time with their log-probabilities; compared as text."""
+    meta_info: _Meta
+
+
+class _PieceReply(Struct):
+    text: str
+    output_ids: list[int]
+    meta_info: _Meta
+
+
+class _StreamError(Struct):
+    error: dict[str, object]
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+_piece_decoder = msgspec.json.Decoder(_PieceReply)
+_error_decoder = msgspec.json.Decoder(_StreamError)
+
+
+class Generation(Struct, frozen=True):
+    """What the model said."""
+
+    text: str
+    """Without the stop string that ended it; without special tokens unless they were asked for."""
+    output_ids: list[int]
+    logprobs: list[float]
+    spans: list[VersionSpan]
+    finish_reason: str
+    """`stop`, `length`, or `abort` when its client left."""
+    closed: bool
+    """The last token is a stop token."""
+    stop_text: str | None
+    """The stop string that ended it."""
+    cached_tokens: int
+    top_logprobs: list[Alternatives]
+    """Per output token, most likely first; empty unless asked for."""
+
+
+class Partial(Struct, frozen=True):
+    """What a stream said that ended too early."""
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[Alternatives]
+    versions: frozenset[str]
+    """Of the server's weights, as its pieces came."""
+    cached_tokens: int
+
+    def generation(self, where: str, version: str) -> Generation:
+        """The same as of a call that its server ended, sampled from one version.
+
+        Raises:
+            UpstreamLost: That is no version.
+        """
+        return Generation(
+            text=self.text,
+            output_ids=self.output_ids,
+            logprobs=self.logprobs,
+            spans=[VersionSpan(_packed(where, version), 0, len(self.output_ids))],
+            finish_reason=ABORTED,
+            closed=False,
+            stop_text=None,
+            cached_tokens=self.cached_tokens,
+            top_logprobs=self.top_logprobs,
+        )
+
+
+class Piece(Struct, frozen=True):
+    """What a stream added."""
+
+    text: str
+    output_ids: list[int]
+    logprobs: list[float]
+    top_logprobs: list[Alternatives]
+
+
+def generation_of(where: str, answer: bytes) -> Generation:
+    """Decode a whole answer.
+
+    Args:
+        where: The server, for messages.
+        answer: The body.
+
+    Raises:
+        UpstreamLost: It is not a sound answer.
+        RequestRefused: The server found the request at fault only while it ran.
+    """
+    reply = _decoded(_reply_decoder, where, answer)
+    return _whole(where, reply.text, bytes(reply.output_ids), reply.meta_info)
+
+
+class PieceReader:
+    """Puts the pieces of one stream together."""
+
+    def __init__(self, where: str, stop: Sequence[str]) -> None:
+        self._where = where
+        self._stop = stop
+        self._text = ""
+        self._sent_chars = 0
+        self._output_ids: list[int] = []
+        self._logprobs: list[tuple[float, int, str | None]] = []
+        self._top_logprobs: list[Alternatives] = []
+        self._versions: set[str] = set()
+        self._cached_tokens = 0
+        self._is_sound = True
+
+    def partial(self) -> Partial | None:
+        """All that has been read, if it fits together."""
+        ids = [entry[1] for entry in self._logprobs]
+        if self._output_ids and not (self._is_sound and ids == self._output_ids):
+            return None
+        return Partial(
+            text=self._text,
+            output_ids=self._output_ids,
+            logprobs=[entry[0] for entry in self._logprobs],
+            top_logprobs=self._top_logprobs,
+            versions=frozenset(self._versions),
+            cached_tokens=self._cached_tokens,
+        )
+
+    def read(self, data: bytes) -> tuple[Piece, Generation | None]:
+        """Take in one event's data: what is new, and all of it once the stream has ended.
+
+        Text that may turn out to begin a stop string is held back.
+
+        Raises:
+            UpstreamLost: The stream is not sound.
+            RequestRefused: The server found the request at fault.
+        """
+        if data.startswith(b'{"error"'):
+            raise _refused(self._where, data)
+        self._is_sound = False  # unless this comes to its end
+        reply = _decoded(_piece_decoder, self._where, data)
+        meta = reply.meta_info
+        self._versions.add(meta.weight_version)
+        self._cached_tokens = meta.cached_tokens
+        count = meta.completion_tokens - len(self._output_ids)
+        new_ids = reply.output_ids[len(reply.output_ids) - count :] if count > 0 else []
+        new_logprobs = meta.output_token_logprobs[-count:] if count > 0 else []
+        new_tops = (meta.output_top_logprobs or [])[-count:] if count > 0 else []
+        repeats = len(reply.output_ids) == meta.completion_tokens
+        self._text = reply.text if repeats else self._text + reply.text
+        self._output_ids += new_ids
+        self._logprobs += new_logprobs
+        self._top_logprobs += new_tops
+        whole = None
+        if meta.finish_reason is not None:
+            matched = meta.finish_reason.matched
+            if isinstance(matched, str) and not repeats:
+                # The server cut the stop string off, but had already sent how it begins.
+                self._text = self._text[: len(self._text) - begun_chars(self._text, [matched])]
+            meta.output_token_logprobs = self._logprobs
+            meta.output_top_logprobs = self._top_logprobs
+            ids_json = msgspec.json.encode(self._output_ids)
+            whole = _whole(self._where, self._text, ids_json, meta)
+        logprobs = [entry[0] for entry in new_logprobs]
+        self._is_sound = True
+        return Piece(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
+
+    def _new_text(self, ended: bool) -> str:
+        safe = len(self._text)
+        if not ended:
+            safe -= begun_chars(self._text, self._stop)
+        new = self._text[self._sent_chars : safe]
+        self._sent_chars = max(safe, self._sent_chars)
+        return new
+
+
+def begun_chars(text: str, stop: Sequence[str]) -> int:
+    """How many characters at the end of `text` may be the beginning of a stop string."""
+    longest = 0
+    for one in stop:
+        for count in range(min(len(one), len(text)), longest, -1):
+            if text.endswith(one[:count]):
+                longest = count
+                break
+    return longest
+
+
+def _decoded(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) -> Decoded:
+    try:
+        return decoder.decode(answer)
+    except msgspec.DecodeError as error:
+        raise UpstreamLost(f"{where} answered something else: {error}") from error
+
+
+def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
+    reason = meta.finish_reason
+    if reason is None:
+        raise UpstreamLost(f"{where} answered without an end")
+    if reason.type == ABORTED and reason.status_code is not None:
+        if 400 <= reason.status_code < 500:
+            raise RequestRefused(400, f"the model server refused: {reason.message}")
+        raise UpstreamLost(f"{where} broke the call off: {reason.message}")
+    output_ids = [entry[1] for entry in meta.output_token_logprobs]
+    if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
+        raise UpstreamLost(f"{where}: ids and log-probabilities of the reply disagree")
+    spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
+    covered = 0
+    for span in spans:
+        if span.start != covered:
+            break
+        covered = span.end
+    if covered != len(output_ids):
+        raise UpstreamLost(f"{where}: weight versions cover {covered} of the reply's tokens")
+    return Generation(
+        text=text,
+        output_ids=output_ids,
+        logprobs=[entry[0] for entry in meta.output_token_logprobs],
+        spans=spans,
+        finish_reason=reason.type,
+        closed=reason.type == "stop" and isinstance(reason.matched, int),
+        stop_text=reason.matched if isinstance(reason.matched, str) else None,
+        cached_tokens=meta.cached_tokens,
+        top_logprobs=meta.output_top_logprobs or [],
+    )
+
+
+def _packed(where: str, version: str) -> int:
+    if version == UNVERSIONED:
+        return WeightVersion(0, 0).packed
+    try:
+        return WeightVersion.parse(version).packed
+    except ValueError as error:
+        raise UpstreamLost(f"{where}: {error}") from error
+
+
+def _refused(where: str, data: bytes) -> Exception:
+    """The exception for an `error` event; SGLang marks the request's fault by its code."""
+    try:
+        error = _error_decoder.decode(data).error
+    except msgspec.DecodeError as broken:
+        return UpstreamLost(f"{where} answered something else: {broken}")
+    if error.get("code", 400) == 400:
+        return RequestRefused(400, f"the model server refused: {error.get('message')}")
+    return UpstreamLost(f"{where} broke the call off: {error.get('message')}")
+
+
+def error_text(answer: bytes) -> str:
+    """The sentence inside one of SGLang's two error shapes."""
+    try:
+        error = msgspec.json.decode(answer)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return answer[:300].decode(errors="replace")

@@ -1,0 +1,188 @@
+"""Keep-alive POST requests with one timer.
+
+A client library is made for any request to anybody: redirects, cookies, proxies, traces, bodies of
+every kind. That is most of what a call to SGLang would cost here, and nothing of it is needed to
+send bytes to a server of our own and to wake up once, when all of its answer has come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from types import TracebackType
+from urllib.parse import urlsplit
+
+from areal_hpc.proxy.engine.http_connection import Connection
+
+TIMER_STEP_S = 0.001
+"""uvloop's timers count milliseconds."""
+KEPT_S = 15.0
+"""Connections that idled for longer are not used: servers close theirs at some time, too."""
+
+
+class _TimeLimits:
+    """When calls must end. One timer for all: most end long before, and a timer each costs 5 us."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._limits: dict[Connection, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, connection: Connection, limit: float) -> None:
+        """The connection's call fails at that time of the loop's clock."""
+        self._limits[connection] = limit
+        if self._timer is None or limit < self._timer.when():
+            self._arm(limit)
+
+    def drop(self, connection: Connection) -> None:
+        """Its call has ended."""
+        self._limits.pop(connection, None)
+
+    def close(self) -> None:
+        """Stop the timer, unless a call still needs it."""
+        if self._timer is not None and not self._limits:
+            self._timer.cancel()
+            self._timer = None
+
+    def _arm(self, limit: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(limit, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        now = self._loop.time() + TIMER_STEP_S
+        for connection, limit in [*self._limits.items()]:
+            if limit <= now:
+                self.drop(connection)
+                connection.fail(TimeoutError())
+        if self._limits:
+            self._arm(min(self._limits.values()))
+
+
+class Connections:
+    """Kept connections to one server; as many as there are calls at a time."""
+
+    def __init__(self, url: str, headers: str, connect_timeout_s: float) -> None:
+        """Prepare; nothing is sent. To be made inside the event loop.
+
+        Args:
+            url: Scheme, host and port, and what all paths begin with; no user, no password.
+            headers: Lines that every request has.
+            connect_timeout_s: How long a server may take to accept.
+        """
+        parts = urlsplit(url)
+        self._url = url
+        self._host = parts.hostname or ""
+        self._is_secure = parts.scheme == "https"
+        self._port = parts.port or (443 if self._is_secure else 80)
+        self._path = parts.path
+        self._headers = f"HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
+        self._connect_timeout_s = connect_timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._limits = _TimeLimits()
+        self._idle: deque[Connection] = deque()
+        """The longest first."""
+        self._is_closed = False
+        self.used_at = self._loop.time()
+        """When a call began, last."""
+
+    async def ask(self, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Send a body; status and body of the answer.
+
+        Raises:
+            TimeoutError: That took too long.
+            ConnectionError: The server does not accept, left, or does not speak HTTP.
+            OSError: It cannot be found.
+        """
+        give_up_at = self._loop.time() + timeout_s
+        connection = await self._take(timeout_s)
+        self._limits.add(connection, give_up_at)
+        try:
+            connection.send(self._request(path, body))
+            answer = await connection.whole()
+        except BaseException:  # boundary: whatever ended it, the connection is in no known state
+            connection.close()
+            raise
+        finally:
+            self._limits.drop(connection)
+        self._give_back(connection)
+        return connection.status, answer
+
+    def post(self, path: str, body: bytes) -> Posted:
+        """Send a body; `async with` gives the connection, once it knows the answer's status.
+
+        Raises:
+            ConnectionError: The server does not accept, left, or does not speak HTTP.
+            OSError: It cannot be found.
+        """
+        return Posted(self, self._request(path, body))
+
+    def close(self) -> None:
+        """Close what idles, and later what is under way."""
+        self._is_closed = True
+        self._limits.close()
+        for connection in self._idle:
+            connection.close()
+        self._idle.clear()
+
+    def _request(self, path: str, body: bytes) -> bytes:
+        head = f"POST {self._path}{path} {self._headers}content-length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+    async def _take(self, timeout_s: float = math.inf) -> Connection:
+        """An open connection, the one used last if there is any."""
+        self.used_at = self._loop.time()
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_sound and self.used_at - connection.idle_since < KEPT_S:
+                return connection
+            connection.close()
+        try:
+            async with asyncio.timeout(min(self._connect_timeout_s, timeout_s)):
+                _, connection = await self._loop.create_connection(
+                    Connection, self._host, self._port, ssl=True if self._is_secure else None
+                )
+        except TimeoutError as error:
+            if timeout_s < self._connect_timeout_s:
+                raise
+            raise ConnectionError(f"no connection to {self._url}") from error
+        return connection
+
+    def _give_back(self, connection: Connection) -> None:
+        """Keep the connection for the next call, unless something of this one is left in it."""
+        if self._is_closed or not connection.is_sound:
+            connection.close()
+            return
+        connection.idle_since = now = self._loop.time()
+        self._idle.append(connection)
+        while now - self._idle[0].idle_since > KEPT_S:
+            self._idle.popleft().close()
+
+
+class Posted:
+    """A request under way whose answer is read in parts."""
+
+    def __init__(self, connections: Connections, request: bytes) -> None:
+        self._connections = connections
+        self._request = request
+        self._connection: Connection
+
+    async def __aenter__(self) -> Connection:
+        self._connection = await self._connections._take()
+        try:
+            self._connection.send(self._request, reads_parts=True)
+            await self._connection.head()
+        except BaseException:  # boundary: whatever ended it, the connection is in no known state
+            self._connection.close()
+            raise
+        return self._connection
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._connections._give_back(self._connection)

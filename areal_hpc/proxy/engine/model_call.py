@@ -1,0 +1,67 @@
+"""Model call: a validated request, independent of its dialect."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.message_matching import Normalise
+
+
+class ToolChoice(msgspec.Struct, frozen=True):
+    """What the request says about calling tools."""
+
+    mode: Literal["none", "auto", "required"] = "none"
+    name: str | None = None
+    """The one tool that must be called."""
+    parallel: bool = True
+    """A reply may hold several calls."""
+
+    @property
+    def must_call(self) -> bool:
+        """The reply is a call, and no text."""
+        return self.mode == "required"
+
+
+class ModelCall(msgspec.Struct, frozen=True):
+    """A validated request, free of its dialect."""
+
+    messages: Sequence[Message]
+    tools: Sequence[dict[str, Any]] | None
+    variables: Mapping[str, Any] | None
+    sampling: SamplingParams
+    """`max_new_tokens` 0 means: as the session's defaults say."""
+    prompt_key: str = "messages"
+    """What the dialect calls what the model reads."""
+    prompt: str | Sequence[int] | None = None
+    """Text or token ids that the model reads as they are, in place of messages."""
+    n: int = 1
+    top_logprobs: int = 0
+    tool_choice: ToolChoice = ToolChoice()
+    ignored: Sequence[str] = ()
+    """Names of the parameters that are accepted without effect."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the cell serves."""
+
+    name: str
+    template: ChatTemplate
+    encoder: TokenEncoder
+    context_tokens: int
+    tool_call_parser: str | None = None
+    """SGLang's name of the format of its tool calls."""
+    reasoning_parser: str | None = None
+    """SGLang's name of the format of its reasoning."""
+    normalise: Normalise | None = None
+    """The user's own normaliser (`proxy.message_normaliser`)."""
+
+    def must_parse(self, call: ModelCall) -> bool:
+        """Whether a reply may hold more than text."""
+        return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))

@@ -1,0 +1,123 @@
+"""`/generate` passthrough for clients that record their own calls."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.engine.generation import UpstreamLost
+from areal_hpc.proxy.engine.router import Router, packed_version
+from areal_hpc.proxy.engine.sglang_client import Upstream
+from areal_hpc.proxy.sessions.store import Session
+
+
+class _Sampling(msgspec.Struct, frozen=True):
+    """How long the reply may be."""
+
+    max_new_tokens: int | None = None
+
+
+class _Request(msgspec.Struct):
+    """What must be known of a request that is passed on."""
+
+    input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
+    rid: Annotated[str, msgspec.Meta(min_length=1)]
+    stream: bool = False
+    sampling_params: _Sampling = _Sampling()
+
+
+class _Span(msgspec.Struct):
+    version: str = ""
+
+
+class _Meta(msgspec.Struct):
+    weight_versions: list[_Span] = []
+
+
+class _Answer(msgspec.Struct):
+    """What must be known of an answer: which weights sampled it."""
+
+    meta_info: _Meta
+
+
+class GenerateRelay:
+    """Passes requests of sessions on to the replica that each session sticks to."""
+
+    def __init__(
+        self,
+        router: Router,
+        upstream: Upstream,
+        vocab_size: int,
+        context_tokens: int,
+        timeout_s: float,
+    ) -> None:
+        self._router = router
+        self._upstream = upstream
+        self._vocab_size = vocab_size
+        self._context_tokens = context_tokens
+        self._timeout_s = timeout_s
+
+    async def generate(self, session: Session, body: bytes) -> bytes:
+        """The replica's answer.
+
+        Raises:
+            RequestRefused: The request is none for this model; or (502) the replica was lost, and
+                another will answer when the request is repeated.
+        """
+        try:
+            request = msgspec.json.decode(body, type=_Request)
+        except msgspec.DecodeError as error:
+            raise RequestRefused(400, str(error)) from error
+        if request.stream:
+            raise RequestRefused(400, "replies are passed on whole", key="stream")
+        # SGLang dies of an id outside its vocabulary.
+        if not request.input_ids or max(request.input_ids) >= self._vocab_size:
+            message = f"expected ids below {self._vocab_size}, and one at least"
+            raise RequestRefused(400, message, key="input_ids")
+        body = self._fitted(request, body)
+        give_up_at = time.monotonic() + self._timeout_s
+        replica = await self._router.pick(session.session_id, give_up_at)
+        left_s = max(1.0, give_up_at - time.monotonic())
+        self._router.began(replica)
+        session.in_flight += 1
+        try:
+            answer = await self._upstream.relay(replica.url, request.rid, body, left_s)
+            self._note_versions(answer)
+            return answer
+        except UpstreamLost as lost:
+            self._router.lost(replica)
+            raise RequestRefused(502, f"the replica was lost: {lost}") from lost
+        finally:
+            session.in_flight -= 1
+            session.touch()
+            self._router.ended(replica)
+
+    def _note_versions(self, answer: bytes) -> None:
+        """Remember the versions: only such may stand in what the session records of this call."""
+        try:
+            spans = msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return  # an error's body
+        for span in spans:
+            self._router.note_version(packed_version(span.version))
+
+    def _fitted(self, request: _Request, body: bytes) -> bytes:
+        """The body, its reply bounded by what the context has left: SGLang would refuse more.
+
+        A client in a driver knows its tokenizer, and not how long a context the replicas have.
+        """
+        room = self._context_tokens - len(request.input_ids)
+        if room < 1:
+            message = (
+                f"the prompt's {len(request.input_ids)} tokens leave no room in the model's "
+                f"context of {self._context_tokens} tokens"
+            )
+            raise RequestRefused(400, message, key="input_ids")
+        if (request.sampling_params.max_new_tokens or 0) <= room:
+            return body
+        fields = msgspec.json.decode(body)
+        fields["sampling_params"]["max_new_tokens"] = room
+        return msgspec.json.encode(fields)

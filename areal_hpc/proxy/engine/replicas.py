@@ -1,0 +1,101 @@
+"""Replica list of the cell's control proxy, or of the command line."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import msgspec
+
+from areal_hpc.rundir import rendezvous
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+
+RELAY_TIMEOUT_S = 5.0
+READY_TIMEOUT_S = 5.0
+
+
+class ReplicaSource(Protocol):
+    """Says which replicas there are."""
+
+    async def look(self) -> list[ReplicaView]:
+        """The replicas as they are now.
+
+        Raises:
+            ClusterError: Nobody can tell, so none may be asked.
+        """
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+
+
+class CellReplicas:
+    """The replicas of a cell, as its control relay knows them."""
+
+    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
+        self._directory = rendezvous_dir
+        self._relay_name = rendezvous.format_control_proxy_name(cell)
+        self._client = AsyncWireClient("", admin_key, timeout_s=RELAY_TIMEOUT_S)
+
+    async def look(self) -> list[ReplicaView]:
+        """What the relay answers; nothing before it has been published."""
+        endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
+        if endpoint is None:
+            return []
+        return (await self._client.get(f"{endpoint.url}/replicas", ReplicaList)).replicas
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        await self._client.close()
+
+
+class _ModelInfo(msgspec.Struct):
+    weight_version: str = ""
+
+
+def _version_in(info: bytes) -> str:
+    """Nothing if it does not say: then no reply that it began can be gone on with."""
+    try:
+        return msgspec.json.decode(info, type=_ModelInfo).weight_version
+    except msgspec.DecodeError:
+        return ""
+
+
+class ListedReplicas:
+    """Servers by address. One serves while `/ready` does not deny it.
+
+    SGLang answers that route at once, with 503 while it starts or is paused; a server that does
+    not know the route is taken to be ready once it answers at all.
+    """
+
+    def __init__(self, urls: Sequence[str]) -> None:
+        self._urls = [url.rstrip("/") for url in urls]
+        self._http: aiohttp.ClientSession | None = None
+
+    async def look(self) -> list[ReplicaView]:
+        """All of them, asked at the same time."""
+        if self._http is None:
+            timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)
+            self._http = aiohttp.ClientSession(timeout=timeout)
+        views = (self._view(self._http, index, url) for index, url in enumerate(self._urls))
+        return list(await asyncio.gather(*views))
+
+    async def _view(self, http: aiohttp.ClientSession, index: int, url: str) -> ReplicaView:
+        try:
+            async with http.get(f"{url}/ready") as answer:
+                if answer.status >= 500:
+                    return ReplicaView(index, 1, "starting", url)
+            async with http.get(f"{url}/model_info") as answer:
+                info = await answer.read() if answer.status == 200 else b"{}"
+        except (aiohttp.ClientError, OSError):
+            return ReplicaView(index, 1, "failed", url)
+        return ReplicaView(index, 1, "serving", url, _version_in(info))
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        if self._http is not None:
+            await self._http.close()
+            self._http = None

@@ -1,0 +1,67 @@
+"""Reply content independent of dialect: text, reasoning, tool calls."""
+
+from __future__ import annotations
+
+import secrets
+
+from msgspec import Struct, field
+
+from areal_hpc.session.chat_template import Message
+from areal_hpc.session.message_matching import normalise_chat_message
+
+
+class CallPart(Struct):
+    """A tool call, or the next part of one: then only the first part has id and name."""
+
+    index: int
+    name: str = ""
+    arguments: str = ""
+    """JSON as the model wrote it."""
+    call_id: str = ""
+
+
+class Said(Struct):
+    """A reply, or the next part of one."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.text or self.reasoning or self.calls)
+
+    def add(self, part: Said) -> None:
+        """Append the next part. Calls that begin in it get their ids here."""
+        self.text += part.text
+        self.reasoning += part.reasoning
+        for call in part.calls:
+            if call.index >= len(self.calls):
+                call.call_id = call.call_id or new_call_id()
+                self.calls.append(CallPart(call.index, call.name, call.arguments, call.call_id))
+            else:
+                whole = self.calls[call.index]
+                whole.name = whole.name or call.name
+                whole.arguments += call.arguments
+
+    def message(self) -> Message:
+        """The reply in normal form, as a client sends it back."""
+        return normalise_chat_message(
+            {
+                "role": "assistant",
+                "content": self.text,
+                "reasoning_content": self.reasoning or None,
+                "tool_calls": [
+                    {
+                        "id": call.call_id,
+                        "type": "function",
+                        "function": {"name": call.name, "arguments": call.arguments},
+                    }
+                    for call in self.calls
+                ],
+            }
+        )
+
+
+def new_call_id() -> str:
+    """An id for a tool call, in OpenAI's form."""
+    return f"call_{secrets.token_hex(12)}"

@@ -1,0 +1,124 @@
+"""Router: a verified replica for each session, sticky by session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import Container
+
+from areal_hpc.errors import ClusterError, RequestRefused
+from areal_hpc.proxy.engine.replicas import ReplicaSource
+from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.weight_version import WeightVersion
+
+log = logging.getLogger(__name__)
+
+POLL_S = 1.0
+POLL_WHILE_NONE_SERVES_S = 0.2
+
+
+def packed_version(version: str) -> int:
+    """What SGLang calls its weights as one integer; 0 for weights that nobody gave a version."""
+    try:
+        return WeightVersion.parse(version).packed
+    except ValueError:
+        return 0
+
+
+class Router:
+    """Follows the replicas and picks one for each session."""
+
+    def __init__(self, source: ReplicaSource) -> None:
+        self._source = source
+        self._serving: dict[int, ReplicaView] = {}
+        self._home: dict[str, int] = {}
+        self._load: Counter[int] = Counter()
+        self._refreshed = asyncio.Event()
+        self._look_now = asyncio.Event()
+        self.newest_version = 0
+        """Packed version of the newest weights that any of them is known to have sampled from."""
+
+    @property
+    def serving_count(self) -> int:
+        """Replicas that may answer now."""
+        return len(self._serving)
+
+    async def follow(self) -> None:
+        """Look again and again until cancelled."""
+        while True:
+            self._look_now.clear()
+            await self._refresh()
+            self._refreshed.set()
+            self._refreshed = asyncio.Event()
+            pause_s = POLL_S if self._serving else POLL_WHILE_NONE_SERVES_S
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look_now.wait(), pause_s)
+
+    async def _refresh(self) -> None:
+        try:
+            replicas = await self._source.look()
+        except ClusterError as error:
+            log.debug("the relay does not answer: %s", error)
+            replicas = []  # its SGLang servers die with it
+        serving = {one.index: one for one in replicas if one.state == "serving"}
+        if serving.keys() != self._serving.keys():
+            log.info("replicas serving: %s", sorted(serving) or "none")
+        self._serving = serving
+        for replica in serving.values():
+            self.note_version(packed_version(replica.version))
+
+    def note_version(self, packed: int) -> None:
+        """A replica serves these weights, or has sampled from them."""
+        self.newest_version = max(self.newest_version, packed)
+
+    async def pick(
+        self, session_id: str, give_up_at: float, avoid: Container[int] = ()
+    ) -> ReplicaView:
+        """The session's replica, another if that one no longer serves; waits while none does.
+
+        Args:
+            session_id: Whose call it is.
+            give_up_at: `time.monotonic()` value after which waiting ends.
+            avoid: Indices of replicas that lost the call before; asked only if no other serves.
+
+        Raises:
+            RequestRefused: No replica served in time (503).
+        """
+        while not self._serving:
+            remaining_s = give_up_at - time.monotonic()
+            if remaining_s <= 0:
+                raise RequestRefused(503, "no server of the model answers now")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._refreshed.wait(), remaining_s)
+        home = self._home.get(session_id)
+        if home is None or home in avoid or home not in self._serving:
+            others = [index for index in self._serving if index not in avoid]
+            home = min(others or self._serving, key=lambda index: (self._load[index], index))
+            self._home[session_id] = home
+        return self._serving[home]
+
+    def began(self, replica: ReplicaView) -> None:
+        """Count a call in flight on the replica."""
+        self._load[replica.index] += 1
+
+    def ended(self, replica: ReplicaView) -> None:
+        """The call is over, however it went."""
+        self._load[replica.index] -= 1
+
+    def lost(self, replica: ReplicaView) -> None:
+        """Route nothing to the replica until it is said again that it serves."""
+        current = self._serving.get(replica.index)
+        if current is not None and current.incarnation == replica.incarnation:
+            del self._serving[replica.index]
+        self._look_now.set()
+
+    def forget(self, session_id: str) -> None:
+        """The session makes no more calls."""
+        self._home.pop(session_id, None)
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        await self._source.close()

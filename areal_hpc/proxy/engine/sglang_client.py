@@ -1,0 +1,211 @@
+"""Client of SGLang's `/generate`: token ids in, token ids out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.faults import fault_point
+from areal_hpc.proxy.engine.generation import (
+    Generation,
+    Piece,
+    PieceReader,
+    SamplingParams,
+    UpstreamLost,
+    error_text,
+    generation_of,
+)
+from areal_hpc.proxy.engine.http_client import Connections
+from areal_hpc.proxy.engine.http_connection import Connection
+
+log = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 5.0
+FORGOTTEN_S = 60.0
+"""A server that was not called for so long is forgotten when another one comes."""
+Answered = TypeVar("Answered")
+
+
+class GenerateRequest(msgspec.Struct, frozen=True):
+    """One generation. `prompt_json` is the inside of a JSON array of token ids."""
+
+    rid: str
+    """Unique among the live requests of the server."""
+    prompt_json: bytes
+    sampling: SamplingParams
+    top_logprobs: int = 0
+    """Alternatives to report per token."""
+    reasons_first: bool = False
+    """The reply begins inside its reasoning, so a grammar starts after that."""
+
+    def body(self, *, stream: bool) -> bytes:
+        """What is posted to `/generate`; joined, because the ids are long and already JSON."""
+        return b"".join(
+            (
+                b'{"input_ids":[',
+                self.prompt_json,
+                b'],"sampling_params":',
+                msgspec.json.encode(self.sampling),
+                b',"return_logprob":true,"rid":"',
+                self.rid.encode(),
+                b'"',
+                b',"top_logprobs_num":%d' % self.top_logprobs if self.top_logprobs else b"",
+                b',"require_reasoning":true' if self.reasons_first else b"",
+                b',"stream":true' if stream else b"",
+                b"}",
+            )
+        )
+
+
+class Upstream:
+    """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
+
+    def __init__(self, api_key: str = "") -> None:
+        key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+        self._headers = f"content-type: application/json\r\n{key}"
+        self._servers: dict[str, Connections] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    async def generate(
+        self, base_url: str, request: GenerateRequest, timeout_s: float
+    ) -> Generation:
+        """Generate and wait for the whole reply, or what there is of it when the server breaks off.
+
+        Raises:
+            UpstreamLost: The server did not finish the call.
+            RequestRefused: It says the request is wrong, or took too long.
+        """
+        answer = await self.relay(base_url, request.rid, request.body(stream=False), timeout_s)
+        return generation_of(base_url, answer)
+
+    async def generate_live(
+        self,
+        base_url: str,
+        request: GenerateRequest,
+        timeout_s: float,
+        take: Callable[[Piece], Awaitable[None]],
+    ) -> Generation:
+        """Generate, and hand each piece to `take` as it comes.
+
+        After an `abort` this returns what was generated until then.
+
+        Raises:
+            UpstreamLost: The server did not finish the call.
+            RequestRefused: It says the request is wrong, or took too long.
+        """
+        reader = PieceReader(base_url, request.sampling.stop or ())
+        body = request.body(stream=True)
+        try:
+            read = self._read_live(base_url, body, timeout_s, reader, take)
+            return await self._guarded(base_url, request.rid, timeout_s, read)
+        except UpstreamLost as lost:
+            lost.partial = reader.partial()
+            raise
+
+    async def _read_live(
+        self,
+        base_url: str,
+        body: bytes,
+        timeout_s: float,
+        reader: PieceReader,
+        take: Callable[[Piece], Awaitable[None]],
+    ) -> Generation:
+        server = self._server(base_url)
+        async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
+            if answer.status != 200:
+                _check(base_url, answer.status, await answer.whole())
+            async for data in _events(answer):
+                piece, whole = reader.read(data)
+                if piece.output_ids or piece.text:
+                    await take(piece)
+                if whole is not None:
+                    return whole
+        raise UpstreamLost(f"{base_url} ended the stream early")
+
+    async def relay(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
+        """The server's whole answer to a request that somebody else made.
+
+        Raises:
+            UpstreamLost: The server did not finish the call.
+            RequestRefused: It says the request is wrong, or took too long.
+        """
+        call = self._server(base_url).ask("/generate", body, timeout_s)
+        status, answer = await self._guarded(base_url, rid, timeout_s, call)
+        _check(base_url, status, answer)
+        return answer
+
+    async def _guarded(
+        self, base_url: str, rid: str, timeout_s: float, call: Coroutine[Any, Any, Answered]
+    ) -> Answered:
+        """Give failures their names, and free the engine of a call that nobody waits for."""
+        fault_point("proxy.generate")
+        try:
+            return await call
+        except TimeoutError:
+            self.abort(base_url, rid)
+            raise RequestRefused(
+                504, f"the model did not answer within {timeout_s:.0f} s"
+            ) from None
+        except asyncio.CancelledError:
+            self.abort(base_url, rid)
+            raise
+        except OSError as error:
+            raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
+
+    def _server(self, base_url: str) -> Connections:
+        server = self._servers.get(base_url)
+        if server is None:
+            server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            self._forget_unused(server.used_at)
+            self._servers[base_url] = server
+        return server
+
+    def _forget_unused(self, now: float) -> None:
+        """A replica that starts anew has another address: the old one is not called again."""
+        for url, server in [*self._servers.items()]:
+            if now - server.used_at > FORGOTTEN_S:
+                server.close()
+                del self._servers[url]
+
+    def abort(self, base_url: str, rid: str) -> None:
+        """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""
+        task = asyncio.ensure_future(self._send_abort(base_url, rid))
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    async def _send_abort(self, base_url: str, rid: str) -> None:
+        try:
+            body = msgspec.json.encode({"rid": rid})
+            await self._server(base_url).ask("/abort_request", body, ABORT_TIMEOUT_S)
+        except OSError as error:
+            log.info("abort of %s did not reach %s: %s", rid, base_url, error)
+
+    async def close(self) -> None:
+        """Send what aborts are still under way and close pooled connections."""
+        if self._aborts:
+            await asyncio.wait(self._aborts, timeout=1.0)
+        for server in self._servers.values():
+            server.close()
+
+
+def _check(base_url: str, status: int, answer: bytes) -> None:
+    if status >= 500:
+        raise UpstreamLost(f"{base_url} answered {status}: {answer[:300]!r}")
+    if status >= 400:
+        raise RequestRefused(400, f"the model server refused: {error_text(answer)}")
+
+
+async def _events(answer: Connection) -> AsyncIterator[bytes]:
+    """The data of server-sent events. SGLang writes one line of data an event."""
+    rest = b""
+    while block := await answer.part():
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield line[6:]

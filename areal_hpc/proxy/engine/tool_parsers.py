@@ -1,0 +1,205 @@
+"""Client of the tool-call and reasoning parser process.
+
+Importing them takes seconds and 0.4 GB, needs SGLang's environment, and they are stateful while
+a reply streams: so one process per proxy, started when the proxy starts, restarted when it dies.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, ParsersLost, RequestRefused
+from areal_hpc.proxy.engine.reply import CallPart, Said
+from areal_hpc.wire.parsing import ConstrainRequest, Opening, ParseRequest, ParserReply
+
+log = logging.getLogger(__name__)
+MODULE = "areal_hpc.inference.parser_process"
+LONGEST_LINE_BYTES = 1 << 28
+START_TIMEOUT_S = 180.0
+RESTART_PAUSE_S = 0.5
+PROMPT_END_CHARS = 200
+"""How much of the prompt may hold the mark that opens the reasoning."""
+
+
+class SGLangParsers:
+    """The parsers of one model's formats, shared by all replies."""
+
+    def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
+        """Prepare; the process starts with the first request, or by `start`.
+
+        Args:
+            python: Interpreter of SGLang's environment.
+            tool_parser: SGLang's name of the tool-call format.
+            reasoning_parser: SGLang's name of the reasoning format.
+        """
+        self._argv = (python, "-m", MODULE, tool_parser or "", reasoning_parser or "")
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._waiting: dict[int, asyncio.Future[ParserReply]] = {}
+        self._count = 0
+
+    async def start(self) -> None:
+        """Start the process unless it runs.
+
+        Raises:
+            ParsersLost: It does not start.
+        """
+        async with self._starting:
+            if self._reader is not None and not self._reader.done():
+                return
+            process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                limit=LONGEST_LINE_BYTES,
+            )
+            assert process.stdout is not None
+            try:
+                first = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+            except TimeoutError:
+                first = b""
+            if not first:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+                raise ParsersLost("SGLang's parsers do not start; the log says why")
+            self._process = process
+            self._reader = asyncio.ensure_future(self._read(process.stdout))
+
+    async def run(self) -> None:
+        """Keep the process running until cancelled, then end it.
+
+        Raises:
+            ClusterError: It does not start.
+        """
+        try:
+            while True:
+                await self.start()
+                assert self._process is not None
+                code = await self._process.wait()
+                log.error("SGLang's parsers ended with exit code %d", code)
+                await asyncio.sleep(RESTART_PAUSE_S)
+        except ParsersLost as error:
+            hint = "see inference.tool_call_parser and inference.reasoning_parser"
+            raise ClusterError(str(error), hint=hint) from error
+        finally:
+            await self.close()
+
+    async def _read(self, lines: asyncio.StreamReader) -> None:
+        decoder = msgspec.json.Decoder(ParserReply)
+        while line := await lines.readline():
+            reply = decoder.decode(line)
+            waiting = self._waiting.pop(reply.call, None)
+            if waiting is not None and not waiting.done():
+                waiting.set_result(reply)
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ParsersLost("SGLang's parsers died"))
+        self._waiting.clear()
+
+    def next_number(self) -> int:
+        """A number for a request or a reply."""
+        self._count += 1
+        return self._count
+
+    async def ask(self, request: ParseRequest | ConstrainRequest) -> ParserReply:
+        """Send a request and wait for its reply.
+
+        Raises:
+            ParsersLost: The process is gone.
+        """
+        await self.start()
+        assert self._process is not None
+        assert self._process.stdin is not None
+        waiting: asyncio.Future[ParserReply] = asyncio.get_running_loop().create_future()
+        self._waiting[request.call] = waiting
+        try:
+            self._process.stdin.write(msgspec.json.encode(request) + b"\n")
+            await self._process.stdin.drain()
+        except ConnectionError as error:
+            raise ParsersLost("SGLang's parsers died") from error
+        return await waiting
+
+    async def grammar(
+        self,
+        tools: Sequence[dict[str, Any]],
+        prompt: str,
+        *,
+        required: bool,
+        name: str | None,
+        parallel: bool,
+    ) -> ParserReply:
+        """Which grammar holds the model to a tool choice, and where it begins.
+
+        Raises:
+            RequestRefused: There is none, or the parsers are gone.
+        """
+        prompt_end = prompt[-PROMPT_END_CHARS:]
+        number = self.next_number()
+        request = ConstrainRequest(number, [*tools], prompt_end, required, name, parallel)
+        try:
+            reply = await self.ask(request)
+        except ParsersLost as error:
+            raise RequestRefused(503, str(error)) from error
+        if reply.error:
+            key = "tool_choice" if required else "parallel_tool_calls"
+            raise RequestRefused(400, reply.error, key=key)
+        return reply
+
+    def reply(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyReader:
+        """A reader for one reply to a prompt that ends with `prompt`."""
+        return ReplyReader(self, Opening([*tools], prompt[-PROMPT_END_CHARS:]))
+
+    async def close(self) -> None:
+        """End the process."""
+        if self._reader is not None:
+            self._reader.cancel()
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()
+            await self._process.wait()
+
+
+class ReplyReader:
+    """Takes the text of one reply, gives what can be shown of it."""
+
+    def __init__(self, parsers: SGLangParsers, opening: Opening) -> None:
+        self._parsers = parsers
+        self._opening: Opening | None = opening
+        self._number = parsers.next_number()
+
+    async def feed(self, text: str, *, last: bool = False) -> Said:
+        """What the next text adds.
+
+        Text that the parsers fail on is shown as it is: the reply is worth more than its form.
+
+        Raises:
+            RequestRefused: The parsers died in the middle of a streamed reply.
+        """
+        request = ParseRequest(self._parsers.next_number(), self._number, text, last, self._opening)
+        try:
+            reply = await self._parsers.ask(request)
+        except ParsersLost as error:
+            if self._opening is None or not last:
+                raise RequestRefused(503, str(error)) from error
+            again = msgspec.structs.replace(request, call=self._parsers.next_number())
+            reply = await self._asked_again(again)
+        self._opening = None
+        if reply.error:
+            log.warning("a reply that SGLang's parsers fail on stays text: %s", reply.error)
+        calls = [CallPart(index, one.name, one.arguments) for index, one in enumerate(reply.calls)]
+        return Said(reply.text, reply.reasoning, calls)
+
+    async def _asked_again(self, request: ParseRequest) -> ParserReply:
+        """A whole reply may be parsed by the next process."""
+        try:
+            return await self._parsers.ask(request)
+        except ParsersLost as error:
+            raise RequestRefused(503, str(error)) from error

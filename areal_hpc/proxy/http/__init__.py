@@ -1,0 +1,1 @@
+"""HTTP of the proxy: application, routes, keys, routes for drivers."""

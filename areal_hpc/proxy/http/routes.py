@@ -1,0 +1,157 @@
+"""Route table of the proxy and its OpenAPI description."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import msgspec
+
+from areal_hpc import __version__
+from areal_hpc.errors import RequestRefused
+from areal_hpc.proxy.dialects.dialect import EventStream, Refused
+from areal_hpc.proxy.dialects.openai import format
+from areal_hpc.proxy.sessions.store import Session
+
+Result = bytes | EventStream
+Handler = Callable[[Session | None, bytes], Coroutine[Any, Any, Result]]
+"""(session that the key opened, request body) -> response body, whole or as events. Where the path
+ends with a name, the name stands in the place of the body."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One method of one path."""
+
+    method: Literal["GET", "POST", "DELETE"]
+    path: str
+    """The last part may be a `{name}`: anything but empty."""
+    opened_by: Literal["admin", "session", "anyone"]
+    """Whose key opens it. That is settled before the request's body is read."""
+    answer: Handler
+    request: type[msgspec.Struct] | None = None
+    """What the body holds; None when it is not read."""
+    refused: Refused = format.error
+    """The body of an error."""
+    form: str = "application/json"
+    """Content type of the answer."""
+    streams: bool = False
+    """It may answer with server-sent events."""
+
+    @property
+    def names(self) -> str:
+        """What the last part of the path names; empty if it is a part like any other."""
+        last = self.path.rpartition("/")[2]
+        return last[1:-1] if last.startswith("{") else ""
+
+
+class Routes:
+    """All routes, found by their paths."""
+
+    def __init__(self, routes: Iterable[Route]) -> None:
+        self._by_path: dict[str, dict[str, Route]] = {}
+        self._named: dict[str, dict[str, Route]] = {}
+        """By what comes before the name."""
+        for route in routes:
+            if route.names:
+                head = route.path.rpartition("/")[0]
+                self._named.setdefault(head, {})[route.method] = route
+            else:
+                self._by_path.setdefault(route.path, {})[route.method] = route
+
+    def __iter__(self) -> Iterator[Route]:
+        for methods in (*self._by_path.values(), *self._named.values()):
+            yield from methods.values()
+
+    def at(self, path: str) -> tuple[Mapping[str, Route], str]:
+        """The routes of a path by their methods, and the name that it ends with, or nothing.
+
+        Raises:
+            RequestRefused: 404, there is none.
+        """
+        methods = self._by_path.get(path)
+        if methods is not None:
+            return methods, ""
+        head, _, name = path.rpartition("/")
+        if not name or head not in self._named:
+            raise RequestRefused(404, f"there is no route {path}")
+        return self._named[head], name
+
+
+def with_and_without_v1(routes: Iterable[Route]) -> Iterator[Route]:
+    """SDKs differ in whether `/v1` is part of the address they are given."""
+    for route in routes:
+        for prefix in ("", "/v1"):
+            yield replace(route, path=prefix + route.path)
+
+
+REFERENCE = "#/components/schemas/{name}"
+_KEYS: dict[str, dict[str, Any]] = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        }
+    },
+}
+"""What all dialects' errors have in common."""
+
+
+def described(routes: Routes) -> bytes:
+    """The routes as an OpenAPI document, JSON."""
+    structs = {route.request for route in routes if route.request is not None}
+    ordered = sorted(structs, key=lambda one: one.__name__)
+    schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
+    bodies = dict(zip(ordered, schemas, strict=True))
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, bodies)
+    return msgspec.json.encode(
+        {
+            "openapi": "3.1.0",
+            "info": {"title": "The agent proxy of areal_hpc", "version": __version__},
+            "paths": paths,
+            "components": {
+                "schemas": {**components, "Refusal": _ERROR},
+                "securitySchemes": _KEYS,
+            },
+        }
+    )
+
+
+def _operation(
+    route: Route, bodies: Mapping[type[msgspec.Struct], dict[str, Any]]
+) -> dict[str, Any]:
+    kind = "object" if route.form == "application/json" else "string"
+    answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
+    if route.streams:
+        answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
+    refusal = {"application/json": {"schema": {"$ref": REFERENCE.format(name="Refusal")}}}
+    operation: dict[str, Any] = {
+        "x-opened-by": route.opened_by,
+        "responses": {
+            "200": {"description": "The answer.", "content": answer},
+            "4XX": {"description": "The request is at fault.", "content": refusal},
+            "5XX": {"description": "The moment is at fault.", "content": refusal},
+        },
+    }
+    if route.opened_by != "anyone":
+        operation["security"] = [{name: []} for name in _KEYS]
+    if route.names:
+        place = {"name": route.names, "in": "path", "required": True, "schema": {"type": "string"}}
+        operation["parameters"] = [place]
+    if route.request is not None:
+        schema = bodies[route.request]
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": schema}},
+        }
+    return operation

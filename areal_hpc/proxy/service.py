@@ -1,0 +1,168 @@
+"""Proxy service: composition of the application, and its serve and drain loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import uvicorn
+import uvloop
+from prometheus_client import disable_created_metrics
+
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.proxy.completion.service import ModelCaller
+from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.engine.passthrough import GenerateRelay
+from areal_hpc.proxy.engine.replicas import ReplicaSource
+from areal_hpc.proxy.engine.router import Router
+from areal_hpc.proxy.engine.sglang_client import Upstream
+from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.http.app import ProxyApp
+from areal_hpc.proxy.http.driver_api import Control
+from areal_hpc.proxy.sessions.events import SessionDropped
+from areal_hpc.proxy.sessions.online_slots import Visits
+from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.sealing import Sealer
+from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.wire.http import KEEP_ALIVE_S
+
+log = logging.getLogger(__name__)
+
+STOP_POLL_S = 0.05
+LISTEN_BACKLOG = 2048
+IDLE_CHECK_S = 5.0
+GARBAGE_OBJECTS = 50_000
+"""New objects after which the garbage collector looks. A reply alone makes hundreds."""
+
+
+class ProxyService:
+    """The application with all that it needs. Make it inside the event loop."""
+
+    def __init__(
+        self,
+        limits: ProxyConfig,
+        model: ServedModel,
+        admin_key: str,
+        recorder: Recorder,
+        source: ReplicaSource,
+        sealer: Sealer | None = None,
+        parsers: SGLangParsers | None = None,
+        visits: Visits | None = None,
+    ) -> None:
+        if limits.message_normaliser is not None:
+            key = "proxy.message_normaliser"
+            model = replace(model, normalise=load_function(limits.message_normaliser, key))
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._limits = limits
+        self._recorder = recorder
+        self._router = Router(source)
+        self._upstream = Upstream()
+        self._sealer = sealer
+        self._parsers = parsers
+        self._app = ProxyApp(
+            admin_key=admin_key,
+            max_request_bytes=limits.max_request_bytes,
+            model=model,
+            book=recorder.book,
+            caller=ModelCaller(model, self._router, self._upstream, recorder, limits, parsers),
+            control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
+            relay=GenerateRelay(
+                self._router,
+                self._upstream,
+                model.encoder.vocab_size,
+                model.context_tokens,
+                limits.request_timeout_s,
+            ),
+        )
+
+    async def run(self, listener: socket.socket, stop: StopRequest, drain_s: int) -> None:
+        """Serve until a stop signal; then answer what is under way, for `drain_s` at most.
+
+        Raises:
+            ClusterError: The journal or a peer failed; another start may succeed.
+        """
+        logging.getLogger("uvicorn.error").addFilter(_is_no_advice)
+        server = uvicorn.Server(
+            uvicorn.Config(
+                self._app,
+                loop="none",
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                access_log=False,
+                log_config=None,
+                proxy_headers=False,
+                server_header=False,
+                date_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=drain_s,
+            )
+        )
+        services = [self._router.follow(), self._drop_idle_sessions()]
+        if self._sealer is not None:
+            services.append(self._sealer.run())
+        if self._parsers is not None:
+            services.append(self._parsers.run())
+        await _until_first_ends(
+            server.serve(sockets=[listener]), self._drain(server, stop), *services
+        )
+
+    async def _drain(self, server: uvicorn.Server, stop: StopRequest) -> None:
+        """Tell the server to stop when asked; raises when the journal refused."""
+        while not stop.requested:
+            if self._recorder.failure is not None:
+                raise self._recorder.failure
+            await asyncio.sleep(STOP_POLL_S)
+        server.should_exit = True
+        await asyncio.Event().wait()  # the server's own end ends the service
+
+    async def _drop_idle_sessions(self) -> None:
+        while True:
+            await asyncio.sleep(IDLE_CHECK_S)
+            for session in self._recorder.book.idle_sessions(self._limits.session_timeout_s):
+                log.info("dropped idle session %s", session.session_id)
+                self._recorder.record(SessionDropped(session.session_id))
+            if self._sealer is None:  # a sealer does it whenever tickets have been settled
+                await self._recorder.tidy()
+
+    async def close(self) -> None:
+        """Close connections and the journal."""
+        await self._router.close()
+        await self._upstream.close()
+        if self._sealer is not None:
+            await self._sealer.close()
+        self._recorder.close()
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    """False for uvicorn's advice to install a WebSocket library: the routes refuse WebSockets."""
+    return "WebSocket library" not in str(record.msg)
+
+
+async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:
+    """Run all until one returns or raises; then cancel the others."""
+    tasks = [asyncio.ensure_future(service) for service in services]
+    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in running:
+        task.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    for task in done:
+        task.result()
+
+
+def run_loop(serve: Coroutine[Any, Any, None]) -> None:
+    """Run to the end in a thread of its own.
+
+    uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.
+    """
+    gc.freeze()
+    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
+    with ThreadPoolExecutor(1, thread_name_prefix="proxy-loop") as loop_thread:
+        loop_thread.submit(uvloop.run, serve).result()

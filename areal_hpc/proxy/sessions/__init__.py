@@ -1,0 +1,1 @@
+"""Sessions: events, journal, sealing, limits."""

@@ -1,0 +1,103 @@
+"""Session events, as they are journaled.
+
+A live proxy applies an event after writing it; a restarted one applies what it reads. Nothing
+else changes a `SessionBook`, so both arrive at the same state.
+"""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.proxy import StartSessionRequest
+
+
+class SessionOpened(Struct, tag="opened", frozen=True):
+    """A driver opened a session. Of its key only the digest is kept."""
+
+    session_id: str
+    key_digest: bytes
+    request: StartSessionRequest
+
+
+class InteractionAdded(Struct, tag="interaction", frozen=True):
+    """A model call of the session was answered."""
+
+    session_id: str
+    interaction: Interaction
+
+
+class RewardSet(Struct, tag="reward", frozen=True):
+    """An interaction got a reward; a second one replaces the first."""
+
+    session_id: str
+    interaction_id: str
+    reward: float
+
+
+class SessionEnded(Struct, tag="ended", frozen=True):
+    """The session takes no more requests."""
+
+    session_id: str
+
+
+class SessionDropped(Struct, tag="dropped", frozen=True):
+    """The session idled too long: nobody will finish it."""
+
+    session_id: str
+
+
+class TicketFinished(Struct, tag="finished", frozen=True):
+    """The named sessions are the ticket's episodes; its other sessions are discarded."""
+
+    ref: TicketRef
+    session_ids: list[str]
+    finished_at: float
+    """Unix time."""
+
+
+class TicketDropped(Struct, tag="ticket_dropped", frozen=True):
+    """The finished ticket cannot become rows. The ledger may not know yet."""
+
+    ref: TicketRef
+    reason: str
+
+
+class TicketsSealed(Struct, tag="sealed", frozen=True):
+    """The tickets' rows lie in a sealed, indexed shard. The ledger may not know yet."""
+
+    tickets: list[SettledTicket]
+
+
+class TicketsSettled(Struct, tag="settled", frozen=True):
+    """The ledger acknowledged the tickets, sealed or dropped."""
+
+    refs: list[TicketRef]
+
+
+Event = (
+    SessionOpened
+    | InteractionAdded
+    | RewardSet
+    | SessionEnded
+    | SessionDropped
+    | TicketFinished
+    | TicketDropped
+    | TicketsSealed
+    | TicketsSettled
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+
+
+def encode_event(event: Event) -> bytes:
+    """The event as a journal payload."""
+    return _encoder.encode(event)
+
+
+def decode_event(payload: bytes) -> Event:
+    """The inverse of `encode_event`."""
+    return _decoder.decode(payload)

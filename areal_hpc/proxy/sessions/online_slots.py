@@ -1,0 +1,61 @@
+"""Episode slots for external programs (online mode)."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from areal_hpc.errors import RequestRefused
+from areal_hpc.wire.proxy import OfferRequest
+
+LONGEST_WAIT_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class Offer:
+    """One episode's place, until a program takes it or its driver asks anew."""
+
+    request: OfferRequest
+    taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    """The id of the session."""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Older tickets first, so that groups become complete."""
+        session = self.request.session
+        ref = session.ref
+        return (ref.ticket_id, ref.attempt, session.episode) if ref else (0, 0, session.episode)
+
+
+class Visits:
+    """The places that are free."""
+
+    def __init__(self) -> None:
+        self._free: set[Offer] = set()
+
+    async def offer(self, request: OfferRequest) -> str | None:
+        """The session of the program that came; None if nobody did in time."""
+        offer = Offer(request)
+        self._free.add(offer)
+        try:
+            async with asyncio.timeout(min(request.wait_s, LONGEST_WAIT_S)):
+                return await offer.taken
+        except TimeoutError:
+            return None
+        finally:
+            self._free.discard(offer)
+
+    def take(self) -> Offer:
+        """The place that a program gets. Its `taken` must be told the session.
+
+        Raises:
+            RequestRefused: (429) The run needs no episode at the moment.
+        """
+        free = [offer for offer in self._free if not offer.taken.done()]  # its driver has gone
+        if not free:
+            raise RequestRefused(
+                429, "the run waits for no episode at the moment", hint="repeat the request"
+            )
+        offer = min(free, key=lambda one: one.rank)
+        self._free.discard(offer)
+        return offer

@@ -1,0 +1,255 @@
+"""Write-ahead journal of session events, replayed at restart."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.proxy.sessions.events import (
+    Event,
+    InteractionAdded,
+    RewardSet,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketDropped,
+    TicketFinished,
+    TicketsSealed,
+    TicketsSettled,
+    decode_event,
+    encode_event,
+)
+from areal_hpc.proxy.sessions.store import Session, SessionBook
+from areal_hpc.session.soundness import find_interaction_defect
+from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.trajectory import MAX_TOKEN_IDS
+
+log = logging.getLogger(__name__)
+
+EVENT_KIND = 1
+SMALLEST_ROTATION_BYTES = 1 << 20
+_REMOVING = (SessionDropped, TicketDropped, TicketFinished, TicketsSealed)
+
+
+class UnsoundCallError(ValueError):
+    """A model call that could never be trained on: it was neither journaled nor applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """What of the journal is history at one moment: decided on the loop, used in a thread."""
+
+    gone: frozenset[str]
+    """Sessions."""
+    sealed: frozenset[TicketRef]
+    """Sealed, or dropped because they cannot be."""
+    settled: frozenset[TicketRef]
+    all_settled: bool
+    """The ledger knows of every sealed ticket."""
+
+    def needs(self, record: JournalRecord) -> bool:
+        """True for a record that a restarted proxy must read."""
+        match decode_event(record.payload):
+            case TicketFinished(ref=ref):
+                return ref not in self.sealed
+            case TicketDropped(ref=ref):
+                return ref not in self.settled
+            case TicketsSealed(tickets=tickets):
+                return any(ticket.ref not in self.settled for ticket in tickets)
+            case TicketsSettled(refs=refs):
+                return not self.all_settled or any(ref not in self.settled for ref in refs)
+            case event:
+                return event.session_id not in self.gone
+
+
+class Recorder:
+    """The only way to change a `SessionBook` while the proxy runs.
+
+    Opening replays what an earlier proxy of the cell left behind. Sessions that are not trained
+    on (evaluations, visitors) are kept in memory alone.
+
+    Args:
+        path: The journal.
+        sync_interval_s: Longest time between a record and its being forced to disk.
+        vocab_size: Token ids of recorded calls are below it.
+
+    Raises:
+        ClusterError: The journal cannot be opened or written.
+    """
+
+    def __init__(self, path: Path, sync_interval_s: float, vocab_size: int = MAX_TOKEN_IDS) -> None:
+        self.book = SessionBook()
+        self.folder = path.parent
+        """The journal's own."""
+        self.failure: ClusterError | None = None
+        """Set when the journal refused: nothing may be answered any more."""
+        self._vocab_size = vocab_size
+        self._journal = JournalWriter(path, sync_interval_s)
+        self._gone_sessions: set[str] = set()
+        self._sealed_refs: set[TicketRef] = set()
+        self._settled_refs: set[TicketRef] = set()
+        began = time.monotonic()
+        count = 0
+        for record in read_journal(path):
+            self._replay(decode_event(record.payload))
+            count += 1
+        if count:
+            log.info(
+                "replayed %d events in %.2f s: %d sessions, %d finished tickets",
+                count,
+                time.monotonic() - began,
+                len(self.book.sessions),
+                len(self.book.finished),
+            )
+        self._rotated_bytes = self._journal.bytes_written
+
+    def record(self, event: Event) -> None:
+        """Let `event` happen. It survives the death of this process when this returns.
+
+        Raises:
+            ClusterError: The journal refused; the event has not happened.
+            UnsoundCallError: It is a model call that cannot be trained on; it has not happened.
+        """
+        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+            raise UnsoundCallError(defect)
+        if self._is_durable(event):
+            try:
+                self._journal.append(EVENT_KIND, encode_event(event))
+            except ClusterError as error:
+                self.failure = error
+                raise
+        self._apply(event)
+
+    def holds(self, session: Session) -> bool:
+        """False once the session has been dropped or sealed."""
+        return self.book.sessions.get(session.session_id) is session
+
+    def _defect_of(self, event: InteractionAdded) -> str | None:
+        tree = self.book.sessions[event.session_id].tree
+        return find_interaction_defect(event.interaction, tree, self._vocab_size)
+
+    def _replay(self, event: Event) -> None:
+        """Let what the journal holds have happened.
+
+        Journals of earlier versions may hold unsound calls. Such a call is left out, and its
+        session marked: the session's ticket is then dropped where it would be sealed.
+        """
+        if isinstance(event, InteractionAdded) and (defect := self._defect_of(event)):
+            self._mark(event.session_id, defect)
+        elif isinstance(event, InteractionAdded):
+            try:
+                self._apply(event)
+            except Exception as error:  # boundary: one call must not keep the cell from starting
+                log.exception("session %s: a call cannot be taken up", event.session_id)
+                self._mark(event.session_id, repr(error))
+        elif isinstance(event, RewardSet) and not self._has_call(event):
+            log.warning("session %s: a reward of a call that was left out", event.session_id)
+        else:
+            self._apply(event)
+
+    def _mark(self, session_id: str, defect: str) -> None:
+        session = self.book.sessions[session_id]
+        session.defect = session.defect or f"its journal holds an unsound call: {defect}"
+        log.error("session %s cannot be trained on: %s", session_id, session.defect)
+
+    def _has_call(self, event: RewardSet) -> bool:
+        return event.interaction_id in self.book.sessions[event.session_id].tree
+
+    def _is_durable(self, event: Event) -> bool:
+        match event:
+            case SessionOpened():
+                return Session(event).is_recorded
+            case InteractionAdded() | RewardSet() | SessionEnded() | SessionDropped():
+                return self.book.sessions[event.session_id].is_recorded
+            case _:
+                return True
+
+    def _apply(self, event: Event) -> None:
+        if _removes_sessions(event):
+            known = set(self.book.sessions)
+            self.book.apply(event)
+            self._gone_sessions |= known - self.book.sessions.keys()
+        else:
+            self.book.apply(event)
+        if isinstance(event, TicketDropped):
+            self._sealed_refs.add(event.ref)
+        elif isinstance(event, TicketsSealed):
+            self._sealed_refs.update(ticket.ref for ticket in event.tickets)
+        elif isinstance(event, TicketsSettled):
+            self._settled_refs.update(event.refs)
+
+    # Forgetting ---------------------------------------------------------------------------
+
+    @property
+    def should_rotate(self) -> bool:
+        """True when the journal has doubled since it last held only what is needed."""
+        grown = self._journal.bytes_written > 2 * self._rotated_bytes + SMALLEST_ROTATION_BYTES
+        return grown and bool(self._gone_sessions)
+
+    def plan_rotation(self) -> Rotation:
+        """What can be forgotten now. Records appended later are never taken for gone."""
+        sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
+        return Rotation(frozenset(self._gone_sessions), sealed, settled, sealed <= settled)
+
+    def rotate(self, rotation: Rotation) -> None:
+        """Drop the records that `rotation` does not need. May run in a thread.
+
+        Raises:
+            ClusterError: The disk refuses; the journal stays as it is.
+        """
+        self._journal.rotate(rotation.needs)
+
+    async def tidy(self) -> None:
+        """Rotate the journal if that is due.
+
+        Raises:
+            ClusterError: The disk refuses; the journal stays as it is.
+        """
+        if self.should_rotate:
+            rotation = self.plan_rotation()
+            await asyncio.to_thread(self.rotate, rotation)
+            self.forget(rotation)
+
+    def forget(self, rotation: Rotation) -> None:
+        """The journal has been rotated: what it dropped need not be remembered either."""
+        self._rotated_bytes = self._journal.bytes_written
+        self._gone_sessions -= rotation.gone
+        if rotation.all_settled:
+            self._settled_refs -= rotation.settled
+            self._sealed_refs -= rotation.sealed
+
+    def close(self) -> None:
+        """Sync and close the journal."""
+        self._journal.close()
+
+
+class VolatileRecorder(Recorder):
+    """Sessions in memory alone: they end with the process."""
+
+    def __init__(self, vocab_size: int = MAX_TOKEN_IDS) -> None:
+        self.book = SessionBook()
+        self.failure: ClusterError | None = None
+        self._vocab_size = vocab_size
+
+    def _is_durable(self, event: Event) -> bool:
+        return False
+
+    def _apply(self, event: Event) -> None:
+        self.book.apply(event)
+
+    @property
+    def should_rotate(self) -> bool:
+        """There is nothing on disk."""
+        return False
+
+    def close(self) -> None:
+        """There is nothing on disk."""
+
+
+def _removes_sessions(event: Event) -> bool:
+    return isinstance(event, _REMOVING)

@@ -1,0 +1,212 @@
+"""Sealer: finished tickets into shards, then settled with the ledger.
+
+A ticket is finished in the journal, then sealed in a shard with an index line, then noted as
+sealed in the journal, then settled. A proxy that dies between the middle two finds its shard
+in the index when it starts again, so that no ticket is sealed twice.
+
+A ticket that cannot become sound rows is dropped with the reason, in the journal and then at the
+ledger, which issues another one in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Mapping, Sequence
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.proxy.sessions.events import TicketDropped, TicketsSealed, TicketsSettled
+from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.store import FinishedTicket
+from areal_hpc.recipe.sections.recording import ShardConfig
+from areal_hpc.rundir import rendezvous
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
+from areal_hpc.shards.verify import repair
+from areal_hpc.shards.writer import seal
+from areal_hpc.wire.backoff import Backoff
+from areal_hpc.wire.http import AsyncWireClient
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    DropRequest,
+    SettledTicket,
+    SettleRequest,
+    TicketRef,
+)
+from areal_hpc.wire.trajectory import Trajectory, find_defect
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 0.2
+BACKOFF = Backoff(0.2, 5.0)
+LEDGER_TIMEOUT_S = 10.0
+
+
+class Sealer:
+    """Seals by bytes, by age, or when asked; settles until the ledger acknowledges."""
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        layout: RunPaths,
+        cell: str,
+        config: ShardConfig,
+        admin_key: str,
+    ) -> None:
+        self._recorder = recorder
+        self._book = recorder.book
+        self._layout = layout
+        self._cell = cell
+        self._config = config
+        self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
+        self._sealing = asyncio.Lock()
+        self._settling = asyncio.Lock()
+        self._look = asyncio.Event()
+        self._not_before = 0.0
+
+    def recover(self) -> None:
+        """Note tickets that an earlier proxy sealed but could not note, nor perhaps index."""
+        repair(self._layout, self._cell)
+        indexed = locate_tickets(read_index(self._layout.index_dir, self._cell))
+        found = [
+            _settled(ref, *indexed[ref.ticket_id, ref.attempt])
+            for ref in self._book.finished
+            if (ref.ticket_id, ref.attempt) in indexed
+        ]
+        if found:
+            log.info("%d tickets were sealed before the restart", len(found))
+            self._recorder.record(TicketsSealed(found))
+
+    def wake(self) -> None:
+        """Look now whether something must be sealed."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Seal and settle until cancelled."""
+        pauses = iter(BACKOFF)
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._look.wait(), CHECK_S)
+            self._look.clear()
+            if time.monotonic() < self._not_before:
+                continue
+            try:
+                if self._is_due():
+                    await self._seal()
+                await self._settle()
+                pauses = iter(BACKOFF)
+            except ClusterError as error:
+                pause_s = next(pauses)
+                log.warning("again in %.1f s: %s", pause_s, error)
+                self._not_before = time.monotonic() + pause_s
+
+    async def seal_now(self) -> int:
+        """Seal what is finished, settle it if the ledger answers; how many tickets were sealed.
+
+        Raises:
+            ClusterError: The storage refused.
+        """
+        count = await self._seal()
+        try:
+            await self._settle()
+        except ClusterError as error:
+            log.warning("sealed, will be settled later: %s", error)
+        return count
+
+    def _is_due(self) -> bool:
+        finished = self._book.finished.values()
+        if not finished:
+            return False
+        oldest_at = min(ticket.finished_at for ticket in finished)
+        held_bytes = sum(ticket.row_bytes for ticket in finished)
+        return (
+            held_bytes >= self._config.target_bytes
+            or time.time() - oldest_at >= self._config.seal_after_s
+        )
+
+    async def _seal(self) -> int:
+        async with self._sealing:
+            tickets = list(self._book.finished.values())
+            if not tickets:
+                return 0
+            rows_of, defects = await asyncio.to_thread(_build_rows, tickets)
+            for ref, defect in defects.items():
+                log.error("%s is dropped, for it cannot be sealed: %s", ref, defect)
+                self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
+            if not rows_of:
+                return 0
+            settled = await asyncio.to_thread(self._write, rows_of)
+            self._recorder.record(TicketsSealed(settled))
+            return len(settled)
+
+    def _write(self, rows_of: Mapping[TicketRef, Sequence[Trajectory]]) -> list[SettledTicket]:
+        """Runs in a thread: nothing changes in a finished ticket."""
+        rows = [row for found in rows_of.values() for row in found]
+        began = time.monotonic()
+        shard = seal(rows, self._layout.shards_dir, self._layout.index_dir, self._cell)
+        log.info(
+            "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
+            len(rows_of),
+            shard.rows,
+            shard.tokens,
+            shard.file,
+            time.monotonic() - began,
+        )
+        places = {(one.ticket_id, one.attempt): one for one in shard.tickets}
+        return [_settled(ref, shard.file, places[ref.ticket_id, ref.attempt]) for ref in rows_of]
+
+    async def _settle(self) -> None:
+        async with self._settling:
+            tickets, dropped = list(self._book.sealed.values()), dict(self._book.dropped)
+            if not (tickets or dropped):
+                return
+            ledger = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
+            if ledger is None:
+                raise ClusterError("the ledger has not been published")
+            if tickets:
+                settle = SettleRequest(self._cell, tickets)
+                await self._ledger.call(f"{ledger.url}/settle", settle, Acknowledged)
+            for ref, reason in dropped.items():
+                drop = DropRequest(self._cell, ref, reason)
+                await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
+            self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
+            await self._recorder.tidy()
+
+    async def close(self) -> None:
+        """Close pooled connections."""
+        await self._ledger.close()
+
+
+def _build_rows(
+    tickets: Sequence[FinishedTicket],
+) -> tuple[dict[TicketRef, list[Trajectory]], dict[TicketRef, str]]:
+    """The rows of each ticket that can be trained on, and what is wrong with the others."""
+    rows_of: dict[TicketRef, list[Trajectory]] = {}
+    defects: dict[TicketRef, str] = {}
+    for ticket in tickets:
+        rows, defect = _try_to_build(ticket)
+        if defect:
+            defects[ticket.ref] = defect
+        else:
+            rows_of[ticket.ref] = rows
+    return rows_of, defects
+
+
+def _try_to_build(ticket: FinishedTicket) -> tuple[list[Trajectory], str]:
+    """A ticket's rows, or why it cannot become any."""
+    if ticket.defect:
+        return [], ticket.defect
+    try:
+        rows = ticket.rows()
+    except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
+        log.exception("the rows of %s cannot be built", ticket.ref)
+        return [], repr(error)
+    if not rows:
+        return [], "none of its calls is trained"
+    return rows, next(filter(None, map(find_defect, rows)), "")
+
+
+def _settled(ref: TicketRef, shard: str, place: ShardTicket) -> SettledTicket:
+    return SettledTicket(ref, shard, place.rows, place.rewards, place.oldest_version)

@@ -1,0 +1,231 @@
+"""Session store: sessions, keys, tickets; changed by events only."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+import msgspec
+
+from areal_hpc.proxy.sessions.events import (
+    Event,
+    InteractionAdded,
+    RewardSet,
+    SessionDropped,
+    SessionEnded,
+    SessionOpened,
+    TicketDropped,
+    TicketFinished,
+    TicketsSealed,
+    TicketsSettled,
+)
+from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
+from areal_hpc.session.tree import InteractionTree
+from areal_hpc.wire.ledger import SettledTicket, TicketRef
+from areal_hpc.wire.proxy import StartSessionRequest
+from areal_hpc.wire.trajectory import Trajectory
+
+ROW_BYTES_PER_TOKEN = 17
+"""int32 id, uint8 mask, float32 log-probability, int64 version."""
+ENDED_KEPT_S = 60.0
+REMEMBERED_TICKETS = 4096
+"""Settled tickets whose repeated `finish_ticket` is still answered."""
+
+
+def new_key() -> str:
+    """A session key: 256 random bits."""
+    return f"sk-{secrets.token_urlsafe(32)}"
+
+
+def key_digest(key: str) -> bytes:
+    """What is kept of a key. Looking up a digest tells an attacker nothing by its timing."""
+    return hashlib.blake2b(key.encode(), digest_size=16).digest()
+
+
+class Session:
+    """One episode's conversation with the model."""
+
+    def __init__(self, opened: SessionOpened) -> None:
+        self.opened = opened
+        self.tree = InteractionTree()
+        self.ended = False
+        self.in_flight = 0
+        """Replies that the model is asked for now."""
+        self.touched_at = time.monotonic()
+        self.responses: dict[str, bytes] = {}
+        """Bodies of Responses that may be asked for again, by id."""
+        self.calls = 0
+        """Model calls begun; numbers the seeds of a session."""
+        self.sampled_tokens = 0
+        """Of every reply so far."""
+        self.defect = ""
+        """Why it cannot become rows; empty unless the journal holds unsound events of it."""
+
+    @property
+    def session_id(self) -> str:
+        """Public name of the session; not a secret."""
+        return self.opened.session_id
+
+    @property
+    def request(self) -> StartSessionRequest:
+        """What the driver asked for."""
+        return self.opened.request
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if what is said must outlive this process."""
+        ref = self.request.ref
+        return not self.request.disposable and (ref is None or ref.eval_step < 0)
+
+    def touch(self) -> None:
+        """Put off the idle timeout."""
+        self.touched_at = time.monotonic()
+
+    def rows(self, ref: TicketRef) -> list[Trajectory]:
+        """The session's training rows."""
+        key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
+        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.export_rule)
+
+    def plan(self) -> list[RowPlan]:
+        """What rows the session has."""
+        return plan_rows(self.tree, self.export_rule)
+
+    @property
+    def export_rule(self) -> ExportRule:
+        """How the session becomes rows."""
+        return ExportRule(**msgspec.structs.asdict(self.request.export))
+
+
+class FinishedTicket:
+    """A ticket whose episodes all ended; nothing changes in them any more."""
+
+    def __init__(self, ref: TicketRef, sessions: list[Session], finished_at: float) -> None:
+        self.ref = ref
+        self.sessions = sessions
+        self.finished_at = finished_at
+        self.defect = next((session.defect for session in sessions if session.defect), "")
+        """Why it cannot become rows; empty for a sound ticket."""
+        plans: list[RowPlan] = []
+        try:
+            plans = [plan for session in sessions for plan in session.plan()]
+        except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
+            self.defect = self.defect or f"its rows cannot be planned: {error!r}"
+        self.row_count = len(plans)
+        self.row_bytes = ROW_BYTES_PER_TOKEN * sum(p.path[-1].sequence_tokens for p in plans)
+
+    def rows(self) -> list[Trajectory]:
+        """Every row of the ticket, episode by episode."""
+        return [row for session in self.sessions for row in session.rows(self.ref)]
+
+
+class SessionBook:
+    """Everything the proxy must remember, and the only way to change it: `apply`."""
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, Session] = {}
+        self.finished: dict[TicketRef, FinishedTicket] = {}
+        """Finished, not sealed."""
+        self.sealed: dict[TicketRef, SettledTicket] = {}
+        """Sealed, not yet acknowledged by the ledger."""
+        self.dropped: dict[TicketRef, str] = {}
+        """Reasons of tickets that cannot be sealed, not yet acknowledged by the ledger."""
+        self.settled_rows: dict[TicketRef, int] = {}
+        self._by_key: dict[bytes, Session] = {}
+
+    def session_of_key(self, key: str) -> Session | None:
+        """The session that `key` opens."""
+        return self._by_key.get(key_digest(key))
+
+    def rows_of(self, ref: TicketRef) -> int | None:
+        """How many rows a finished ticket contributes; None if it is not finished."""
+        if ref in self.finished:
+            return self.finished[ref].row_count
+        if ref in self.sealed:
+            return len(self.sealed[ref].rows)
+        if ref in self.dropped:
+            return 0
+        return self.settled_rows.get(ref)
+
+    def apply(self, event: Event) -> None:
+        """Let `event` have happened. It must make sense now: callers check before they record."""
+        match event:
+            case SessionOpened():
+                session = Session(event)
+                self.sessions[event.session_id] = session
+                self._by_key[event.key_digest] = session
+            case InteractionAdded():
+                session = self.sessions[event.session_id]
+                session.tree.add(event.interaction)
+                session.sampled_tokens += event.interaction.output_tokens
+            case RewardSet():
+                tree = self.sessions[event.session_id].tree
+                tree[event.interaction_id].reward = event.reward
+            case SessionEnded():
+                session = self.sessions[event.session_id]
+                session.ended, session.responses = True, {}
+            case SessionDropped():
+                self._remove(self.sessions[event.session_id])
+            case TicketFinished():
+                self._finish(event)
+            case TicketDropped():
+                self._forget_finished(event.ref)
+                self.dropped[event.ref] = event.reason
+            case TicketsSealed():
+                for ticket in event.tickets:
+                    self._seal(ticket)
+            case TicketsSettled():
+                for ref in event.refs:
+                    self._settle(ref)
+
+    def _finish(self, event: TicketFinished) -> None:
+        kept = [self.sessions[session_id] for session_id in event.session_ids]
+        for session in [*self.sessions.values()]:
+            if session.request.ref == event.ref and session not in kept:
+                self._remove(session)
+        self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
+
+    def _seal(self, ticket: SettledTicket) -> None:
+        self._forget_finished(ticket.ref)
+        self.sealed[ticket.ref] = ticket
+
+    def _forget_finished(self, ref: TicketRef) -> None:
+        finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it
+        for session in finished.sessions if finished else []:
+            self._remove(session)
+
+    def _settle(self, ref: TicketRef) -> None:
+        ticket = self.sealed.pop(ref, None)
+        if ticket is None and self.dropped.pop(ref, None) is None:
+            return
+        self.settled_rows[ref] = len(ticket.rows) if ticket else 0
+        while len(self.settled_rows) > REMEMBERED_TICKETS:
+            del self.settled_rows[next(iter(self.settled_rows))]
+
+    def _remove(self, session: Session) -> None:
+        del self.sessions[session.session_id]
+        if self._by_key.get(session.opened.key_digest) is session:  # not if it was given on
+            del self._by_key[session.opened.key_digest]
+
+    def idle_sessions(self, older_than_s: float) -> list[Session]:
+        """Sessions that nobody used for so long, apart from those of finished tickets.
+
+        A ticket's sessions wait for one another: none of them is idle while one is used. An ended
+        session that is not recorded has no use but to answer a repeated end.
+        """
+        now = time.monotonic()
+        used_at: dict[TicketRef, float] = {}
+        for session in self.sessions.values():
+            if (ref := session.request.ref) is not None:
+                used = now if session.in_flight else session.touched_at
+                used_at[ref] = max(used_at.get(ref, used), used)
+
+        def is_idle(session: Session) -> bool:
+            ref = session.request.ref
+            if session.in_flight or ref in self.finished:
+                return False
+            is_kept = session.is_recorded or not session.ended
+            last_used = session.touched_at if ref is None else used_at[ref]
+            return now - last_used > (older_than_s if is_kept else ENDED_KEPT_S)
+
+        return [session for session in self.sessions.values() if is_idle(session)]

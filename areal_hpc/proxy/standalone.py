@@ -1,0 +1,119 @@
+"""Standalone proxy in front of given SGLang servers, without a run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import field_validator
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.environment import allow_all_descriptors
+from areal_hpc.jobs.signals import StopRequest
+from areal_hpc.proxy.completion.model import parsers_of, read_model
+from areal_hpc.proxy.engine.replicas import ListedReplicas
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_loop
+from areal_hpc.proxy.sessions.recorder import Recorder, VolatileRecorder
+from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.rundir import rendezvous
+
+
+class AloneConfig(StageConfig):
+    """What a proxy without a run must know."""
+
+    upstreams: list[str]
+    """Addresses of SGLang servers that serve the same model."""
+    tokenizer: Path
+    """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
+    host: str
+    port: int
+    admin_key_file: Path
+    """Holds the key that opens sessions; made if it is missing."""
+    journal: Path | None
+    """Folder for what must outlive the proxy; sessions end with it when null."""
+    tool_call_parser: str | None
+    reasoning_parser: str | None
+    serve_python: str
+    """Interpreter of SGLang's environment; its parsers run there."""
+    context_tokens: int | None
+    """Longest prompt plus reply; the model's own limit when null."""
+    drain_s: int
+    """Longest time for answering what is under way when a stop signal comes."""
+    proxy: ProxyConfig
+
+    @field_validator("upstreams")
+    @classmethod
+    def _are_urls(cls, upstreams: list[str]) -> list[str]:
+        for url in upstreams:
+            parts = urlsplit(url)
+            if "@" in parts.netloc:
+                raise ValueError(f"no user or password is sent to an upstream ({parts.hostname})")
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"an upstream is an address such as http://host:30000, got {url}")
+        return upstreams
+
+
+def run(config: AloneConfig, say: Callable[[str], None]) -> None:
+    """Serve until a stop signal.
+
+    Args:
+        config: What to serve.
+        say: Told where the proxy listens, as soon as it does.
+
+    Raises:
+        RecipeError: The model directory lacks a tokenizer or a chat template.
+        ClusterError: The address is taken, or the journal failed.
+    """
+    allow_all_descriptors()
+    stop = StopRequest.install()
+    run_loop(_serve(config, stop, say))
+
+
+async def _serve(config: AloneConfig, stop: StopRequest, say: Callable[[str], None]) -> None:
+    model = read_model(
+        config.tokenizer.resolve().name,
+        config.tokenizer,
+        config.context_tokens,
+        config.tool_call_parser,
+        config.reasoning_parser,
+    )
+    parsers = parsers_of(model, config.serve_python)
+    admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
+    vocab_size = model.encoder.vocab_size
+    recorder: Recorder = VolatileRecorder(vocab_size)
+    if config.journal is not None:
+        config.journal.mkdir(mode=0o700, parents=True, exist_ok=True)
+        sync_interval_s = ShardConfig().sync_interval_s
+        recorder = Recorder(config.journal / "journal", sync_interval_s, vocab_size)
+    source = ListedReplicas(config.upstreams)
+    service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
+    try:
+        listener = _listen(config.host, config.port)
+        say(_welcome(config, listener.getsockname()[1]))
+        await service.run(listener, stop, config.drain_s)
+    finally:
+        await service.close()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        return socket.create_server((host, port), backlog=LISTEN_BACKLOG)
+    except OSError as error:
+        raise ClusterError(
+            f"cannot listen on {host}:{port}: {error.strerror}",
+            hint="give another --port or --host",
+        ) from error
+
+
+def _welcome(config: AloneConfig, port: int) -> str:
+    url = f"http://{config.host}:{port}"
+    return f"""\
+areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}
+open a session:
+  curl -s {url}/rl/start_session -H "authorization: Bearer $(cat {config.admin_key_file})" \
+-d '{{"task_id": "try"}}'
+its api_key, and base_url {url}/v1, are all that an agent needs; \
+{"the journal is in " + str(config.journal) if config.journal else "sessions end with the proxy"}"""
