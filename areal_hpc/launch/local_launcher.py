@@ -13,6 +13,7 @@ from areal_hpc.errors import ClusterError, Interrupted, JobFailedError
 from areal_hpc.jobs.environment import pythons_of
 from areal_hpc.jobs.gpus import visible_gpus
 from areal_hpc.jobs.restart_policy import RestartPolicy, crash_of
+from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch import setup
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import Stage
@@ -183,7 +184,7 @@ class _Foreground:
             stop_grace_s=cluster.stop_grace_s,
             gpus=self._gpus[spec.name],
         )
-        handle = submit_local(launch)
+        handle = submit_local(launch, run_job)
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError, Interrupted, JobFailedError, SlurmSilentError
 from areal_hpc.jobs.environment import pythons_of
 from areal_hpc.jobs.restart_policy import crash_of
+from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.local_launcher import Reporter
 from areal_hpc.launch.plan import Facts, Plan, Stage, plan
 from areal_hpc.launch.prepared_run import Ready, prepared
@@ -88,7 +89,7 @@ def write_down(
     with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
         place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
         return [
-            write_job(request, launch_of(spec, stage, recipe, ready)).script
+            write_job(request, launch_of(spec, stage, recipe, ready), run_job).script
             for stage in ready.stages
             for spec, request in _pairs(stage, recipe, place)
         ]
@@ -104,7 +105,7 @@ def _submit_stages(
         for stage in ready.stages:
             for spec, request in _pairs(stage, recipe, place):
                 asked = request.depending_on(dependency) if dependency else request
-                job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready))
+                job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready), run_job)
                 submitted.append(enter(ready, spec.name, job_id))
                 say(f"job      {spec.name:<10} {job_id:<9} {request.shape}")
             dependency = after_success([_leader(stage, submitted).job_id])

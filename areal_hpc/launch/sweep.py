@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.prepared_run import Ready, prepared
 from areal_hpc.launch.slurm_launcher import after_success, enter, launch_of, place_of, requests_of
 from areal_hpc.recipe.recipe import Recipe
@@ -154,7 +155,7 @@ def _submit_arrays(
                     for spec, stage, run, one in zip(specs, stages, sweep.runs, ready, strict=True)
                 ]
                 asked = request.depending_on(dependency) if dependency else request
-                job_ids = submit_array(asked, alone, launches)
+                job_ids = submit_array(asked, alone, launches, run_job)
                 for one, job_id in zip(ready, job_ids, strict=True):
                     submitted.append(enter(one, specs[0].name, job_id))
                 leading = leading or job_ids[0].partition("_")[0]

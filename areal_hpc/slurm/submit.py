@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 import psutil
 import submitit
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD, JobRequest
+
+Entry: TypeAlias = Callable[[str], None]
+"""What submitit calls in every task, with the path of the job's `launch.json`: the supervisor's `run_job`."""
 
 FOREVER_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -67,7 +70,7 @@ def _kill(process: psutil.Process) -> None:
         return
 
 
-def submit_local(launch: LaunchFile) -> JobHandle:
+def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
     """Start a job on this machine through submitit's local executor."""
     launch_path = _write_launch(launch)
     executor = submitit.LocalExecutor(
@@ -75,7 +78,7 @@ def submit_local(launch: LaunchFile) -> JobHandle:
     )
     executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=launch.job.tasks)
     with _interrupts_ignored():
-        return JobHandle(launch, executor.submit(run_job, str(launch_path)))
+        return JobHandle(launch, executor.submit(entry, str(launch_path)))
 
 
 def _write_launch(launch: LaunchFile) -> Path:
@@ -112,32 +115,35 @@ def script_of(request: JobRequest, members: int | None = None) -> str:
     return text
 
 
-def write_job(request: JobRequest, launch: LaunchFile) -> JobPaths:
+def write_job(request: JobRequest, launch: LaunchFile, entry: Entry) -> JobPaths:
     """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
     launch_path = _write_launch(launch)
     request.folder.mkdir(parents=True, exist_ok=True)
-    submitit.core.utils.DelayedSubmission(run_job, str(launch_path)).dump(request.folder / PAYLOAD)
+    submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(request.folder / PAYLOAD)
     launch.paths.script.write_text(script_of(request))
     return launch.paths
 
 
-def submit_slurm(request: JobRequest, launch: LaunchFile) -> str:
+def submit_slurm(request: JobRequest, launch: LaunchFile, entry: Entry) -> str:
     """Hand a job to Slurm; its number. The script stays in the job's folder.
 
     Raises:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    job = write_job(request, launch)
+    job = write_job(request, launch, entry)
     with _refusals_explained(request.job):
-        return str(_executor(request).submit(run_job, str(job.launch)).job_id)
+        return str(_executor(request).submit(entry, str(job.launch)).job_id)
 
 
 def submit_array(
-    array: JobRequest, alone: Sequence[JobRequest], launches: Sequence[LaunchFile]
+    array: JobRequest,
+    alone: Sequence[JobRequest],
+    launches: Sequence[LaunchFile],
+    entry: Entry,
 ) -> list[str]:
     """Hand the same job of several runs to Slurm as one array; the number of each.
 
@@ -145,16 +151,18 @@ def submit_array(
         array: What all of them ask for.
         alone: Each by itself, for the script by which it submits itself again.
         launches: Each one's launch.
+        entry: What every task calls.
 
     Raises:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    paths = [str(write_job(*one).launch) for one in zip(alone, launches, strict=True)]
+    pairs = zip(alone, launches, strict=True)
+    paths = [str(write_job(request, launch, entry).launch) for request, launch in pairs]
     array.folder.mkdir(parents=True, exist_ok=True)
     JobPaths(array.folder.parent).script.write_text(script_of(array, len(paths)))
     with _refusals_explained(array.job):
-        return [str(job.job_id) for job in _executor(array).map_array(run_job, paths)]
+        return [str(job.job_id) for job in _executor(array).map_array(entry, paths)]
 
 
 @contextmanager

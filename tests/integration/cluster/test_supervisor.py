@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec
 from areal_hpc.slurm.submit import JobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
@@ -77,7 +78,7 @@ def submit(folder: Path) -> Iterator[Callable[..., JobHandle]]:
             launcher_lock=str(lock) if lock else None,
             stop_grace_s=grace_s,
         )
-        handles.append(submit_local(launch))
+        handles.append(submit_local(launch, run_job))
         return handles[-1]
 
     yield submit_processes
