@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from areal_hpc.client.areal_openai import ArealOpenAI
     from areal_hpc.errors import JobFailedError
     from areal_hpc.launch.run import RunResult, run, submit
-    from areal_hpc.recipe.loading import load as load_recipe
+    from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper

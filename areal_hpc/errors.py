@@ -108,41 +108,41 @@ def encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-class SlurmMissingError(ClusterError):
+class SlurmNotFoundError(ClusterError):
     """There is no such command here, as within most containers."""
 
 
-class SlurmSilentError(ClusterError):
+class SlurmTimeoutError(ClusterError):
     """A daemon of Slurm does not answer now. It may do so at the next try."""
 
 
-class SlurmRefusedError(ClusterError):
+class SlurmCommandError(ClusterError):
     """A daemon of Slurm answered, and refused."""
 
 
-class NotAnExpression(ValueError):
+class InvalidExpressionError(ValueError):
     """The text is more than numbers, parentheses and the four operators."""
 
 
-class RewardRefused(ValueError):
+class InvalidRewardError(ValueError):
     """The reward is not a finite number, or there is no such interaction."""
 
 
-class UnknownInteraction(RewardRefused, KeyError):
+class UnknownInteractionError(InvalidRewardError, KeyError):
     """The session has no interaction of this name."""
 
     __str__ = Exception.__str__  # KeyError would quote the sentence
 
 
-class TemplateRefusal(ValueError):
+class ChatTemplateError(ValueError):
     """The model's chat template does not accept these messages."""
 
 
-class CallRefused(Exception):
+class ControlCallError(Exception):
     """The caller may not control this replica now."""
 
 
-class Refused(ArealError):
+class LedgerRequestError(ArealError):
     """The request is wrong (400) or comes from a superseded trainer (409)."""
 
     def __init__(self, status: int, message: str, *, hint: str = "") -> None:
@@ -154,15 +154,15 @@ class Refused(ArealError):
         return (_refused, (self.status, problem.message, problem.hint))
 
 
-def _refused(status: int, message: str, hint: str) -> Refused:
-    return Refused(status, message, hint=hint)
+def _refused(status: int, message: str, hint: str) -> LedgerRequestError:
+    return LedgerRequestError(status, message, hint=hint)
 
 
-class ProcessLost(AgentError):
+class WorkerLostError(AgentError):
     """The process died during the call. Another one takes its place."""
 
 
-class StorageRefusedError(WeightSyncError):
+class WeightStorageError(WeightSyncError):
     """The shared storage did not take the weights. No replica has been touched."""
 
 
@@ -174,11 +174,11 @@ class JobFailedError(ArealError):
         self.code = code
 
 
-class Interrupted(Exception):
+class RunInterruptedError(Exception):
     """The user asked for a stop; everything has stopped."""
 
 
-class ParsersLost(Exception):
+class ParserLostError(Exception):
     """The process died; another start may do better."""
 
 
@@ -186,7 +186,7 @@ RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429) may be repeated."""
 
 
-class RequestRefused(ArealError):
+class RequestError(ArealError):
     """The request's fault (4xx) or the moment's (5xx). `key` names the parameter at fault."""
 
     code: ClassVar[str | None] = None
@@ -212,7 +212,7 @@ class RequestRefused(ArealError):
         return (_rebuild_request, (self.status, problem.message, problem.key, problem.hint))
 
 
-class PromptTooLong(RequestRefused):
+class PromptTooLong(RequestError):
     """A prompt that leaves no room for a reply, in the words by which OpenAI's clients know it.
 
     They begin to compact their history then, or end the episode as one that ran out of context.
@@ -235,5 +235,5 @@ class PromptTooLong(RequestRefused):
         return (PromptTooLong, (self.prompt_tokens, self.context_tokens, self.param or ""))
 
 
-def _rebuild_request(status: int, message: str, key: str, hint: str) -> RequestRefused:
-    return RequestRefused(status, message, key=key, hint=hint)
+def _rebuild_request(status: int, message: str, key: str, hint: str) -> RequestError:
+    return RequestError(status, message, key=key, hint=hint)

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 import transformers
 
-from areal_hpc.jobs.topology import current_task
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OptimizerConfig, ParallelConfig
+from areal_hpc.jobs.topology import get_task_position
+from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE, BEHAVIOUR
 from areal_hpc.trainer.model.families.architecture import parse_architecture
@@ -126,7 +126,7 @@ class Trainee:
         self.policy: Policy = build_policy(arch, ParallelConfig(), dtype, device)
         state = hf_model.state_dict()
         load_hf(self.policy, lambda tensor, part: state[tensor.name][part])
-        self.optimizer = build_optimizer(self.policy, OptimizerConfig(lr=RATE))
+        self.optimizer = build_optimizer(self.policy, AdamConfig(lr=RATE))
         self.optimizer.reload_model_params()
         self.max_tokens = max_tokens
 
@@ -199,7 +199,7 @@ def hf_forward_backward(model: Any, rows: Sequence[TrainingRow], rows_per_pass: 
 def open_lone_world(device: str) -> torch.device:
     """The trainer's process groups for one rank; its device. Patch Megatron first."""
     with tempfile.TemporaryDirectory() as folder:
-        return init_process_groups(current_task(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
+        return init_process_groups(get_task_position(), ParallelConfig(), device, Path(folder))  # type: ignore[arg-type]
 
 
 def describe(sizes: Sizes) -> dict[str, Any]:

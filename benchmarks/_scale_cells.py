@@ -19,15 +19,15 @@ import numpy as np
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.leased_tickets import TicketBoard
-from areal_hpc.rollout.service_client import Peer, Services
+from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.service_client import ServiceClient, Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.schema import shard_name
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.schema import format_shard_name
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     Acknowledged,
@@ -36,7 +36,7 @@ from areal_hpc.wire.ledger import (
     BatchRequest,
     Empty,
     LedgerStatus,
-    OpenEpochRequest,
+    OpenGenerationRequest,
     PublishRequest,
     SettledTicket,
     SettleRequest,
@@ -82,7 +82,13 @@ class Storehouse:
     """What a proxy does with finished tickets: seal by age or when asked, then settle."""
 
     def __init__(
-        self, cell: str, layout: RunPaths, ledger: Peer, tempo: Tempo, tally: Tally, pool: Executor
+        self,
+        cell: str,
+        layout: RunPaths,
+        ledger: ServiceClient,
+        tempo: Tempo,
+        tally: Tally,
+        pool: Executor,
     ) -> None:
         self._cell = cell
         self._layout = layout
@@ -124,14 +130,14 @@ class Storehouse:
     async def _write(self, refs: Sequence[TicketRef]) -> list[SettledTicket]:
         n_samples = self._tempo.n_samples
         rewards = [float(episode % 2) for episode in range(n_samples)]
-        file = shard_name(self._cell, self._sequence)
+        file = format_shard_name(self._cell, self._sequence)
         self._sequence += 1
         if self._tempo.with_shards:
             rows = [row for ref in refs for row in trajectories(ref, rewards)]
             shards_dir, index_dir = self._layout.shards_dir, self._layout.index_dir
             loop = asyncio.get_running_loop()
             shard = await loop.run_in_executor(
-                self._pool, seal, rows, shards_dir, index_dir, self._cell
+                self._pool, seal_shard, rows, shards_dir, index_dir, self._cell
             )
             file = shard.file
         return [
@@ -160,7 +166,7 @@ class SleepingRunner(TicketRunner):
     """The runner of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, job: RolloutJobConfig, services: Services, tickets: TicketBoard, events: EventLog,
+        self, job: RolloutJobConfig, services: Services, tickets: LeasedTickets, events: EventLog,
         stores: Storehouse, tempo: Tempo, tally: Tally,
     ) -> None:  # fmt: skip
         super().__init__(
@@ -192,7 +198,7 @@ class SleepingCell(LeaseLoop):
     """The driver of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, number: int, layout: RunPaths, ledger: Peer, stores: Storehouse, tempo: Tempo,
+        self, number: int, layout: RunPaths, ledger: ServiceClient, stores: Storehouse, tempo: Tempo,
         tally: Tally,
     ) -> None:  # fmt: skip
         job = RolloutJobConfig(
@@ -203,7 +209,7 @@ class SleepingCell(LeaseLoop):
             episode_slots=tempo.n_samples * tempo.tickets_at_once,
         )
         services = Services(ledger=ledger, proxy=ledger)
-        tickets = TicketBoard(job.episode_slots, tempo.n_samples)
+        tickets = LeasedTickets(job.episode_slots, tempo.n_samples)
         events = EventLog(layout.events, "cells")
         runner = SleepingRunner(job, services, tickets, events, stores, tempo, tally)
         super().__init__(job, runner=runner, tickets=tickets, services=services, events=events)
@@ -218,7 +224,7 @@ async def run_cells(
     count: int, layout: RunPaths, tempo: Tempo, tally: Tally, pool: Executor
 ) -> None:
     """All cells, until cancelled. Each has two connections to the ledger, as driver and proxy."""
-    peers: list[Peer] = []
+    peers: list[ServiceClient] = []
     try:
         async with asyncio.TaskGroup() as group:
             for number in range(count):
@@ -234,9 +240,9 @@ async def run_cells(
             await peer.close()
 
 
-def to_ledger(layout: RunPaths) -> Peer:
+def to_ledger(layout: RunPaths) -> ServiceClient:
     """A connection of its own."""
-    return Peer(layout.rendezvous_dir, "ledger", ensure_admin_key(layout.admin_key))
+    return ServiceClient(layout.rendezvous_dir, "ledger", ensure_admin_key(layout.admin_key))
 
 
 async def run_trainer(layout: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:
@@ -249,9 +255,9 @@ async def run_trainer(layout: RunPaths, batch_size: int, tempo: Tempo, tally: Ta
 
 
 async def _train(
-    layout: RunPaths, ledger: Peer, batch_size: int, tempo: Tempo, tally: Tally
+    layout: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
-    await ledger.call("/open_epoch", OpenEpochRequest(1, 0), Acknowledged)
+    await ledger.call("/open_epoch", OpenGenerationRequest(1, 0), Acknowledged)
     while True:
         step = tally.steps + 1
         manifest, manifest_s = await _batch(ledger, step, batch_size)
@@ -265,7 +271,9 @@ async def _train(
         tally.steps = step
 
 
-async def _batch(ledger: Peer, step: int, batch_size: int) -> tuple[BatchManifest, float | None]:
+async def _batch(
+    ledger: ServiceClient, step: int, batch_size: int
+) -> tuple[BatchManifest, float | None]:
     """A batch; the time that took, if its tickets were all there when it was asked for."""
     while True:
         status = await ledger.call("/status", Empty(), LedgerStatus)

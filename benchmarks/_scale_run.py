@@ -25,7 +25,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.jobs.environment import allow_all_descriptors
+from areal_hpc.jobs.environment import raise_file_limit
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
@@ -145,7 +145,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
     layout = RunPaths(Path(sys.argv[2]))
-    allow_all_descriptors()
+    raise_file_limit()
     layout.rendezvous_dir.mkdir(parents=True, exist_ok=True)
     claim_next_number(layout.generations_dir)
     print(json.dumps(uvloop.run(measure(layout, settings))))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.weights.buckets.bucket import PackingBuffers
-from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
 
 TIMEOUT_S = 120.0
 
@@ -45,7 +45,7 @@ def read_specs(path: Path) -> list[TensorSpec]:
 
 
 def receive(
-    group: dist.ProcessGroup, buckets: list[Bucket], buffers: PackingBuffers, *, packed: bool
+    group: dist.ProcessGroup, buckets: list[BucketPlan], buffers: PackingBuffers, *, packed: bool
 ) -> None:
     """Every bucket, as a replica takes it in."""
     for bucket in buckets:

@@ -20,7 +20,7 @@ import httpx
 import torch
 
 from areal_hpc.inference.config import resolve_device
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
@@ -202,7 +202,7 @@ def running_replica(
         "cell": "cell-0",
         "inference": {"dtype": "float32", "max_running_requests": STREAMS},
         "model_path": str(layout.tiny_model_dir),
-        "serve_python": interpreter_of("serve", "auto"),
+        "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / "cell.json").write_text(json.dumps(config))
     entry = ("areal_hpc.inference.job:run", str(run_dir / "cell.json"))

@@ -32,7 +32,7 @@ from torch.nn import functional
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.trainer.batch.packing import (
     Pack,
     PackLayout,
@@ -77,7 +77,7 @@ class Ours:
     """The product's way, from shards on disk."""
 
     def __init__(self, trajectories: Sequence[Trajectory], folder: Path) -> None:
-        shard = seal(trajectories, folder, folder / "index", "bench")
+        shard = seal_shard(trajectories, folder, folder / "index", "bench")
         tickets = [
             SettledTicket(
                 TicketRef(one.ticket_id, one.attempt),

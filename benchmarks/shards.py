@@ -33,7 +33,7 @@ import numpy.typing as npt
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import digest_file
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.trajectory import Trajectory
 from benchmarks._pairs import (
     Samples,
@@ -66,7 +66,7 @@ class Bench:
 
     def seal(self) -> str:
         shards_dir, index_dir = self.folder / "shards", self.folder / "index"
-        return seal(self.trajectories, shards_dir, index_dir, "bench").file
+        return seal_shard(self.trajectories, shards_dir, index_dir, "bench").file
 
     def forget_seal(self) -> None:
         for path in self.shard.parent.iterdir():

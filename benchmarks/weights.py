@@ -32,11 +32,11 @@ from safetensors.torch import load_file
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.weights.buckets.bucket import BucketInPlace, OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.pipeline import Wait, send_all
+from areal_hpc.weights.buckets.bucket import InPlaceBucket, OpenBucket, PackingBuffers
+from areal_hpc.weights.buckets.pipeline import WaitSent, send_all
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.transports.broadcast import goes_in_place
-from areal_hpc.weights.transports.process_group import UpdateGroup
+from areal_hpc.weights.transports.broadcast import sends_in_place
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
     Samples,
     Side,
@@ -99,10 +99,10 @@ class Sender:
             torch.ones(bucket.size_bytes, dtype=torch.uint8, device=self.device)
             for bucket in self._buckets
         ]
-        packed = not goes_in_place(backend, replicas_per_group=1)
-        self._open_bucket = PackingBuffers(self.device).open if packed else BucketInPlace
+        packed = not sends_in_place(backend, replicas_per_group=1)
+        self._open_bucket = PackingBuffers(self.device).open if packed else InPlaceBucket
         self._pool = ThreadPoolExecutor(1)
-        self._group = UpdateGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
+        self._group = UpdateProcessGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
         self._done = torch.zeros(1, device=self.device)
         (folder / "specs.json").write_text(
             json.dumps([(spec.name, spec.shape, spec.dtype) for spec in specs])
@@ -136,7 +136,7 @@ class Sender:
     def codec(self) -> None:
         """Fill buckets and send them, as a publisher does."""
 
-        def ship(full: OpenBucket) -> Wait:
+        def ship(full: OpenBucket) -> WaitSent:
             return self._pool.submit(self._group.broadcast, full.messages, no_refusal).result
 
         arrivals = iter(self._weights.items())

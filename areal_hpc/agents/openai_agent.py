@@ -86,7 +86,7 @@ class OpenAIMathToolAgent(OpenAIMathAgent):
 
     Args:
         max_turns: Model calls at most; without an answer by then the reward is that of none.
-        first_request: What goes into the first model call alone, such as `tool_choice`.
+        first_request: What goes into the first model call alone, such as `parse_tool_choice`.
         others: See `OpenAIMathAgent`.
     """
 

@@ -6,13 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
-from areal_hpc.dataset.adapters import gsm8k
-from areal_hpc.dataset.sources import rows
+from areal_hpc.dataset.adapters import convert_gsm8k
+from areal_hpc.dataset.sources import iterate_rows
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
 KEY = "train_dataset"
-PUBLIC_DATASETS = {"gsm8k": ("main/{split}-*.parquet", f"{gsm8k.__module__}:{gsm8k.__name__}")}
+PUBLIC_DATASETS = {
+    "gsm8k": ("main/{split}-*.parquet", f"{convert_gsm8k.__module__}:{convert_gsm8k.__name__}")
+}
 """Data sets by the name of their repository or of a clone: which files, and which form."""
 
 
@@ -38,7 +40,7 @@ def get_custom_dataset(
         RecipeError: There are no such rows, or `max_length` comes without a tokenizer.
     """
     sources = _sources(split, dataset_config.path)
-    given = [row for source in sources for row in rows(source, KEY)]
+    given = [row for source in sources for row in iterate_rows(source, KEY)]
     longest = dataset_config.max_length
     if longest is None:
         return given
@@ -49,22 +51,22 @@ def get_custom_dataset(
     return [row for row in given if _length(row, tokenizer) <= longest]
 
 
-def _sources(split: str, given: str) -> Iterator[DatasetConfig]:
+def _sources(split: str, given: str) -> Iterator[TaskSetConfig]:
     path = Path(given).expanduser()
     lines = path / f"{split}.jsonl"
     if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
-        yield DatasetConfig(path=lines if path.is_dir() else path)
+        yield TaskSetConfig(path=lines if path.is_dir() else path)
         return
     pattern, form = PUBLIC_DATASETS[path.name]
     pattern = pattern.format(split=split)
     if not path.is_dir():
-        yield DatasetConfig(hub=given, files=pattern, to_task=form)
+        yield TaskSetConfig(hub=given, files=pattern, to_task=form)
         return
     found = sorted(path.glob(pattern))
     if not found:
         raise RecipeError(f"{path} holds neither {lines.name} nor {pattern}", key=f"{KEY}.path")
     for file in found:
-        yield DatasetConfig(path=file, to_task=form)
+        yield TaskSetConfig(path=file, to_task=form)
 
 
 def _length(row: dict[str, Any], tokenizer: Any) -> int:

@@ -16,10 +16,16 @@ from areal_hpc.areal.config.run_rules import map_areal_module, map_areal_paths
 from areal_hpc.areal.config.translation import Translation, find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
-from areal_hpc.recipe.loading import from_values, read_site
+from areal_hpc.recipe.loading import build_recipe, read_site_file
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.episodes.limits import refuse_unkeepable_limits
-from areal_hpc.rollout.execution.agent_pickle import MODULE, by_name, is_json, packed, pickled
+from areal_hpc.rollout.episodes.limits import check_task_limits
+from areal_hpc.rollout.execution.agent_pickle import (
+    PICKLE_MODULE,
+    get_import_path,
+    is_json,
+    pickle_by_value,
+    save_agent,
+)
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
@@ -27,7 +33,7 @@ NEW_RUN_HINT = "another trial_name starts one anew"
 IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
-EVALUATION_MODULE = f"{MODULE}_for_evaluation"
+EVALUATION_MODULE = f"{PICKLE_MODULE}_for_evaluation"
 """Holds an agent that plays held-out tasks alone."""
 
 
@@ -131,7 +137,7 @@ class PPOTrainer:
         layout = RunPaths(_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _travel(workflow, kwargs, layout, MODULE)
+            rollout |= _travel(workflow, kwargs, layout, PICKLE_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other = eval_workflow or evaluation.pop("workflow", None) or workflow
         others = kwargs if eval_workflow_kwargs is None else map_areal_paths(eval_workflow_kwargs)
@@ -142,7 +148,7 @@ class PPOTrainer:
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(layout.dataset(split))}
         tree["cluster"] = _cluster(self._config, tree.get("cluster", {}))
-        recipe = from_values(tree)
+        recipe = build_recipe(tree)
         for split, lines in self._rows.items():
             _put(lines, layout.dataset(split), recipe, f"{split}_dataset")
         return recipe, _notes(translation)
@@ -153,7 +159,7 @@ def _cluster(config: BaseExperimentConfig, given: dict[str, Any]) -> dict[str, A
 
     In containers the images have interpreters of their own.
     """
-    site = read_site(Path(config.scheduler.site)) if config.scheduler.site else {}
+    site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
     if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":
         merged["agents"] = {"python": sys.executable, **merged.get("agents", {})}
@@ -168,7 +174,7 @@ def _is_same(
         return map_areal_module(workflow) == map_areal_module(other) and others == kwargs
     if other is workflow and others == kwargs:
         return True
-    return pickled((workflow, kwargs)) == pickled((other, others))
+    return pickle_by_value((workflow, kwargs)) == pickle_by_value((other, others))
 
 
 def _run_dir(config: BaseExperimentConfig) -> Path:
@@ -184,18 +190,18 @@ def _travel(
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = IMPORT_HOOK_MODULE in sys.modules
-    path = map_areal_module(workflow) if isinstance(workflow, str) else by_name(workflow)
+    path = map_areal_module(workflow) if isinstance(workflow, str) else get_import_path(workflow)
     if path is not None and is_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    path = packed(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias, module)
+    path = save_agent(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias, module)
     return {"workflow": path, "workflow_kwargs": {}}
 
 
 def _filter_path(function: Any) -> str:
     if isinstance(function, str):
         return function
-    path = by_name(function)
+    path = get_import_path(function)
     if path is None:
         raise RecipeError(
             "the filter of groups must be a function that other processes can import",
@@ -239,7 +245,7 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
         RecipeError: The run has another one already, or a row has limits that cannot be kept.
     """
     for line in lines:
-        refuse_unkeepable_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
+        check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
     text = b"\n".join(lines) + b"\n"
     if path.exists():
         if path.read_bytes() != text:

@@ -31,7 +31,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from areal_hpc.errors import RecipeError
-    from areal_hpc.jobs.environment import interpreter_of
+    from areal_hpc.jobs.environment import get_interpreter
 
     names = sorted(path.stem for path in BENCHMARKS.glob("[a-z]*.py"))
     if arguments.name is None:
@@ -43,7 +43,7 @@ def _bench(arguments: argparse.Namespace) -> int:
             key=str(BENCHMARKS),
             hint="areal-hpc bench lists what a checkout holds; an installed package holds none",
         )
-    python = interpreter_of(ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
+    python = get_interpreter(ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
     return subprocess.run(
         [python, "-m", f"benchmarks.{arguments.name}", *arguments.arguments],
         cwd=BENCHMARKS.parent,

@@ -42,18 +42,18 @@ def add_commands(commands: CommandGroup) -> None:
 def _cancel(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
     from areal_hpc.slurm.cancel import cancel_jobs
-    from areal_hpc.view.jobs import ids_of, label_of, refuse_local
-    from areal_hpc.view.progress_summary import read_advance
+    from areal_hpc.view.jobs import get_job_label, list_job_ids, require_slurm_run
+    from areal_hpc.view.progress_summary import read_run_progress
 
     layout = parse_run_dir(arguments.run)
-    refuse_local(ids_of(layout), get_program_name())
+    require_slurm_run(list_job_ids(layout), get_program_name())
     grace_s = 0.0
     if not arguments.now:
-        grace_s = read_advance(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
+        grace_s = read_run_progress(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
     layout.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
     ended = cancel_jobs(
-        lambda: ids_of(layout),
-        label=label_of(layout),
+        lambda: list_job_ids(layout),
+        label=get_job_label(layout),
         grace_s=grace_s,
         say=say,
     )
@@ -65,16 +65,16 @@ def _resume(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_finished
     from areal_hpc.launch.run import get_program_name, say
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
-    from areal_hpc.view.jobs import ids_of, refuse_local, submitted_from
+    from areal_hpc.view.jobs import find_submit_dir, list_job_ids, require_slurm_run
 
     layout = parse_run_dir(arguments.run)
-    refuse_local(ids_of(layout), get_program_name())
-    folder = submitted_from(read_submissions(layout.submissions)[-1])
+    require_slurm_run(list_job_ids(layout), get_program_name())
+    folder = find_submit_dir(read_submissions(layout.submissions)[-1])
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
-    recipe = load(layout.recipe, arguments.overrides)
+    recipe = load_recipe(layout.recipe, arguments.overrides)
     if recipe.run_dir.resolve() != layout.root:
         raise RecipeError(
             f"with these keys the run would lie in {recipe.run_dir.resolve()}",

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.cli.arguments import CommandGroup
-from areal_hpc.slurm.devcluster.paths import ClusterPaths, default_root
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
 UNHEALTHY_EXIT_CODE = 1
 
@@ -29,7 +29,7 @@ def add_commands(commands: CommandGroup) -> None:
     place.add_argument(
         "--state-dir",
         type=Path,
-        default=default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
+        default=get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
         metavar="DIR",
         help="where all of the cluster lives; default %(default)s",
     )
@@ -81,21 +81,21 @@ def _add_settings(up: argparse.ArgumentParser) -> None:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import up
+    from areal_hpc.slurm.devcluster.cluster import start_cluster
 
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
-    up(_paths(arguments), asked, arguments.within_s, partial(print, flush=True))
+    start_cluster(_paths(arguments), asked, arguments.within_s, partial(print, flush=True))
     print(f"""to use it: eval "$(areal-hpc devcluster env{_state_option(arguments)})\"""")
     return 0
 
 
 def _down(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import down
+    from areal_hpc.slurm.devcluster.cluster import stop_cluster
 
     began = time.monotonic()
     paths = _paths(arguments)
-    if down(paths):
+    if stop_cluster(paths):
         print(f"removed {paths.root} after {time.monotonic() - began:.1f} s")
     else:
         print(f"there is no devcluster in {paths.root}")
@@ -103,9 +103,9 @@ def _down(arguments: argparse.Namespace) -> int:
 
 
 def _env(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.state import plan_of
+    from areal_hpc.slurm.devcluster.state import read_plan
 
-    print(f"export SLURM_CONF={shlex.quote(str(plan_of(_paths(arguments)).paths.slurm_conf))}")
+    print(f"export SLURM_CONF={shlex.quote(str(read_plan(_paths(arguments)).paths.slurm_conf))}")
     return 0
 
 
@@ -127,11 +127,11 @@ def _restore_node(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import health
-    from areal_hpc.slurm.devcluster.state import plan_of
+    from areal_hpc.slurm.devcluster.cluster import check_health
+    from areal_hpc.slurm.devcluster.state import read_plan
 
-    made = plan_of(_paths(arguments))
-    found = health(made)
+    made = read_plan(_paths(arguments))
+    found = check_health(made)
     for part in found:
         print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
     settings = made.settings
@@ -147,11 +147,11 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 
 
-def _paths(arguments: argparse.Namespace) -> ClusterPaths:
-    return ClusterPaths(arguments.state_dir.absolute())
+def _paths(arguments: argparse.Namespace) -> DevclusterPaths:
+    return DevclusterPaths(arguments.state_dir.absolute())
 
 
 def _state_option(arguments: argparse.Namespace) -> str:
-    root = default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
+    root = get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
     given: Path = arguments.state_dir
     return "" if given == root else f" --state-dir {shlex.quote(str(given))}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from areal_hpc.cli.arguments import CommandGroup
 
 if TYPE_CHECKING:
-    from areal_hpc.launch.doctor.checks import Check
+    from areal_hpc.launch.doctor.checks import CheckResult
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
@@ -38,17 +38,17 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.doctor.checks import Verdict, describe_checks
-    from areal_hpc.launch.doctor.node_check import check_from_a_job
+    from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
+    from areal_hpc.launch.doctor.node_check import check_storage_from_node
     from areal_hpc.launch.doctor.slurm_checks import check_slurm
     from areal_hpc.launch.doctor.storage_checks import check_storage
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
-    checks: list[Check] = []
+    checks: list[CheckResult] = []
     recipe, slurm, fileroot = None, SlurmConfig(), None
     if arguments.recipe is not None:
-        recipe = load(arguments.recipe, arguments.overrides, arguments.site)
+        recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
         slurm, fileroot = recipe.cluster.slurm, recipe.cluster.fileroot
     elif arguments.site is not None:
         slurm, fileroot = _site(arguments.site)
@@ -56,59 +56,61 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if fileroot is not None:
         fileroot = fileroot.expanduser().resolve()
         stored = list(check_storage(fileroot))
-        can_submit = all(check.verdict is not Verdict.FAIL for check in [*checks, *stored])
+        can_submit = all(check.verdict is not CheckStatus.FAIL for check in [*checks, *stored])
         if arguments.from_a_job and can_submit:
-            answer = check_from_a_job(
+            answer = check_storage_from_node(
                 fileroot, slurm.options_of("trainer"), partial(print, flush=True)
             )
             stored = [check for check in stored if check.name != "shared"] + [answer]
         checks += stored
     if recipe is not None:
         checks += _recipe_checks(recipe)
-    print("\n".join(describe_checks(checks)))
-    return FAILED_CHECK_EXIT_CODE if any(check.verdict is Verdict.FAIL for check in checks) else 0
+    print("\n".join(format_checks(checks)))
+    return (
+        FAILED_CHECK_EXIT_CODE if any(check.verdict is CheckStatus.FAIL for check in checks) else 0
+    )
 
 
 def _site(path: Path) -> tuple[SlurmConfig, Path | None]:
     """What a site file alone says: it need not name a file root."""
     from omegaconf import OmegaConf
 
-    from areal_hpc.recipe.loading import read_site
+    from areal_hpc.recipe.loading import read_site_file
     from areal_hpc.recipe.sections.cluster import ClusterConfig
 
-    tree = OmegaConf.to_container(read_site(path), resolve=True)
+    tree = OmegaConf.to_container(read_site_file(path), resolve=True)
     cluster = ClusterConfig.model_validate({"fileroot": Path(), **tree})
     return cluster.slurm, cluster.fileroot if "fileroot" in tree else None
 
 
 def _scripts(recipe: Recipe) -> dict[str, str]:
-    from areal_hpc.launch.slurm_launcher import requests_of
+    from areal_hpc.launch.slurm_launcher import build_requests
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
-    from areal_hpc.slurm.submit import script_of
+    from areal_hpc.slurm.submit import render_script
 
     scripts = {}
-    for request in requests_of(recipe, Path.cwd()):
+    for request in build_requests(recipe, Path.cwd()):
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
         if request.job in ("warmup", "trainer", format_cell_name(0), EVALUATION_CELL):
-            lines = script_of(request).splitlines(keepends=True)
+            lines = render_script(request).splitlines(keepends=True)
             scripts[request.job] = "".join(line for line in lines if "--dependency=" not in line)
     return scripts
 
 
-def _recipe_checks(recipe: Recipe) -> list[Check]:
+def _recipe_checks(recipe: Recipe) -> list[CheckResult]:
     """Interpreters, model, data sets and the agent."""
-    from areal_hpc.jobs.environment import pythons_of
+    from areal_hpc.jobs.environment import get_interpreters
     from areal_hpc.launch.doctor.checks import fail, ok
-    from areal_hpc.launch.doctor.python_checks import check_pythons
-    from areal_hpc.launch.input_checks import inspect_inputs
+    from areal_hpc.launch.doctor.python_checks import check_interpreters
+    from areal_hpc.launch.input_checks import check_inputs
 
-    pythons = pythons_of(recipe)
+    pythons = get_interpreters(recipe)
     is_contained = recipe.cluster.slurm.container.kind != "none"
-    checks = [] if is_contained else list(check_pythons(pythons))
+    checks = [] if is_contained else list(check_interpreters(pythons))
     # Interpreters have checks of their own, and those within containers are not to be seen here.
     problems = [
         problem
-        for problem in inspect_inputs(recipe, pythons, (str(Path.cwd()),))
+        for problem in check_inputs(recipe, pythons, (str(Path.cwd()),))
         if not problem.key.endswith(".python")
     ]
     checks += [fail(problem.key or "recipe", problem.message, problem.hint) for problem in problems]

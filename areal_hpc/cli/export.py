@@ -29,11 +29,11 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.errors import RecipeError
-    from areal_hpc.launch.plan import policy_model
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.launch.plan import get_initial_policy
+    from areal_hpc.recipe.loading import load_recipe
 
     layout = parse_run_dir(arguments.run)
-    recipe = load(layout.recipe)
+    recipe = load_recipe(layout.recipe)
     out: Path | None = arguments.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(
@@ -48,7 +48,7 @@ def _export(arguments: argparse.Namespace) -> int:
     target = (out or layout.export(format_step_dir(commit.state.step))).resolve()
     print(f"exporting step {commit.state.step} of {layout.root}", flush=True)
     export_checkpoint(
-        commit, policy_model(recipe, layout), target, lambda line: print(line, flush=True)
+        commit, get_initial_policy(recipe, layout), target, lambda line: print(line, flush=True)
     )
     print(target)
     return 0
@@ -57,9 +57,9 @@ def _export(arguments: argparse.Namespace) -> int:
 def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
     """The same command by the Python of the role `train`, which has torch."""
     from areal_hpc.errors import RecipeError
-    from areal_hpc.jobs.environment import interpreter_of
+    from areal_hpc.jobs.environment import get_interpreter
 
-    python = interpreter_of("train", configured)
+    python = get_interpreter("train", configured)
     if Path(python).absolute() == Path(sys.executable).absolute():
         raise RecipeError(
             f"{python} has no torch, which reads commits",

@@ -83,14 +83,14 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
-    from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.jobs import describe_jobs, read_jobs, state_of_run
-    from areal_hpc.view.progress_summary import describe_advance, read_advance
+    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.view.jobs import describe_jobs, get_run_state, read_jobs
+    from areal_hpc.view.progress_summary import format_run_progress, read_run_progress
 
     layout = parse_run_dir(arguments.run)
-    run, advance = read_jobs(layout, Queue()), read_advance(layout)
-    lines = [f"{layout.root.parent.name}/{layout.root.name}: {state_of_run(run)}"]
-    lines += describe_advance(advance)
+    run, advance = read_jobs(layout, JobQueue()), read_run_progress(layout)
+    lines = [f"{layout.root.parent.name}/{layout.root.name}: {get_run_state(run)}"]
+    lines += format_run_progress(advance)
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
     if advance.step > 0 and (run.is_local or layout.finished_marker.exists()):
@@ -100,17 +100,17 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _why(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.diagnosis import describe_diagnosis, diagnose
-    from areal_hpc.view.inspection import gather
+    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.view.diagnosis import diagnose, format_diagnosis
+    from areal_hpc.view.inspection import inspect_run
 
-    diagnosis = diagnose(gather(parse_run_dir(arguments.run), Queue()))
-    print("\n".join(describe_diagnosis(diagnosis, str(arguments.run))))
+    diagnosis = diagnose(inspect_run(parse_run_dir(arguments.run), JobQueue()))
+    print("\n".join(format_diagnosis(diagnosis, str(arguments.run))))
     return 0 if diagnosis.is_well else UNHEALTHY_EXIT_CODE
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.logs import Follower, LogFile, choose_attempt, last_lines, log_files
+    from areal_hpc.view.logs import LogFile, LogFollower, choose_attempt, log_files, read_last_lines
 
     layout = parse_run_dir(arguments.run)
     if arguments.follow and arguments.attempt:
@@ -120,7 +120,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         for file, line in lines:
             print(_colored(file.source, line), flush=arguments.follow)
 
-    follower = Follower(layout, arguments.names) if arguments.follow else None
+    follower = LogFollower(layout, arguments.names) if arguments.follow else None
     if follower is None or follower.files:
         attempt = choose_attempt(layout, arguments.attempt)
         files = log_files(layout, attempt, arguments.names)
@@ -130,7 +130,7 @@ def _logs(arguments: argparse.Namespace) -> int:
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
             )
-        show(last_lines(files, arguments.lines))
+        show(read_last_lines(files, arguments.lines))
     try:
         while follower is not None:
             show(follower.look())
@@ -149,8 +149,8 @@ def _colored(source: str, line: str) -> str:
 
 def _list(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import find_runs
-    from areal_hpc.slurm.queue import Queue
-    from areal_hpc.view.compare import compare
+    from areal_hpc.slurm.queue import JobQueue
+    from areal_hpc.view.compare import render_comparison
 
     layouts = find_runs(arguments.place)
     if not layouts:
@@ -158,24 +158,26 @@ def _list(arguments: argparse.Namespace) -> int:
             f"there is no run in {arguments.place}",
             hint="give a file root, an experiment's directory or a run's",
         )
-    print("\n".join(compare(layouts, Queue())))
+    print("\n".join(render_comparison(layouts, JobQueue())))
     return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:
     from areal_hpc.errors import ShardError
-    from areal_hpc.view.audit.ticket_status import Fate, audit_run
+    from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
 
     audit = audit_run(parse_run_dir(arguments.run))
-    faulty = [one for one in audit.tickets if one.fate in (Fate.DUPLICATE, Fate.LOST)]
+    faulty = [
+        one for one in audit.tickets if one.fate in (TicketStatus.DUPLICATE, TicketStatus.LOST)
+    ]
     listed, most = (audit.tickets, None) if arguments.tickets else (faulty, MAX_NAMED_TICKETS)
     _show([f"ticket {one.ticket_id:>6}  {one.fate:<9}  {one.why}" for one in listed], most)
     for problem in audit.problems:
         print(f"problem: {problem}")
     _show([_describe(part) for part in audit.untrained], most)
     state = "finished" if audit.is_finished else "not finished"
-    dropped, filtered = len(audit.of(Fate.DROPPED)), len(audit.of(Fate.FILTERED))
-    unsound, skipped = len(audit.of(Fate.UNSOUND)), len(audit.of(Fate.SKIPPED))
+    dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
+    unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
     print(
         f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped"

@@ -29,7 +29,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
     from areal_hpc.areal.config.loading import read_areal_tree
     from areal_hpc.areal.config.translation import translate_to_recipe
     from areal_hpc.errors import RecipeError
-    from areal_hpc.recipe.loading import from_values
+    from areal_hpc.recipe.loading import build_recipe
 
     translation = translate_to_recipe(
         read_areal_tree(arguments.config, arguments.overrides), arguments.rows
@@ -45,7 +45,7 @@ def _migrate(arguments: argparse.Namespace) -> int:
         for one in translation.untranslated:
             print(f"#   {one.key}: {one.value}\n#     {one.reason}")
     try:
-        from_values(translation.recipe)
+        build_recipe(translation.recipe)
     except RecipeError as error:
         print("# Before it can run:")
         for problem in error.problems:

@@ -57,15 +57,17 @@ def _texts(path: Path | None) -> list[str]:
             raise RecipeError(f"there is no text file at {path}", key="--texts")
         return path.read_text().splitlines()
     try:
-        from areal_hpc.dataset.sources import rows
-        from areal_hpc.recipe.sections.dataset import DatasetConfig
+        from areal_hpc.dataset.sources import iterate_rows
+        from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
         sys.path.insert(0, str(Path.cwd()))
-        source = DatasetConfig(
+        source = TaskSetConfig(
             generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
         )
         return [
-            message["content"] for row in rows(source, "--texts") for message in row["messages"]
+            message["content"]
+            for row in iterate_rows(source, "--texts")
+            for message in row["messages"]
         ]
     except RecipeError as error:
         raise RecipeError(
@@ -78,10 +80,10 @@ def _texts(path: Path | None) -> list[str]:
 def _prefetch(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prefetch import prefetch
     from areal_hpc.launch.run import say
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.paths import RunPaths
 
-    recipe = load(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
     prefetch(recipe, layout, say)
     print(f"all in place; recorded in {layout.prefetched}")

@@ -55,19 +55,19 @@ def _proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
     from areal_hpc.errors import RecipeError
-    from areal_hpc.jobs.environment import interpreter_of
-    from areal_hpc.proxy.standalone import AloneConfig, run
+    from areal_hpc.jobs.environment import get_interpreter
+    from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     names = ["tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s"]
     names += ["tool_call_parser", "reasoning_parser"]
     given = {name: getattr(arguments, name) for name in names}
     try:
-        config = AloneConfig.model_validate(
+        config = StandaloneProxyConfig.model_validate(
             {
                 **given,
                 "upstreams": arguments.upstream,
-                "serve_python": interpreter_of("serve", arguments.serve_python),
+                "serve_python": get_interpreter("serve", arguments.serve_python),
                 "proxy": dict(pair.partition("=")[::2] for pair in arguments.set),
             }
         )

@@ -32,7 +32,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _replay(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.replay import Replay, parse_steps
+    from areal_hpc.launch.replay import ReplayRun, parse_steps
     from areal_hpc.launch.run import INTERRUPTED_EXIT_CODE, STOPPING, stop_on_signals
     from areal_hpc.view.live_progress import PlainReporter
 
@@ -40,13 +40,13 @@ def _replay(arguments: argparse.Namespace) -> int:
     first, last = parse_steps(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     layout = RunPaths(out.resolve())
-    replay = Replay(run, first, last, arguments.overrides, layout)
+    replay = ReplayRun(run, first, last, arguments.overrides, layout)
     reporter = PlainReporter(layout, last, 0)
     reporter.say(f"replay   steps {first} to {last} of {run.root}")
     try:
         with stop_on_signals(STOPPING) as stop:
             replay.carry_out(reporter, stop)
-    except errors.Interrupted:
+    except errors.RunInterruptedError:
         print("stopped; the same command continues the replay")
         return INTERRUPTED_EXIT_CODE
     print(layout.root)

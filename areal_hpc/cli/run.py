@@ -12,7 +12,7 @@ from areal_hpc.cli.arguments import CommandGroup
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
-    from areal_hpc.launch.plan import Stage
+    from areal_hpc.launch.plan import JobStage
     from areal_hpc.recipe.recipe import Recipe
 
 
@@ -42,20 +42,20 @@ def add_commands(commands: CommandGroup) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     # Imported here: `--help` and the shard commands stay quick without pydantic and submitit.
     from areal_hpc.launch.run import run
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.loading import load_recipe
 
-    recipe = load(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     return run(recipe, fresh=arguments.fresh).exit_code
 
 
 def _plan(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.memory_report import render_memory_table
-    from areal_hpc.launch.plan import Facts, plan
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.launch.plan import LaunchFacts, plan_run
+    from areal_hpc.recipe.loading import load_recipe
 
-    recipe = load(arguments.recipe, arguments.overrides)
+    recipe = load_recipe(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
-    for stage in plan(recipe, layout, Facts.before_setup(recipe)).stages:
+    for stage in plan_run(recipe, layout, LaunchFacts.before_setup(recipe)).stages:
         print(f"stage {stage.name}: complete when {stage.done_marker} exists")
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
@@ -68,7 +68,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _gpus_here(stage: Stage, recipe: Recipe) -> Iterator[str]:
+def _gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.errors import RecipeError
     from areal_hpc.jobs.gpus import visible_gpus
@@ -85,7 +85,7 @@ def _gpus_here(stage: Stage, recipe: Recipe) -> Iterator[str]:
 
 
 def _keys(arguments: argparse.Namespace) -> int:
-    from areal_hpc.recipe.reference import describe_keys
+    from areal_hpc.recipe.reference import render_key_table
 
-    print(describe_keys(), end="")
+    print(render_key_table(), end="")
     return 0

@@ -31,19 +31,19 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _shards_ls(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import list_shards, shards_as_json
+    from areal_hpc.view.shard_report import format_shards_json, list_shards
 
-    write = shards_as_json if arguments.json else list_shards
+    write = format_shards_json if arguments.json else list_shards
     print(write(parse_run_dir(arguments.run), _version_text))
     return 0
 
 
 def _shards_show(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.shard_report import rows_of_ticket, show_trajectory
+    from areal_hpc.view.shard_report import find_ticket_rows, show_trajectory
 
     path = arguments.run.resolve()
     run_dir = path.parent.parent if path.is_file() else path
-    rows = [arguments.row] if arguments.ticket is None else rows_of_ticket(path, arguments.ticket)
+    rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
     tokenizer = _tokenizer_of(RunPaths(run_dir))
     print("\n\n".join(show_trajectory(path, row, tokenizer, _version_text) for row in rows))
     return 0
@@ -55,7 +55,7 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
 
     from areal_hpc.errors import ShardError
     from areal_hpc.shards.verify import verify_run
-    from areal_hpc.view.shard_report import describe_verification
+    from areal_hpc.view.shard_report import format_verification
 
     layout = parse_run_dir(arguments.run)
     console = Console(stderr=True)
@@ -64,7 +64,7 @@ def _shards_verify(arguments: argparse.Namespace) -> int:
         report = verify_run(
             layout, lambda done, total: progress.update(task, completed=done, total=total)
         )
-    print(describe_verification(report))
+    print(format_verification(report))
     return ShardError.exit_code if report.problems else 0
 
 
@@ -76,11 +76,11 @@ def _version_text(packed: int) -> str:
 
 def _tokenizer_of(layout: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    from areal_hpc.recipe.loading import load
+    from areal_hpc.recipe.loading import load_recipe
 
     folders = [layout.sft_export, layout.tiny_model_dir]
     if layout.recipe.exists():
-        named = load(layout.recipe).model.path
+        named = load_recipe(layout.recipe).model.path
         folders += [named] if named else []
     files = (folder / "tokenizer.json" for folder in folders)
     return next((file for file in files if file.is_file()), None)

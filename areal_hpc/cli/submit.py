@@ -62,22 +62,22 @@ def add_commands(commands: CommandGroup) -> None:
 def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.run import is_already_finished, say, submit
-    from areal_hpc.recipe.loading import load
-    from areal_hpc.view.dry_run import describe_requests
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.dry_run import format_requests
 
     if arguments.array:
         return _submit_sweep(arguments)
-    recipe = load(arguments.recipe, arguments.overrides, arguments.site)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     layout = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
-        requests = slurm_launcher.requests_of(recipe, Path.cwd(), arguments.after)
-        print(describe_requests(layout, requests), end="")
+        requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
+        print(format_requests(layout, requests), end="")
         return 0
     if arguments.write_only:
         if not arguments.fresh and is_already_finished(recipe, layout):
             return 0
         say(f"run      {layout.root}")
-        scripts = slurm_launcher.write_down(
+        scripts = slurm_launcher.write_scripts(
             recipe, command_line=sys.argv, say=say, fresh=arguments.fresh
         )
         print("\n".join(f"sbatch   {script}" for script in scripts))
@@ -88,9 +88,9 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import get_program_name, say
-    from areal_hpc.launch.sweep import array_requests, read_sweep, submit_sweep
-    from areal_hpc.recipe.loading import load
-    from areal_hpc.view.dry_run import describe_requests
+    from areal_hpc.launch.sweep import build_array_requests, read_sweep, submit_sweep
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.dry_run import format_requests
 
     for option in ("wait", "write_only"):
         if getattr(arguments, option):
@@ -100,12 +100,12 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
             )
 
     def read(further: Sequence[str]) -> Recipe:
-        return load(arguments.recipe, [*arguments.overrides, *further], arguments.site)
+        return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
 
     sweep = read_sweep(read, arguments.array)
     if arguments.dry_run:
-        requests = array_requests(sweep, Path.cwd(), arguments.after)
-        print(describe_requests(sweep.layout, requests, len(sweep.runs)), end="")
+        requests = build_array_requests(sweep, Path.cwd(), arguments.after)
+        print(format_requests(sweep.layout, requests, len(sweep.runs)), end="")
         return 0
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)

@@ -16,29 +16,29 @@ from openai import __version__ as sdk_version
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from areal_hpc.client.engine import Engine, EngineRouter
+from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.shared_parsers import shared_parsers
-from areal_hpc.client.tokenizer import session_tokenizer
-from areal_hpc.proxy.completion.service import ModelCaller
+from areal_hpc.client.shared_parsers import get_shared_parsers
+from areal_hpc.client.tokenizer import load_session_tokenizer
+from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Scope, Send
 from areal_hpc.proxy.http.disconnect import Receive
-from areal_hpc.proxy.http.driver_api import Control
+from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionOpened
-from areal_hpc.proxy.sessions.recorder import VolatileRecorder
-from areal_hpc.proxy.sessions.store import key_digest, new_key
+from areal_hpc.proxy.sessions.recorder import MemoryRecorder
+from areal_hpc.proxy.sessions.store import generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
-from areal_hpc.session.export import ExportStyle, RowPlan, plan_everything
-from areal_hpc.session.rewards import check_reward, rewarded_interaction
+from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
+from areal_hpc.session.export import ExportStyle, RowPlan, plan_all_rows
+from areal_hpc.session.rewards import find_rewarded_interaction, validate_reward
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
 
 BASE_URL = "http://in-process.invalid/v1"
 """Never resolved; the SDK wants one."""
-MOST_REQUEST_BYTES = 1 << 30
-LONGEST_CONTEXT_TOKENS = 32768
+MAX_REQUEST_BYTES = 1 << 30
+MAX_CONTEXT_TOKENS = 32768
 """Where neither the caller nor the tokenizer says how long a sequence may be."""
 
 
@@ -61,7 +61,7 @@ class ArealOpenAI(AsyncOpenAI):
 
     def __init__(
         self,
-        engine: Engine | EngineAddress | str,
+        engine: EngineEndpoint | EngineAddress | str,
         tokenizer: Any,
         tool_call_parser: str | None = "qwen",
         reasoning_parser: str | None = None,
@@ -73,22 +73,20 @@ class ArealOpenAI(AsyncOpenAI):
     ) -> None:
         if chat_template_type not in ("hf", "concat"):
             raise ValueError(f"chat_template_type is hf or concat, got {chat_template_type!r}")
-        template, encoder = session_tokenizer(tokenizer)
+        template, encoder = load_session_tokenizer(tokenizer)
         context_tokens = engine_max_tokens or _longest_sequence(tokenizer)
         model = ServedModel(
             "areal", template, encoder, context_tokens, tool_call_parser, reasoning_parser
         )
-        key = new_key()
+        key = generate_key()
         # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
-        recorder = VolatileRecorder()
+        recorder = MemoryRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
         recorder.record(
-            SessionOpened(
-                session_id, key_digest(key), StartSessionRequest("client", disposable=True)
-            )
+            SessionOpened(session_id, hash_key(key), StartSessionRequest("client", disposable=True))
         )
-        self._engine = Engine.at(engine)
-        self._owns_engine = not isinstance(engine, Engine)
+        self._engine = EngineEndpoint.at(engine)
+        self._owns_engine = not isinstance(engine, EngineEndpoint)
         self._tree = recorder.book.sessions[session_id].tree
         self._chat_template_type = chat_template_type
         self._answers: dict[str, Any] = {}
@@ -126,22 +124,22 @@ class ArealOpenAI(AsyncOpenAI):
         """Reward one interaction; a second time replaces the first.
 
         Raises:
-            UnknownInteraction: (a KeyError) It is not one of this client's; names those that are.
-            RewardRefused: (a ValueError) The reward is no finite number.
+            UnknownInteractionError: (a KeyError) It is not one of this client's; names those that are.
+            InvalidRewardError: (a ValueError) The reward is no finite number.
         """
-        interaction = rewarded_interaction(self._tree, interaction_id)
-        interaction.reward = check_reward(reward)
+        interaction = find_rewarded_interaction(self._tree, interaction_id)
+        interaction.reward = validate_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         """Reward the last completed interaction.
 
         Raises:
             RuntimeError: There is none.
-            RewardRefused: The reward is no finite number.
+            InvalidRewardError: The reward is no finite number.
         """
         if not len(self._tree):
             raise RuntimeError("no interaction has been completed that could be rewarded")
-        self._tree.last.reward = check_reward(reward)
+        self._tree.last.reward = validate_reward(reward)
 
     def set_final_reward(self, reward: float) -> None:
         """The older name of `set_last_reward`."""
@@ -178,7 +176,7 @@ class ArealOpenAI(AsyncOpenAI):
         if interaction_id not in self._tree:
             return None
         reward = self._tree[interaction_id].reward
-        (plan,) = plan_everything(self._tree, "individual", {interaction_id: reward})
+        (plan,) = plan_all_rows(self._tree, "individual", {interaction_id: reward})
         return self._recorded(plan)
 
     def export_interactions(
@@ -205,7 +203,7 @@ class ArealOpenAI(AsyncOpenAI):
                 "Cannot export interactions in 'concat' style from a client with "
                 f"chat_template_type={self._chat_template_type!r}"
             )
-        orphans = retry_orphans(self._tree) if drop_retry_orphans else frozenset()
+        orphans = find_retry_orphans(self._tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
             self._discount(reward_discount, "tree", orphans)
         rewards = {
@@ -213,7 +211,7 @@ class ArealOpenAI(AsyncOpenAI):
             for one in self._tree
             if one.interaction_id not in orphans
         }
-        recorded = [self._recorded(plan) for plan in plan_everything(self._tree, style, rewards)]
+        recorded = [self._recorded(plan) for plan in plan_all_rows(self._tree, style, rewards)]
         return {one.interaction_id: one for one in recorded}
 
     def _recorded(self, plan: RowPlan) -> RecordedInteraction:
@@ -227,9 +225,9 @@ class _InProcessApp:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: EngineEndpoint,
         model: ServedModel,
-        recorder: VolatileRecorder,
+        recorder: MemoryRecorder,
         serve_python: str,
         request_timeout_s: float,
     ) -> None:
@@ -246,18 +244,20 @@ class _InProcessApp:
         await self._app(scope, receive, send)
 
     def _build(self) -> ProxyApp:
-        recorder, router = self._recorder, EngineRouter(self._engine.url)
+        recorder, router = self._recorder, SingleServerRouter(self._engine.url)
         upstream = self._engine.upstream()
         limits = ProxyConfig(request_timeout_s=self._request_timeout_s)
         model = self._model
-        parsers = shared_parsers(model.tool_call_parser, model.reasoning_parser, self._serve_python)
+        parsers = get_shared_parsers(
+            model.tool_call_parser, model.reasoning_parser, self._serve_python
+        )
         return ProxyApp(
-            admin_key=new_key(),
-            max_request_bytes=MOST_REQUEST_BYTES,
+            admin_key=generate_key(),
+            max_request_bytes=MAX_REQUEST_BYTES,
             model=model,
             book=recorder.book,
-            caller=ModelCaller(model, router, upstream, recorder, limits, parsers),
-            control=Control(recorder, router, None, max_sessions=1),
+            caller=CompletionService(model, router, upstream, recorder, limits, parsers),
+            control=DriverApi(recorder, router, None, max_sessions=1),
         )
 
 
@@ -270,4 +270,4 @@ def _asgi_transport(app: _InProcessApp) -> Any:
 def _longest_sequence(tokenizer: Any) -> int:
     limit = getattr(tokenizer, "model_max_length", None)
     # transformers says 10**30 when it does not know.
-    return limit if isinstance(limit, int) and limit < 10**9 else LONGEST_CONTEXT_TOKENS
+    return limit if isinstance(limit, int) and limit < 10**9 else MAX_CONTEXT_TOKENS

@@ -8,9 +8,9 @@ from camel.models.openai_compatible_model import OpenAICompatibleModel
 from camel.utils import BaseTokenCounter
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.tokenizer import session_tokenizer
+from areal_hpc.client.tokenizer import load_session_tokenizer
 from areal_hpc.errors import AgentError
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 
 
 class AReaLOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
@@ -46,11 +46,11 @@ class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
     """Counts what a session would tokenise."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._template, self._encoder = session_tokenizer(tokenizer)
+        self._template, self._encoder = load_session_tokenizer(tokenizer)
 
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
         """Tokens of the conversation as the model reads it."""
-        normal = [normalise_chat_message(message) for message in messages]
+        normal = [normalize_chat_message(message) for message in messages]
         return len(self.encode(self._template.render(normal)))
 
     def encode(self, text: str) -> list[int]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.export import RowPlan, batch_of_one
-from areal_hpc.session.tree import Interaction, ids_of
+from areal_hpc.session.export import RowPlan, to_batch
+from areal_hpc.session.tree import Interaction, unpack_ids
 
 if TYPE_CHECKING:
     import torch
@@ -81,8 +81,10 @@ class RecordedInteraction:
         pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
         spans = last.spans
         return ModelResponse(
-            input_tokens=[i for piece in (*pieces, last.new_ids) for i in ids_of(piece).tolist()],
-            output_tokens=ids_of(last.output_ids).tolist(),
+            input_tokens=[
+                i for piece in (*pieces, last.new_ids) for i in unpack_ids(piece).tolist()
+            ],
+            output_tokens=unpack_ids(last.output_ids).tolist(),
             output_logprobs=np.frombuffer(last.logprobs, "<f4").tolist(),
             output_versions=[s.version for s in spans for _ in range(s.end - s.start)],
             stop_reason=last.finish_reason,
@@ -100,6 +102,6 @@ class RecordedInteraction:
     def _make_tensors(self) -> dict[str, torch.Tensor]:
         import torch
 
-        batch = batch_of_one(dataclasses.replace(self.plan, reward=self.reward or 0.0))
+        batch = to_batch(dataclasses.replace(self.plan, reward=self.reward or 0.0))
         batch["original_rewards"] = np.array([self.original_reward or 0.0], np.float32)
         return {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -9,17 +9,17 @@ from __future__ import annotations
 import asyncio
 from weakref import WeakKeyDictionary
 
-from areal_hpc.jobs.environment import interpreter_of
-from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 
 _shared: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], SGLangParsers]
+    asyncio.AbstractEventLoop, dict[tuple[str | None, str | None, str], ToolParsers]
 ] = WeakKeyDictionary()
 
 
-def shared_parsers(
+def get_shared_parsers(
     tool_call_parser: str | None, reasoning_parser: str | None, serve_python: str
-) -> SGLangParsers | None:
+) -> ToolParsers | None:
     """The parsers of the running event loop; None if there is nothing to parse.
 
     Args:
@@ -32,6 +32,6 @@ def shared_parsers(
     of_loop = _shared.setdefault(asyncio.get_running_loop(), {})
     key = (tool_call_parser, reasoning_parser, serve_python)
     if key not in of_loop:
-        python = interpreter_of("serve", serve_python)
-        of_loop[key] = SGLangParsers(python, tool_call_parser, reasoning_parser)
+        python = get_interpreter("serve", serve_python)
+        of_loop[key] = ToolParsers(python, tool_call_parser, reasoning_parser)
     return of_loop[key]

@@ -10,14 +10,14 @@ from weakref import WeakKeyDictionary
 from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.hub_cache import REPO_PATTERN, snapshot
+from areal_hpc.recipe.hub_cache import REPO_PATTERN, find_snapshot
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 
 _known: WeakKeyDictionary[Any, tuple[ChatTemplate, TokenEncoder]] = WeakKeyDictionary()
 """Copying a large vocabulary takes a quarter of a second, and clients are made per episode."""
 
 
-def session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
+def load_session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     """The chat template and the encoder of a tokenizer.
 
     Args:
@@ -30,7 +30,7 @@ def session_tokenizer(tokenizer: Any) -> tuple[ChatTemplate, TokenEncoder]:
     if isinstance(tokenizer, str | Path):
         folder = Path(tokenizer)
         if not folder.exists() and re.fullmatch(REPO_PATTERN, str(tokenizer)):
-            folder = snapshot(str(tokenizer), "model", None, "tokenizer")
+            folder = find_snapshot(str(tokenizer), "model", None, "tokenizer")
         return ChatTemplate.from_model_dir(folder), TokenEncoder.from_model_dir(folder)
     found = _known.get(tokenizer)
     if found is None:

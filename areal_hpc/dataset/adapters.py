@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.reward.answer_extraction import boxed
+from areal_hpc.reward.answer_extraction import extract_boxed
 
 Task = dict[str, Any]
 
@@ -20,7 +20,7 @@ FENCED = "Reply with one program in a ```python block."
 TAGGED = "Put the expression, without an equals sign, within <answer></answer>."
 
 
-def gsm8k(row: Mapping[str, Any]) -> Task:
+def convert_gsm8k(row: Mapping[str, Any]) -> Task:
     """`openai/gsm8k`: `question`, and an `answer` that ends in `#### 1,234`."""
     _, mark, answer = row["answer"].rpartition("####")
     if not mark:
@@ -28,25 +28,25 @@ def gsm8k(row: Mapping[str, Any]) -> Task:
     return _mathematics(row["question"], answer.strip().replace(",", ""))
 
 
-def competition_math(row: Mapping[str, Any]) -> Task:
+def convert_competition_math(row: Mapping[str, Any]) -> Task:
     r"""MATH (`EleutherAI/hendrycks_math`, `HuggingFaceH4/MATH-500`): `problem` and `solution`.
 
     The answer is the last `\boxed{}` of the solution, or `answer` where there is one.
     """
-    answer = row.get("answer") or boxed(row["solution"])
+    answer = row.get("answer") or extract_boxed(row["solution"])
     if answer is None:
         raise ValueError("the solution has no \\boxed{}")
     return _mathematics(row["problem"], answer)
 
 
-def aime(row: Mapping[str, Any]) -> Task:
+def convert_aime(row: Mapping[str, Any]) -> Task:
     """AIME of any year: `problem` (or `question`) and `answer`, in any case; whole numbers."""
     named = {name.lower(): value for name, value in row.items()}
     question = named["problem"] if "problem" in named else named["question"]
     return _mathematics(question, str(int(named["answer"])))
 
 
-def countdown(row: Mapping[str, Any]) -> Task:
+def convert_countdown(row: Mapping[str, Any]) -> Task:
     """`Jiayi-Pan/Countdown-Tasks-3to4`: `target` and `nums`."""
     numbers = [int(number) for number in row["nums"]]
     question = (
@@ -56,7 +56,7 @@ def countdown(row: Mapping[str, Any]) -> Task:
     return {"messages": _asked(question), "target": int(row["target"]), "numbers": numbers}
 
 
-def mbpp(row: Mapping[str, Any]) -> Task:
+def convert_mbpp(row: Mapping[str, Any]) -> Task:
     """`google-research-datasets/mbpp`: `text` (or `prompt`) and asserts in `test_list`."""
     asserts = list(row["test_list"])
     setup = row.get("test_setup_code") or "\n".join(row.get("test_imports") or ())
@@ -65,14 +65,14 @@ def mbpp(row: Mapping[str, Any]) -> Task:
     return {"messages": _asked(shown), "tests": {"program": "\n".join([setup, *asserts])}}
 
 
-def humaneval(row: Mapping[str, Any]) -> Task:
+def convert_humaneval(row: Mapping[str, Any]) -> Task:
     """`openai/openai_humaneval`: the head of a function, and a `check` in `test`."""
     question = f"Complete this function.\n```python\n{row['prompt']}```\n{FENCED}"
     program = f"{row['test']}\ncheck({row['entry_point']})"
     return {"messages": _asked(question), "tests": {"program": program}}
 
 
-def apps(row: Mapping[str, Any]) -> Task | None:
+def convert_apps(row: Mapping[str, Any]) -> Task | None:
     """`codeparrot/apps` and its kind: `question`, and cases as JSON in `input_output`.
 
     Rows whose cases call a function, or that have no cases, are left out.

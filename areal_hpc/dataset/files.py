@@ -9,7 +9,7 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 
-ROWS_AT_ONCE = 1024
+ROWS_PER_READ = 1024
 """Rows of a Parquet file that are held in memory as Python objects."""
 
 
@@ -80,7 +80,7 @@ def _parquet(path: Path) -> Iterator[Any]:
     from pyarrow.parquet import ParquetFile
 
     with ParquetFile(path) as table:
-        yield from table.iter_batches(batch_size=ROWS_AT_ONCE)
+        yield from table.iter_batches(batch_size=ROWS_PER_READ)
 
 
 def _arrow_stream(path: Path) -> Iterator[Any]:

@@ -8,14 +8,14 @@ from typing import Any
 
 import orjson
 
-from areal_hpc.dataset.sources import rows
+from areal_hpc.dataset.sources import iterate_rows
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.rundir.atomic import open_temporary
 
 
-def materialise(
-    parts: Sequence[tuple[DatasetConfig, str]],
+def materialize(
+    parts: Sequence[tuple[TaskSetConfig, str]],
     out: Path,
     check: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[int]:
@@ -36,7 +36,7 @@ def materialise(
     with open_temporary(out) as stream:
         for config, key in parts:
             count = 0
-            for row in rows(config, key):
+            for row in iterate_rows(config, key):
                 stream.write(_as_line(row, count, key))
                 _apply(check, row, count, key)
                 count += 1

@@ -9,14 +9,14 @@ from typing import Any
 
 from areal_hpc.dataset.files import read_file
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.hub_cache import snapshot
-from areal_hpc.recipe.sections.dataset import DatasetConfig
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.recipe.user_functions import load_user_function
 
-Row = dict[str, Any]
+TaskRow = dict[str, Any]
 
 
-def rows(config: DatasetConfig, key: str) -> Iterator[Row]:
+def iterate_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     """The data set, row by row, as the agent gets them.
 
     Args:
@@ -31,7 +31,7 @@ def rows(config: DatasetConfig, key: str) -> Iterator[Row]:
     return source if config.to_task is None else _tasks(source, config.to_task, f"{key}.to_task")
 
 
-def files_of(config: DatasetConfig, key: str) -> list[Path]:
+def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
     """The files and folders that a source is read from, in order; none for made-up tasks.
 
     Raises:
@@ -47,7 +47,7 @@ def files_of(config: DatasetConfig, key: str) -> list[Path]:
         return [config.path]
     if config.hub is None or config.files is None:
         return []
-    folder = snapshot(config.hub, "dataset", config.revision, f"{key}.hub")
+    folder = find_snapshot(config.hub, "dataset", config.revision, f"{key}.hub")
     found = sorted(path for path in folder.glob(config.files) if path.is_file())
     if not found:
         raise RecipeError(
@@ -58,18 +58,18 @@ def files_of(config: DatasetConfig, key: str) -> list[Path]:
     return found
 
 
-def _source_rows(config: DatasetConfig, key: str) -> Iterator[Row]:
+def _source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     if config.generator is not None:
         yield from _generated(config.generator, config.kwargs, f"{key}.generator")
     elif config.reasoning_gym is not None:
         yield from _reasoning(config.reasoning_gym, config.kwargs, f"{key}.reasoning_gym")
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
-        for path in files_of(config, key):
+        for path in list_source_files(config, key):
             yield from read_file(path, where)
 
 
-def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
+def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
     module, colon, name = dotted.partition(":")
     if not colon:
         raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
@@ -84,7 +84,7 @@ def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
         ) from error
 
 
-def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
+def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
     """Tasks of reasoning-gym; `reasoning_gym_reward` scores their answers."""
     try:
         import reasoning_gym
@@ -111,8 +111,8 @@ def _reasoning(name: str, kwargs: dict[str, Any], key: str) -> Iterator[Row]:
         ) from error
 
 
-def _tasks(source: Iterator[Row], dotted: str, key: str) -> Iterator[Row]:
-    function = load_function(dotted, key)
+def _tasks(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[TaskRow]:
+    function = load_user_function(dotted, key)
     for number, row in enumerate(source):
         try:
             task = function(row)

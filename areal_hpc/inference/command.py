@@ -17,12 +17,12 @@ UNSET_VERSION = "unset"
 CPU_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
 
-KEPT_BUFFER_BYTES = 128 * 2**20
+MALLOC_MMAP_THRESHOLD_BYTES = 128 * 2**20
 """More than a bucket of the default size."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ports:
+class ServerPorts:
     """The TCP ports of one SGLang server, on loopback if it is all on one node."""
 
     http: int
@@ -31,7 +31,7 @@ class Ports:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class NodePart:
     """One node's part of a server that spans several."""
 
     node: int
@@ -43,7 +43,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ServerCommand:
     """What to execute."""
 
     argv: tuple[str, ...]
@@ -51,17 +51,17 @@ class Command:
     """Added to the environment of the job."""
 
 
-def replica_command(
+def build_replica_command(
     config: InferenceConfig,
     *,
     python: str,
     model_path: str,
     device: Device,
     index: int,
-    ports: Ports,
+    ports: ServerPorts,
     random_seed: int,
-    part: Part | None = None,
-) -> Command:
+    part: NodePart | None = None,
+) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it."""
     launcher = "areal_hpc.inference.cpu.sglang_cpu" if device == "cpu" else "sglang.launch_server"
     argv = [
@@ -95,10 +95,10 @@ def replica_command(
         environment["SGLANG_HOST_IP"] = part.host
     if device == "cpu":
         environment |= _cpu_environment(config.tp)
-    return Command((*argv, *config.extra_args), environment)
+    return ServerCommand((*argv, *config.extra_args), environment)
 
 
-def replica_seed(seed: int, cell: str, index: int, incarnation: int) -> int:
+def compute_replica_seed(seed: int, cell: str, index: int, incarnation: int) -> int:
     """A sampling seed that repeats with the run's seed and differs between all replicas.
 
     Replicas that shared one would give the same samples to the same sequence of requests.
@@ -139,8 +139,8 @@ def _cpu_environment(tp: int) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "1",
         # SGLang asks for new memory for each bucket of new weights. What malloc keeps of the last
         # one (mallopt(3)) need not be faulted in page by page again.
-        "MALLOC_MMAP_THRESHOLD_": str(KEPT_BUFFER_BYTES),
-        "MALLOC_TRIM_THRESHOLD_": str(4 * KEPT_BUFFER_BYTES),
+        "MALLOC_MMAP_THRESHOLD_": str(MALLOC_MMAP_THRESHOLD_BYTES),
+        "MALLOC_TRIM_THRESHOLD_": str(4 * MALLOC_MMAP_THRESHOLD_BYTES),
     }
     if tp > 1:
         # SGLang wants one NUMA node per rank unless the cores are named.

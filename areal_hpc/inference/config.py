@@ -9,10 +9,17 @@ from pathlib import Path
 
 from pydantic import Field
 
-from areal_hpc.inference.command import Command, Device, Part, Ports, replica_command, replica_seed
+from areal_hpc.inference.command import (
+    Device,
+    NodePart,
+    ServerCommand,
+    ServerPorts,
+    build_replica_command,
+    compute_replica_seed,
+)
 from areal_hpc.jobs.config import JobConfig
 from areal_hpc.jobs.gpus import DEV, device_files, named_gpus
-from areal_hpc.jobs.topology import task_log_dir
+from areal_hpc.jobs.topology import get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
 
@@ -40,26 +47,26 @@ class InferenceJobConfig(JobConfig):
     """The run's seed."""
 
 
-def replica_command_of(
-    job: InferenceJobConfig, index: int, incarnation: int, ports: Ports, part: Part | None
-) -> Command:
+def build_command(
+    job: InferenceJobConfig, index: int, incarnation: int, ports: ServerPorts, part: NodePart | None
+) -> ServerCommand:
     """The command of one start of a replica, or of one node's part of it."""
-    command = replica_command(
+    command = build_replica_command(
         job.inference,
         python=job.serve_python,
         model_path=str(job.model_path),
         device=resolve_device(job.inference),
         index=index,
         ports=ports,
-        random_seed=replica_seed(job.seed, job.cell, index, incarnation),
+        random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
         part=part,
     )
     return replace(command, environment=command.environment | job.serve_variables)
 
 
-def log_dir_of(job: InferenceJobConfig, layout: RunPaths) -> Path:
+def get_log_dir(job: InferenceJobConfig, layout: RunPaths) -> Path:
     """Where this cell's replicas log."""
-    return task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
+    return get_task_log_dir(layout.log_dir(max(layout.attempts(), default=1)) / job.cell)
 
 
 def resolve_device(

@@ -20,18 +20,18 @@ import msgspec
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
-from areal_hpc.errors import CallRefused
-from areal_hpc.inference.replica import Caller, Replica
-from areal_hpc.inference.update_pause import StallWatch
+from areal_hpc.errors import ControlCallError
+from areal_hpc.inference.replica import ControlCaller, Replica
+from areal_hpc.inference.update_pause import UpdatePauseMonitor
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, has_key, read_body
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
-    EPOCH_HEADER,
+    FORWARDED_ROUTES,
+    GENERATION_HEADER,
     INCARNATION_HEADER,
-    RELAYED_ROUTES,
     FenceRequest,
-    FollowRequest,
     LoadRequest,
+    NodePartRequest,
     ReplicaList,
     ServeRequest,
 )
@@ -51,7 +51,7 @@ _KEPT_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
-class RelayApp(JsonApp):
+class ControlProxyApp(JsonApp):
     """The ASGI application.
 
     Args:
@@ -68,12 +68,12 @@ class RelayApp(JsonApp):
         self._replicas = replicas
         self._admin_key = admin_key
         self._weights_dir = weights_dir
-        self._stalls = [StallWatch(replica, self._read_loads) for replica in replicas]
+        self._stalls = [UpdatePauseMonitor(replica, self._read_loads) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
-        if isinstance(error, CallRefused):
+        if isinstance(error, ControlCallError):
             return 409, str(error)
         return super().describe_error(request, error)
 
@@ -86,7 +86,7 @@ class RelayApp(JsonApp):
                 views = [replica.view() for replica in self._replicas]
                 return 200, msgspec.json.encode(ReplicaList(self._cell, views))
             case "POST", ["follow"]:
-                return 200, self._follow(await _decode(request, FollowRequest))
+                return 200, self._follow(await _decode(request, NodePartRequest))
             case "POST", ["replicas", index, "fence"]:
                 fence = await _decode(request, FenceRequest)
                 fenced = self._replica(index).fence(_caller(request), fence)
@@ -99,12 +99,12 @@ class RelayApp(JsonApp):
                 load = self._load_body(await _decode(request, LoadRequest))
                 replica, route = self._replica(index), "update_weights_from_disk"
                 return await self._relay(replica, route, request, load)
-            case "POST", ["replicas", index, route] if route in RELAYED_ROUTES:
+            case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
                 replica, body = self._replica(index), await _body(request)
                 return await self._relay(replica, route, request, body)
         raise HTTPException(404, "no such route")
 
-    def _follow(self, request: FollowRequest) -> bytes:
+    def _follow(self, request: NodePartRequest) -> bytes:
         try:
             return msgspec.json.encode(self._replicas[0].follow(request))
         except ValueError as error:
@@ -158,7 +158,7 @@ class RelayApp(JsonApp):
             return await answer.read()
 
     async def _ask(
-        self, url: str, route: str, body: bytes, caller: Caller, request: Request
+        self, url: str, route: str, body: bytes, caller: ControlCaller, request: Request
     ) -> tuple[int, bytes]:
         """SGLang's answer.
 
@@ -204,10 +204,10 @@ class RelayApp(JsonApp):
             await self._upstream.close()
 
 
-def _caller(request: Request) -> Caller:
-    return Caller(
+def _caller(request: Request) -> ControlCaller:
+    return ControlCaller(
         incarnation=int(_number(request, INCARNATION_HEADER)),
-        epoch=int(_number(request, EPOCH_HEADER)),
+        epoch=int(_number(request, GENERATION_HEADER)),
         deadline_s=_number(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 
@@ -231,10 +231,10 @@ async def _body(request: Request) -> bytes:
     return await read_body(request, MAX_BODY_BYTES, too_large)
 
 
-class RelayServer:
+class ControlProxyServer:
     """The relay on a port of its own, in a thread of its own: the main thread minds processes."""
 
-    def __init__(self, app: RelayApp, host: str) -> None:
+    def __init__(self, app: ControlProxyApp, host: str) -> None:
         self._app = app
         # The protocol is named because asyncio turns off Nagle's algorithm only then; with it
         # every answer would wait 40 ms for a delayed acknowledgement.

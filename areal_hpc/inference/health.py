@@ -7,11 +7,11 @@ import time
 
 from areal_hpc.wire.http import is_accepted
 
-PROBES_A_TIMEOUT = 6
+PROBES_PER_TIMEOUT = 6
 """A server has several chances to answer before it counts as silent."""
 
 
-class Pulse:
+class HealthProbe:
     """The last sign of life of one server.
 
     SGLang's `/health_generate` comes back after a second when any token left the scheduler
@@ -41,7 +41,7 @@ class Pulse:
             self._alive_at = now
             return False
         is_asking = self._probe is not None and self._probe.is_alive()
-        if not is_asking and now >= self._asked_at + self._timeout_s / PROBES_A_TIMEOUT:
+        if not is_asking and now >= self._asked_at + self._timeout_s / PROBES_PER_TIMEOUT:
             self._asked_at = now
             self._probe = threading.Thread(target=self._ask, name="pulse", daemon=True)
             self._probe.start()

@@ -5,15 +5,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from areal_hpc.inference.command import Command, Part, Ports
-from areal_hpc.inference.config import InferenceJobConfig, log_dir_of, replica_command_of
-from areal_hpc.inference.control_proxy import RelayApp, RelayServer
-from areal_hpc.inference.multi_node import Span
-from areal_hpc.inference.replica import Launch, Replica, meeting_point
+from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
+from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
+from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
+from areal_hpc.inference.multi_node import MultiNodeReplica
+from areal_hpc.inference.replica import BuildCommand, Replica, get_rendezvous_address
 from areal_hpc.inference.sglang_server import STOP_GRACE_S
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
@@ -31,10 +31,10 @@ def run(config: dict[str, Any]) -> None:
     job = InferenceJobConfig.model_validate(config)
     layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
-    replicas = make_replicas(job, layout)
+    replicas = build_replicas(job, layout)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    app = RelayApp(job.cell, replicas, admin_key, layout.weights_dir)
-    relay = RelayServer(app, advertised_host())
+    app = ControlProxyApp(job.cell, replicas, admin_key, layout.weights_dir)
+    relay = ControlProxyServer(app, get_advertised_host())
     relay.start()
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(layout.rendezvous_dir, service, relay.url)
@@ -53,16 +53,20 @@ def run(config: dict[str, Any]) -> None:
         relay.stop()
 
 
-def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
+def build_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
     """The cell's replicas, none of them started."""
     inference = job.inference
     events = EventLog(layout.events, job.cell)
     nodes = inference.nodes_per_replica
 
-    def launch_of(index: int) -> Launch:
-        def launch(incarnation: int, ports: Ports) -> Command:
-            part = Part(0, nodes, meeting_point(ports), advertised_host()) if nodes > 1 else None
-            return replica_command_of(job, index, incarnation, ports, part)
+    def launch_of(index: int) -> BuildCommand:
+        def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
+            part = (
+                NodePart(0, nodes, get_rendezvous_address(ports), get_advertised_host())
+                if nodes > 1
+                else None
+            )
+            return build_command(job, index, incarnation, ports, part)
 
         return launch
 
@@ -70,9 +74,9 @@ def make_replicas(job: InferenceJobConfig, layout: RunPaths) -> list[Replica]:
         Replica(
             index,
             tp=inference.tp,
-            span=Span(nodes),
+            span=MultiNodeReplica(nodes),
             launch=launch_of(index),
-            log_dir=log_dir_of(job, layout),
+            log_dir=get_log_dir(job, layout),
             events=events,
             startup_timeout_s=inference.startup_timeout_s,
             health_timeout_s=inference.health_timeout_s,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import threading
 
-from areal_hpc.wire.replicas import FollowReply, FollowRequest
+from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
 
-SILENCE_S = 15.0
+NODE_TIMEOUT_S = 15.0
 """A node that runs a part and is not heard of for so long is lost."""
 
 
-class Span:
+class MultiNodeReplica:
     """Which parts run where. Time is passed in.
 
     Args:
@@ -24,7 +24,7 @@ class Span:
     def __init__(self, nodes: int) -> None:
         self._nodes = nodes
         self._lock = threading.Lock()
-        self._wanted = FollowReply(0, "")
+        self._wanted = NodePartReply(0, "")
         self._heard_at_s: dict[int, float] = {}
         """When each node last said that it runs its part of the present incarnation."""
         self._loss = ""
@@ -32,16 +32,16 @@ class Span:
     def begin(self, incarnation: int, meeting_point: str) -> None:
         """Have every further node run its part."""
         with self._lock:
-            self._wanted, self._loss = FollowReply(incarnation, meeting_point), ""
+            self._wanted, self._loss = NodePartReply(incarnation, meeting_point), ""
             self._heard_at_s.clear()
 
     def end(self) -> None:
         """Have no part run."""
         with self._lock:
-            self._wanted, self._loss = FollowReply(0, ""), ""
+            self._wanted, self._loss = NodePartReply(0, ""), ""
             self._heard_at_s.clear()
 
-    def follow(self, request: FollowRequest, now_s: float) -> FollowReply:
+    def follow(self, request: NodePartRequest, now_s: float) -> NodePartReply:
         """Hear a node; what it is to run.
 
         Raises:
@@ -54,12 +54,14 @@ class Span:
                 self._heard_at_s[request.node] = now_s
             elif request.node in self._heard_at_s:
                 self._loss = f"lost its part on node {request.node} of the cell"
-            return FollowReply(0, "") if self._loss else self._wanted
+            return NodePartReply(0, "") if self._loss else self._wanted
 
     def loss(self, now_s: float) -> str:
         """Why the present incarnation cannot go on, in words; empty while it can."""
         with self._lock:
             for node, heard_at_s in self._heard_at_s.items():
-                if now_s - heard_at_s > SILENCE_S:
-                    self._loss = self._loss or f"has not heard of node {node} for {SILENCE_S:.0f} s"
+                if now_s - heard_at_s > NODE_TIMEOUT_S:
+                    self._loss = (
+                        self._loss or f"has not heard of node {node} for {NODE_TIMEOUT_S:.0f} s"
+                    )
             return self._loss

@@ -27,12 +27,12 @@ from areal_hpc.wire.parsing import (
     ParserReply,
 )
 
-MOST_OPEN_REPLIES = 4096
+MAX_OPEN_REPLIES = 4096
 MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Where SGLang's detectors keep the text that begins a call."""
 
 
-class Formats:
+class ReplyFormats:
     """The model's two formats.
 
     Raises:
@@ -159,10 +159,10 @@ def _one_call(parser: Any, tools: Sequence[dict[str, Any]], required: bool) -> s
     return msgspec.json.encode({"type": "structural_tag", "format": form}).decode()
 
 
-class Reply:
+class ReplyParser:
     """One reply while it is being said."""
 
-    def __init__(self, formats: Formats, opening: Opening) -> None:
+    def __init__(self, formats: ReplyFormats, opening: Opening) -> None:
         self._formats = formats
         self._tools = opening.tools
         self._calls = formats.calls(opening.tools)
@@ -269,12 +269,12 @@ def _parsed(parser: Any, body: str) -> tuple[str, list[ParsedCall]]:
     return text, [ParsedCall(item.name or "", item.parameters) for item in items]
 
 
-class ParserProcess:
+class ParserServer:
     """Answers requests, one after the other."""
 
-    def __init__(self, formats: Formats) -> None:
+    def __init__(self, formats: ReplyFormats) -> None:
         self._formats = formats
-        self._replies: dict[int, Reply] = {}
+        self._replies: dict[int, ReplyParser] = {}
 
     def answer(self, request: ParseRequest | ConstrainRequest) -> ParserReply:
         """The reply to a request. SGLang's failures become its `error`."""
@@ -295,8 +295,8 @@ class ParserProcess:
 
     def _parse(self, request: ParseRequest) -> ParserReply:
         if request.opening is not None:
-            self._replies[request.reply] = Reply(self._formats, request.opening)
-            while len(self._replies) > MOST_OPEN_REPLIES:  # those whose clients left
+            self._replies[request.reply] = ReplyParser(self._formats, request.opening)
+            while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left
                 del self._replies[next(iter(self._replies))]
         reply = self._replies.get(request.reply)
         if reply is None:  # an earlier process knew it
@@ -313,7 +313,7 @@ def main() -> None:
     """Serve until standard input ends."""
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # whatever SGLang prints goes to the log
-    process = ParserProcess(Formats(*sys.argv[1:3]))
+    process = ParserServer(ReplyFormats(*sys.argv[1:3]))
     decoder = msgspec.json.Decoder(ParseRequest | ConstrainRequest)
     out.write(msgspec.json.encode(ParserReply()) + b"\n")
     for line in sys.stdin.buffer:

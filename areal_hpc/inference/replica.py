@@ -17,36 +17,36 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import CallRefused, ClusterError, RecipeError
-from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.health import Pulse
-from areal_hpc.inference.multi_node import Span
-from areal_hpc.inference.sglang_server import ServerProcess, free_ports
-from areal_hpc.inference.update_state import Custody
+from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
+from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.inference.health import HealthProbe
+from areal_hpc.inference.multi_node import MultiNodeReplica
+from areal_hpc.inference.sglang_server import SGLangServer, find_free_ports
+from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
-from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     FenceRequest,
-    FollowReply,
-    FollowRequest,
+    NodePartReply,
+    NodePartRequest,
     ReplicaState,
     ReplicaView,
     ServeRequest,
-    Stall,
+    UpdatePause,
 )
 
 log = logging.getLogger(__name__)
 _BACKOFF = Backoff(0.5, 30.0)
 _PORT_RACES_FORGIVEN = 5
-Launch = Callable[[int, Ports], Command]
+BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 """(incarnation, ports) to the command of that start."""
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
+class ControlCaller:
     """Who makes a control call, and which server it means."""
 
     incarnation: int
@@ -67,8 +67,8 @@ class Replica:
         index: int,
         *,
         tp: int,
-        span: Span,
-        launch: Launch,
+        span: MultiNodeReplica,
+        launch: BuildCommand,
         log_dir: Path,
         events: EventLog,
         startup_timeout_s: float,
@@ -85,13 +85,13 @@ class Replica:
         self._health_timeout_s = health_timeout_s
         self._policy = policy
         self._lock = threading.Lock()
-        self._server: ServerProcess | None = None
+        self._server: SGLangServer | None = None
         self._state: ReplicaState = "starting"
-        self._custody = Custody()
+        self._custody = WeightUpdateState()
         self._incarnation = self._last_incarnation()
-        self._stall: Stall | None = None
+        self._stall: UpdatePause | None = None
         self._epoch = 0
-        self._pulse: Pulse | None = None
+        self._pulse: HealthProbe | None = None
         self._ready_at = 0.0
         self._crashes = 0
         self._port_races = 0
@@ -146,24 +146,24 @@ class Replica:
             self._bury(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
 
     def _start(self) -> None:
-        incarnation, ports = self._incarnation + 1, free_ports()
-        server = ServerProcess(
+        incarnation, ports = self._incarnation + 1, find_free_ports()
+        server = SGLangServer(
             self._launch(incarnation, ports),
             ports,
             self._log_dir / f"replica-{self.index}.{incarnation}.log",
         )
         with self._lock:
             self._server, self._incarnation = server, incarnation
-            self._state, self._custody, self._stall = "starting", Custody(), None
-        self._span.begin(incarnation, meeting_point(ports))
+            self._state, self._custody, self._stall = "starting", WeightUpdateState(), None
+        self._span.begin(incarnation, get_rendezvous_address(ports))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
-    def _await_ready(self, server: ServerProcess, now: float) -> None:
+    def _await_ready(self, server: SGLangServer, now: float) -> None:
         waited_s = now - server.started_at
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
-            self._pulse = Pulse(server.url, self._health_timeout_s)
+            self._pulse = HealthProbe(server.url, self._health_timeout_s)
             self._ready_at = now
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
@@ -177,7 +177,7 @@ class Replica:
             self._custody.is_closing = self._custody.is_overdue(now)
             return self._custody.is_closing
 
-    def _end_update(self, server: ServerProcess) -> None:
+    def _end_update(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._custody.is_changed:
             self._bury(server, "holds weights whose sender vanished", is_crash=False)
@@ -188,7 +188,7 @@ class Replica:
                 self._custody.lapse()
             self._note("sender_vanished", version=self._custody.version)
 
-    def _bury(self, server: ServerProcess, reason: str, *, is_crash: bool = True) -> None:
+    def _bury(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
         An end that was not the server's own fault does not count.
@@ -199,7 +199,7 @@ class Replica:
         log.error("replica %d %s; its log ends:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
         with self._lock:
-            self._server, self._state, self._custody = None, "starting", Custody()
+            self._server, self._state, self._custody = None, "starting", WeightUpdateState()
         if starting and usage_error:
             raise RecipeError(
                 f"SGLang refused its arguments:\n{server.log_tail(3)}",
@@ -241,24 +241,24 @@ class Replica:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
     # -- the relay's thread ------------------------------------------------------------------
-    # Each method raises CallRefused when the caller means another incarnation, when the
+    # Each method raises ControlCallError when the caller means another incarnation, when the
     # replica is not up, and when a newer epoch of the trainer has been here.
 
-    def fence(self, caller: Caller, request: FenceRequest) -> ReplicaView:
+    def fence(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._check(caller)
             self._custody.fence(time.monotonic(), caller.deadline_s, stays=request.stays)
             return self._view()
 
-    def serve(self, caller: Caller, request: ServeRequest) -> ReplicaView:
+    def serve(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._check(caller)
             self._custody.serve(request.version)
             return self._view()
 
-    def follow(self, request: FollowRequest) -> FollowReply:
+    def follow(self, request: NodePartRequest) -> NodePartReply:
         """Another node of the cell asks what to run.
 
         Raises:
@@ -266,7 +266,7 @@ class Replica:
         """
         return self._span.follow(request, time.monotonic())
 
-    def called(self, caller: Caller, route: str) -> str:
+    def called(self, caller: ControlCaller, route: str) -> str:
         """A control call for SGLang came in; the server's address, if it may be relayed."""
         with self._lock:
             self._check(caller)
@@ -274,42 +274,42 @@ class Replica:
             assert self._server is not None
             return self._server.url
 
-    def answered(self, caller: Caller, route: str, *, accepted: bool) -> None:
+    def answered(self, caller: ControlCaller, route: str, *, accepted: bool) -> None:
         """A control call that `called` let through is over."""
         with self._lock:
             if caller.incarnation == self._incarnation:
                 now = time.monotonic()
                 self._custody.answered(route, now, caller.deadline_s, accepted=accepted)
 
-    def gave_no_answer(self, caller: Caller, route: str) -> None:
+    def gave_no_answer(self, caller: ControlCaller, route: str) -> None:
         """A control call that `called` let through, and that is not yet over, was in vain."""
         with self._lock:
             if caller.incarnation == self._incarnation:
                 self._custody.gave_no_answer(route)
 
-    def note_stall(self, stall: Stall) -> None:
+    def note_stall(self, stall: UpdatePause) -> None:
         """Tokens come again after an update."""
         with self._lock:
             self._stall = stall
         self._note("generation_resumed", **msgspec.structs.asdict(stall))
 
-    def _check(self, caller: Caller) -> None:
+    def _check(self, caller: ControlCaller) -> None:
         found = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
-            raise CallRefused(
+            raise ControlCallError(
                 f"{found}: incarnation {caller.incarnation} is gone, {self._incarnation} is here"
             )
         if self._state != "ready":
-            raise CallRefused(f"{found} is {self._state}")
+            raise ControlCallError(f"{found} is {self._state}")
         if self._custody.is_closing:
-            raise CallRefused(f"{found} is ending the update of a sender that vanished")
+            raise ControlCallError(f"{found} is ending the update of a sender that vanished")
         if caller.epoch < self._epoch:
-            raise CallRefused(
+            raise ControlCallError(
                 f"{found}: epoch {self._epoch} of the trainer has taken over from {caller.epoch}"
             )
         self._epoch = caller.epoch
 
 
-def meeting_point(ports: Ports) -> str:
+def get_rendezvous_address(ports: ServerPorts) -> str:
     """`host:port` where the parts of a server that spans nodes meet."""
-    return f"{advertised_host()}:{ports.rendezvous}"
+    return f"{get_advertised_host()}:{ports.rendezvous}"

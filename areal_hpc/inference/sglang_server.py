@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.inference.command import LOOPBACK, Command, Ports
+from areal_hpc.inference.command import LOOPBACK, ServerCommand, ServerPorts
 from areal_hpc.wire.http import is_accepted
 
 STOP_GRACE_S = 1.0
@@ -28,18 +28,18 @@ _TITLE = "sglang::"
 _PORT_TAKEN = ("address already in use", "Port is already in use")
 _LOG_TAIL_BYTES = 16384
 _OUTGOING_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_FIRST_PORT = 10000
+_MIN_PORT = 10000
 _ENOUGH_PORTS = 1000
 """Fewer, and cells that start together would choose alike."""
 _LOG_PERIOD_S = 2.0
 
 
-def free_ports() -> Ports:
+def find_free_ports() -> ServerPorts:
     """Ports nobody listens on now. Another process may still take one before SGLang does."""
     http_port = _free_port()
     while (rendezvous_port := _free_port()) == http_port:
         pass
-    return Ports(http_port, rendezvous_port)
+    return ServerPorts(http_port, rendezvous_port)
 
 
 def _free_port() -> int:
@@ -49,7 +49,7 @@ def _free_port() -> int:
     process on the node, might be given a port of the other kind.
     """
     first_outgoing = int(_OUTGOING_PORTS.read_text().split()[0])
-    candidates = range(_FIRST_PORT, first_outgoing)
+    candidates = range(_MIN_PORT, first_outgoing)
     while True:
         port = secrets.choice(candidates) if len(candidates) >= _ENOUGH_PORTS else 0
         with socket.socket() as probe, suppress(OSError):
@@ -57,14 +57,14 @@ def _free_port() -> int:
             return int(probe.getsockname()[1])
 
 
-class ServerProcess:
+class SGLangServer:
     """A running SGLang server with all its processes.
 
     Start it from a thread that lives as long as the server may: the kernel's death signal is
     tied to the thread, not to the process, that started the child.
     """
 
-    def __init__(self, command: Command, ports: Ports, log_path: Path) -> None:
+    def __init__(self, command: ServerCommand, ports: ServerPorts, log_path: Path) -> None:
         self.url = f"http://{LOOPBACK}:{ports.http}"
         self.log_path = log_path
         self.started_at = time.monotonic()
@@ -80,7 +80,7 @@ class ServerProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
-                env=environment_with(self._scratch_dir) | command.environment,
+                env=build_environment(self._scratch_dir) | command.environment,
                 start_new_session=True,
             )
 
@@ -160,7 +160,7 @@ class ServerProcess:
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
 
 
-def environment_with(scratch_dir: str) -> dict[str, str]:
+def build_environment(scratch_dir: str) -> dict[str, str]:
     """This process's environment, but for where temporary files go.
 
     SGLang leaves its sockets behind, and names them after nothing. What torch compiled stays where

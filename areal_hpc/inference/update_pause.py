@@ -18,12 +18,12 @@ import aiohttp
 import msgspec
 
 from areal_hpc.inference.replica import Replica
-from areal_hpc.wire.replicas import Stall
+from areal_hpc.wire.replicas import UpdatePause
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.01
-LONGEST_WAIT_S = 120.0
+MAX_WAIT_S = 120.0
 _SERVE_WAIT_S = 5.0
 _BEGINNINGS = ("begin_weight_update", "update_weights_from_disk")
 """SGLang takes its orders one after the other: when it answers these, it is paused."""
@@ -33,30 +33,30 @@ class _Pause(msgspec.Struct):
     mode: str = "abort"
 
 
-class _Load(msgspec.Struct):
+class _SchedulerLoad(msgspec.Struct):
     timestamp: float
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int
 
 
-class _Loads(msgspec.Struct):
-    loads: list[_Load]
+class _SchedulerLoads(msgspec.Struct):
+    loads: list[_SchedulerLoad]
 
 
-Read = Callable[[str], Awaitable[bytes]]
+ReadRoute = Callable[[str], Awaitable[bytes]]
 """The body of SGLang's answer about its load, by the server's address."""
 
 
-class StallWatch:
+class UpdatePauseMonitor:
     """Follows the control calls of one replica; all in the relay's event loop."""
 
-    def __init__(self, replica: Replica, read: Read) -> None:
+    def __init__(self, replica: Replica, read: ReadRoute) -> None:
         self._replica = replica
         self._read = read
         self._mode = ""
         self._paused_at = 0.0
-        self._before: _Load | None = None
+        self._before: _SchedulerLoad | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     def accepted(self, route: str, body: bytes, url: str, asked_at: float) -> None:
@@ -86,11 +86,11 @@ class StallWatch:
         self._before = await self._load(url)
 
     async def _await_token(
-        self, url: str, before: _Load, paused_s: float, continued_at: float
+        self, url: str, before: _SchedulerLoad, paused_s: float, continued_at: float
     ) -> None:
         token_at = continued_at
         if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
-            give_up_at = continued_at + LONGEST_WAIT_S
+            give_up_at = continued_at + MAX_WAIT_S
             while (load := await self._load(url)) is None or load.timestamp < continued_at:
                 if time.time() > give_up_at:
                     return
@@ -100,7 +100,7 @@ class StallWatch:
         version = await self._served_version()
         reprefill_s = token_at - continued_at
         self._replica.note_stall(
-            Stall(
+            UpdatePause(
                 version,
                 round(paused_s + reprefill_s, 4),
                 round(reprefill_s, 4),
@@ -116,7 +116,7 @@ class StallWatch:
             await asyncio.sleep(POLL_S)
         return version
 
-    async def _load(self, url: str) -> _Load | None:
+    async def _load(self, url: str) -> _SchedulerLoad | None:
         """The newest that was published."""
-        loads = msgspec.json.decode(await self._read(url), type=_Loads).loads
+        loads = msgspec.json.decode(await self._read(url), type=_SchedulerLoads).loads
         return max(loads, key=lambda load: load.timestamp, default=None)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 
-class Custody:
+class WeightUpdateState:
     """The update of one incarnation as its cell sees it. Times are those of `time.monotonic`."""
 
     def __init__(self) -> None:

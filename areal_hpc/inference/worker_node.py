@@ -13,23 +13,23 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.inference.command import Command, Part, Ports
-from areal_hpc.inference.config import InferenceJobConfig, log_dir_of, replica_command_of
-from areal_hpc.inference.multi_node import SILENCE_S
-from areal_hpc.inference.sglang_server import STOP_GRACE_S, ServerProcess, free_ports
+from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
+from areal_hpc.inference.config import InferenceJobConfig, build_command, get_log_dir
+from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
+from areal_hpc.inference.sglang_server import STOP_GRACE_S, SGLangServer, find_free_ports
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import advertised_host, current_task
+from areal_hpc.jobs.topology import get_advertised_host, get_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
-from areal_hpc.wire.replicas import FollowReply, FollowRequest
+from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
 
 log = logging.getLogger(__name__)
 
-ASK_PERIOD_S = 0.5
+POLL_S = 0.5
 CALL_TIMEOUT_S = 5.0
 
-LaunchPart = Callable[[int, Part, Ports], Command]
+BuildPartCommand = Callable[[int, NodePart, ServerPorts], ServerCommand]
 """(incarnation, part, ports) to the command of this node's part."""
 
 
@@ -39,25 +39,27 @@ def run(config: dict[str, Any]) -> None:
     layout = RunPaths(job.run_dir)
     stop = StopRequest.install()
 
-    def launch(incarnation: int, part: Part, ports: Ports) -> Command:
-        return replica_command_of(job, 0, incarnation, ports, part)
+    def launch(incarnation: int, part: NodePart, ports: ServerPorts) -> ServerCommand:
+        return build_command(job, 0, incarnation, ports, part)
 
-    follower = Follower(
-        current_task().rank,
+    follower = WorkerNode(
+        get_task_position().rank,
         job.inference.nodes_per_replica,
         launch,
-        Chief(layout.rendezvous_dir, job.cell, rendezvous.ensure_admin_key(layout.admin_key)),
-        log_dir_of(job, layout),
+        HeadNodeClient(
+            layout.rendezvous_dir, job.cell, rendezvous.ensure_admin_key(layout.admin_key)
+        ),
+        get_log_dir(job, layout),
     )
     try:
         while not stop.requested:
             follower.tick()
-            stop.wait(ASK_PERIOD_S)
+            stop.wait(POLL_S)
     finally:
         follower.end()
 
 
-class Chief:
+class HeadNodeClient:
     """The first node's relay, wherever it is.
 
     Args:
@@ -71,7 +73,7 @@ class Chief:
         self._cell = cell
         self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
 
-    def ask(self, request: FollowRequest) -> FollowReply:
+    def ask(self, request: NodePartRequest) -> NodePartReply:
         """What to run.
 
         Raises:
@@ -82,14 +84,14 @@ class Chief:
         )
         if endpoint is None:
             raise ClusterError(f"the relay of {self._cell} is not published")
-        return self._client.call(f"{endpoint.url}/follow", request, FollowReply)
+        return self._client.call(f"{endpoint.url}/follow", request, NodePartReply)
 
     def close(self) -> None:
         """Ask no more."""
         self._client.close()
 
 
-class Follower:
+class WorkerNode:
     """This node's part, and its successors.
 
     Args:
@@ -97,7 +99,7 @@ class Follower:
         nodes: Of the replica.
         launch: Makes the command of a part.
         chief: Who says what to run.
-        log_dir: Where the parts log.
+        get_log_dir: Where the parts log.
         patience_s: A first node that is silent for longer is gone.
     """
 
@@ -105,10 +107,10 @@ class Follower:
         self,
         node: int,
         nodes: int,
-        launch: LaunchPart,
-        chief: Chief,
+        launch: BuildPartCommand,
+        chief: HeadNodeClient,
         log_dir: Path,
-        patience_s: float = SILENCE_S,
+        patience_s: float = NODE_TIMEOUT_S,
     ) -> None:
         self._node = node
         self._nodes = nodes
@@ -116,7 +118,7 @@ class Follower:
         self._chief = chief
         self._log_dir = log_dir
         self._patience_s = patience_s
-        self._server: ServerProcess | None = None
+        self._server: SGLangServer | None = None
         self._incarnation = 0
         self._answered_at_s = time.monotonic()
 
@@ -126,7 +128,7 @@ class Follower:
             log.error("the part of incarnation %d %s", self._incarnation, death)
             self._end_part()
         try:
-            reply = self._chief.ask(FollowRequest(self._node, self._incarnation))
+            reply = self._chief.ask(NodePartRequest(self._node, self._incarnation))
         except ClusterError as error:
             silent_s = time.monotonic() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
@@ -139,11 +141,11 @@ class Follower:
             if reply.incarnation:
                 self._begin_part(reply)
 
-    def _begin_part(self, reply: FollowReply) -> None:
-        ports = free_ports()
-        part = Part(self._node, self._nodes, reply.meeting_point, advertised_host())
+    def _begin_part(self, reply: NodePartReply) -> None:
+        ports = find_free_ports()
+        part = NodePart(self._node, self._nodes, reply.meeting_point, get_advertised_host())
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
-        self._server = ServerProcess(self._launch(reply.incarnation, part, ports), ports, log_path)
+        self._server = SGLangServer(self._launch(reply.incarnation, part, ports), ports, log_path)
         self._incarnation = reply.incarnation
         log.info("incarnation %d: its part starts here", reply.incarnation)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.jobs import ProcessSpec
 
 
-class JobConfig(StageConfig):
+class JobConfig(BaseConfig):
     """Configuration of one process, constructed by `launch` and parsed by the process."""
 
     ENTRY: ClassVar[str]

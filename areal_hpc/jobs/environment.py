@@ -8,20 +8,16 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.jobs.topology import (
-    interface_of,
-    reachable_host,
-    restart_count,
-)
+from areal_hpc.jobs.topology import find_interface, find_reachable_host, get_slurm_restart_count
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     LaunchFile,
 )
 from areal_hpc.rundir.paths import ROLES, format_restart_dir
-from areal_hpc.slurm.container import image_python
+from areal_hpc.slurm.container import get_image_python
 
 
-def allow_all_descriptors() -> None:
+def raise_file_limit() -> None:
     """Raise this process's limit to what its administrator allows.
 
     Logins and Slurm often give 1,024, kept low for programs that use select(2). The ledger holds
@@ -31,7 +27,7 @@ def allow_all_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def interpreter_of(role: str, configured: str) -> str:
+def get_interpreter(role: str, configured: str) -> str:
     """The Python that runs a role's processes.
 
     Args:
@@ -46,21 +42,21 @@ def interpreter_of(role: str, configured: str) -> str:
     return str(candidate) if candidate.exists() else sys.executable
 
 
-def log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
+def get_log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
     """Where this start of the job logs: under Slurm each restart has a folder of its own."""
     folder = Path(launch.log_dir) / launch.job.name
     if launch.slurm is None:
         return folder
-    return folder / format_restart_dir(restart_count(environ))
+    return folder / format_restart_dir(get_slurm_restart_count(environ))
 
 
-def log_headline(environ: Mapping[str, str]) -> str:
+def format_log_header(environ: Mapping[str, str]) -> str:
     """The first line of every log under Slurm."""
-    job_id, restart = environ["SLURM_JOB_ID"], restart_count(environ)
+    job_id, restart = environ["SLURM_JOB_ID"], get_slurm_restart_count(environ)
     return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
 
 
-def surroundings(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, str]:
+def build_task_environment(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, str]:
     """What processes must know of the node under Slurm: their address, and gloo's interface.
 
     gloo listens where the host's name leads, which may be nowhere.
@@ -70,8 +66,8 @@ def surroundings(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, st
     """
     if launch.slurm is None:
         return {}
-    host = reachable_host(launch.slurm.interface, environ)
-    interface = interface_of(host)
+    host = find_reachable_host(launch.slurm.interface, environ)
+    interface = find_interface(host)
     gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     return {**gloo, "AREAL_HPC_HOST": host}
 
@@ -87,12 +83,13 @@ def set_up_logging(level: int = logging.INFO) -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
-def pythons_of(recipe: Recipe) -> dict[str, str]:
+def get_interpreters(recipe: Recipe) -> dict[str, str]:
     """The interpreter of each role: the recipe's, else this checkout's or the images'."""
     cluster = recipe.cluster
     named = {role: str(getattr(cluster, role).python) for role in ROLES}
     if cluster.slurm.container.kind == "none":
-        return {role: interpreter_of(role, python) for role, python in named.items()}
+        return {role: get_interpreter(role, python) for role, python in named.items()}
     return {
-        role: image_python(role) if python == "auto" else python for role, python in named.items()
+        role: get_image_python(role) if python == "auto" else python
+        for role, python in named.items()
     }

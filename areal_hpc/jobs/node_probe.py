@@ -19,7 +19,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 
-MOST_SKEW_S = 30.0
+MAX_CLOCK_SKEW_S = 30.0
 """Clocks may differ by this: leases and time limits are compared across nodes."""
 GPU_TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -27,7 +27,7 @@ _GREETING = b"areal-hpc\n"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class NodeProblem:
     """One thing that is wrong."""
 
     reason: str
@@ -35,7 +35,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class GpuInfo:
     """One GPU as nvidia-smi lists it."""
 
     index: str
@@ -44,7 +44,7 @@ class Gpu:
 
 def probe_node(
     environ: Mapping[str, str], job_dir: Path, least_free_bytes: int, first_address: str
-) -> list[Finding]:
+) -> list[NodeProblem]:
     """Everything that is wrong with this node.
 
     Args:
@@ -62,11 +62,11 @@ def probe_node(
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
-        findings += judge_gpus(asked, *list_gpus())
+        findings += check_gpus(asked, *list_gpus())
     return findings
 
 
-def list_gpus() -> tuple[list[Gpu], str]:
+def list_gpus() -> tuple[list[GpuInfo], str]:
     """The GPUs that the driver sees, and its complaint if it has one."""
     try:
         answer = subprocess.run(
@@ -86,57 +86,57 @@ def list_gpus() -> tuple[list[Gpu], str]:
     return read_gpus(answer.stdout) if not complaint else [], complaint
 
 
-def read_gpus(listed: str) -> list[Gpu]:
+def read_gpus(listed: str) -> list[GpuInfo]:
     """Read nvidia-smi's lines. A GPU without error correction has no errors to report."""
     rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
-    return [Gpu(index, int(errors) if errors.isdigit() else 0) for index, errors in rows]
+    return [GpuInfo(index, int(errors) if errors.isdigit() else 0) for index, errors in rows]
 
 
-def judge_gpus(asked: list[str], seen: list[Gpu], complaint: str) -> list[Finding]:
+def check_gpus(asked: list[str], seen: list[GpuInfo], complaint: str) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
-        return [Finding(f"its GPU driver fails: {complaint.splitlines()[0]}")]
+        return [NodeProblem(f"its GPU driver fails: {complaint.splitlines()[0]}")]
     if len(seen) < len(asked):
-        return [Finding(f"it shows {len(seen)} GPUs, Slurm gave {len(asked)}")]
+        return [NodeProblem(f"it shows {len(seen)} GPUs, Slurm gave {len(asked)}")]
     # With device control groups the driver lists those of the job alone, counted from 0.
     own = seen if len(seen) == len(asked) else [gpu for gpu in seen if gpu.index in asked]
     return [
-        Finding(f"its GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors")
+        NodeProblem(f"its GPU {gpu.index} has {gpu.uncorrected_errors} uncorrected memory errors")
         for gpu in own
         if gpu.uncorrected_errors
     ]
 
 
-def _judge_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[Finding]:
+def _judge_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[NodeProblem]:
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
-        return [Finding(f"{folder} cannot be read: {error.strerror}")]
+        return [NodeProblem(f"{folder} cannot be read: {error.strerror}")]
     if free_bytes >= least_bytes:
         return []
     found, wanted = free_bytes / 2**20, least_bytes / 2**20
     reason = f"{folder} has {found:,.0f} MiB free, expected at least {wanted:,.0f} MiB"
-    return [Finding(reason, is_fault_of_node=not is_shared)]
+    return [NodeProblem(reason, is_fault_of_node=not is_shared)]
 
 
-def _judge_clock(folder: Path) -> list[Finding]:
+def _judge_clock(folder: Path) -> list[NodeProblem]:
     """Compare this node's clock with the shared storage's."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             written_at = os.fstat(file.fileno()).st_mtime
     except OSError as error:
-        return [Finding(f"{folder} cannot be written: {error.strerror}")]
-    return judge_skew(time.time() - written_at, folder)
+        return [NodeProblem(f"{folder} cannot be written: {error.strerror}")]
+    return check_clock_skew(time.time() - written_at, folder)
 
 
-def judge_skew(skew_s: float, folder: Path) -> list[Finding]:
+def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
     """What a difference of clocks means, positive where the node is ahead. Pure."""
-    if abs(skew_s) <= MOST_SKEW_S:
+    if abs(skew_s) <= MAX_CLOCK_SKEW_S:
         return []
-    return [Finding(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
+    return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
 
 
-def _judge_peer(address: str) -> list[Finding]:
+def _judge_peer(address: str) -> list[NodeProblem]:
     if not address:
         return []
     host, _, port = address.rpartition(":")
@@ -145,12 +145,12 @@ def _judge_peer(address: str) -> list[Finding]:
             connection.settimeout(CONNECT_TIMEOUT_S)
             if connection.recv(len(_GREETING), socket.MSG_WAITALL) == _GREETING:
                 return []
-            return [Finding(f"something else answered at {address}")]
+            return [NodeProblem(f"something else answered at {address}")]
     except OSError as error:
-        return [Finding(f"it cannot reach the job's first node at {address}: {error}")]
+        return [NodeProblem(f"it cannot reach the job's first node at {address}: {error}")]
 
 
-class Greeter:
+class ReachabilityServer:
     """Answers the other nodes of a job while they probe whether they reach its first one."""
 
     def __init__(self, host: str) -> None:

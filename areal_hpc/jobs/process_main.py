@@ -19,11 +19,11 @@ from pydantic import ValidationError
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs.die_with_parent import _exit_when_orphaned, die_with_parent
-from areal_hpc.jobs.environment import allow_all_descriptors, set_up_logging
+from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.rundir.paths import get_process_error
 
 
-def resolve(entry: str) -> Any:
+def load_entry(entry: str) -> Any:
     """The function named by `package.module:function`."""
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)
@@ -44,12 +44,12 @@ def main() -> None:
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
     threading.Thread(target=_exit_when_orphaned, args=(parent,), daemon=True).start()
-    allow_all_descriptors()
+    raise_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(Path(config_path).read_text())
     try:
-        resolve(entry)(config)
+        load_entry(entry)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again
         error = _only_cause(caught)
         if not isinstance(error, (ArealError, ValidationError)):

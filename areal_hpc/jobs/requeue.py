@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.errors import ClusterError, SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.jobs.restart_policy import SLURM_POLICY, count_failures_without_progress
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
@@ -28,25 +28,25 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.resubmit import submit_again, tell_who_waits
+from areal_hpc.slurm.resubmit import resubmit, update_dependents
 
 log = logging.getLogger(__name__)
 
-MOST_EXCLUDED_NODES = 16
+MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
 _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 
-Departure = Literal[
+RequeueResult = Literal[
     "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
 ]
 
 
-class _Record(Struct, frozen=True):
+class _ProgressRecord(Struct, frozen=True):
     fruitless: int
 
 
-class Usefulness:
+class ProgressTracker:
     """Whether the run got further in this start of a job, and how many before it failed in vain.
 
     Args:
@@ -72,13 +72,13 @@ class Usefulness:
         made_progress = self._bytes() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
         before = 0
         if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=_Record).fruitless
+            before = msgspec.json.decode(self._path.read_bytes(), type=_ProgressRecord).fruitless
         failures = count_failures_without_progress(before, outcomes, made_progress=made_progress)
-        write_atomic(self._path, msgspec.json.encode(_Record(failures)))
+        write_atomic(self._path, msgspec.json.encode(_ProgressRecord(failures)))
         return failures
 
 
-def exclude_faulty(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
+def exclude_nodes(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
     known = {row["node"] for row in read_lines(path)}
@@ -91,7 +91,9 @@ def exclude_faulty(slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id:
     return list(new)
 
 
-def start_again(launch: LaunchFile, give_up_at: float, *, hold: bool = False) -> Departure:
+def requeue_or_resubmit(
+    launch: LaunchFile, give_up_at: float, *, hold: bool = False
+) -> RequeueResult:
     """Have this job started once more, by Slurm or by another submission of its script.
 
     Args:
@@ -104,37 +106,39 @@ def start_again(launch: LaunchFile, give_up_at: float, *, hold: bool = False) ->
         where it could not be asked.
     """
     assert launch.slurm is not None
-    job_id = scontrol.own_id(os.environ)
+    job_id = scontrol.get_own_job_id(os.environ)
     while not Path(launch.slurm.cancelled).exists():
         try:
             return _ask_slurm(launch, launch.slurm, job_id, hold=hold)
-        except SlurmSilentError as silence:
+        except SlurmTimeoutError as silence:
             log.warning("%s", silence)
             if time.monotonic() >= give_up_at:
                 return "without Slurm"
             time.sleep(RETRY_PAUSE_S)
-        except (SlurmMissingError, SlurmRefusedError) as refusal:
+        except (SlurmNotFoundError, SlurmCommandError) as refusal:
             log.error("this job cannot be started again: %s", refusal)
             return "without Slurm"
     return "cancelled"
 
 
-def _ask_slurm(launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool) -> Departure:
+def _ask_slurm(
+    launch: LaunchFile, slurm: SlurmLaunchInfo, job_id: str, *, hold: bool
+) -> RequeueResult:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING:
         log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
         return "ended by Slurm"
     nodes = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
-    excluded = scontrol.joined_nodes(facts.excluded_nodes, *nodes)
+    excluded = scontrol.join_node_lists(facts.excluded_nodes, *nodes)
     try:
         if hold:
             _hold(launch.paths, job_id)
             return "held"
         scontrol.requeue(job_id)
-    except SlurmRefusedError as refusal:
+    except SlurmCommandError as refusal:
         log.warning("%s; its script is submitted again", refusal)
-        number = submit_again(slurm, launch.job.name, job_id, excluded)
-        _repeat(lambda: tell_who_waits(number))
+        number = resubmit(slurm, launch.job.name, job_id, excluded)
+        _repeat(lambda: update_dependents(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
@@ -166,7 +170,7 @@ def release_held(jobs_dir: Path) -> list[str]:
             if _release(note.read_text()):
                 released.append(note.name)
                 note.unlink(missing_ok=True)
-        except SlurmRefusedError as refusal:  # it was cancelled, or is an administrator's
+        except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's
             log.warning("%s is not ours to release: %s", note.name, refusal)
             note.unlink(missing_ok=True)
         except ClusterError as error:
@@ -178,7 +182,7 @@ def _release(job_id: str) -> bool:
     """Release one job; false if it is not held yet.
 
     Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
     """
     if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
         return False
@@ -186,7 +190,7 @@ def _release(job_id: str) -> bool:
     return True
 
 
-def forget_hold(job: JobPaths) -> None:
+def clear_hold(job: JobPaths) -> None:
     """The job runs: nobody need release it."""
     job.hold_note.unlink(missing_ok=True)
 

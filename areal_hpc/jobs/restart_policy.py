@@ -93,7 +93,7 @@ def count_failures_without_progress(
     return SLURM_POLICY.count_failures(before, made_progress=made_progress, has_failed=has_failed)
 
 
-def crash_of(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
+def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:

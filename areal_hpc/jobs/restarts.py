@@ -23,7 +23,7 @@ STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
 """Where processes find the note of their job's stop."""
 
 
-class Start(Struct, frozen=True):
+class Restart(Struct, frozen=True):
     """One start of a job."""
 
     number: int
@@ -36,7 +36,7 @@ class Start(Struct, frozen=True):
     """`host:port` where the first task can be reached for a while; empty if it is alone."""
 
 
-class StopNote(Struct, frozen=True):
+class StopNotice(Struct, frozen=True):
     """Why the tasks of a start have to stop, and until when."""
 
     reason: str
@@ -46,15 +46,15 @@ class StopNote(Struct, frozen=True):
     """Unix time at which processes that still run are killed."""
 
 
-def take_start(folder: Path, incarnation: str, node: str, address: str) -> Start:
+def take_next_restart(folder: Path, incarnation: str, node: str, address: str) -> Restart:
     """Take the next number. For the first task."""
     number = claim_next_number(folder)
-    start = Start(number, incarnation, node, address)
+    start = Restart(number, incarnation, node, address)
     write_atomic(number_path(folder, number), msgspec.json.encode(start))
     return start
 
 
-def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> Start:
+def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float) -> Restart:
     """Wait for what the first task of this start wrote. For the other tasks.
 
     Raises:
@@ -65,7 +65,7 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
         number = read_newest_number(folder)
         content = number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment
-            start = msgspec.json.decode(content, type=Start)
+            start = msgspec.json.decode(content, type=Restart)
             if start.incarnation == incarnation:
                 return start
         time.sleep(_POLL_S)
@@ -76,12 +76,12 @@ def await_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> 
     )
 
 
-def report_node(folder: Path, start: Start, node_rank: int) -> None:
+def report_node(folder: Path, start: Restart, node_rank: int) -> None:
     """Say that a node has joined this start, and sees what its first task wrote."""
     _report_path(folder, start, node_rank).touch()
 
 
-def await_nodes(folder: Path, start: Start, nodes: int, timeout_s: float) -> list[int]:
+def await_nodes(folder: Path, start: Restart, nodes: int, timeout_s: float) -> list[int]:
     """Wait for the reports of the other nodes. For the first task.
 
     Returns:
@@ -99,34 +99,34 @@ def await_nodes(folder: Path, start: Start, nodes: int, timeout_s: float) -> lis
         time.sleep(_POLL_S)
 
 
-def _report_path(folder: Path, start: Start, node_rank: int) -> Path:
+def _report_path(folder: Path, start: Restart, node_rank: int) -> Path:
     return number_path(folder, start.number, f".node{node_rank}")
 
 
-def is_superseded(folder: Path, start: Start) -> bool:
+def is_superseded(folder: Path, start: Restart) -> bool:
     """True once a later start of the job has begun. One look at one name."""
     return number_path(folder, start.number + 1).exists()
 
 
-def stop_note_path(folder: Path, start: Start) -> Path:
+def stop_note_path(folder: Path, start: Restart) -> Path:
     """Where the tasks of a start tell one another to stop."""
     return number_path(folder, start.number, ".stop")
 
 
-def write_stop_note(path: Path, note: StopNote) -> None:
+def write_stop_note(path: Path, note: StopNotice) -> None:
     """Tell the other tasks, and the processes of all, to stop."""
     write_atomic(path, msgspec.json.encode(note))
 
 
-def read_stop_note(path: Path) -> StopNote | None:
+def read_stop_note(path: Path) -> StopNotice | None:
     """What a task of this start said; None while all go on."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=StopNote)
+        return msgspec.json.decode(path.read_bytes(), type=StopNotice)
     except FileNotFoundError:
         return None
 
 
-def own_stop_note() -> StopNote | None:
+def read_own_stop_notice() -> StopNotice | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
     path = os.environ.get(STOP_NOTE_VARIABLE)
     return read_stop_note(Path(path)) if path else None

@@ -30,7 +30,7 @@ class StopRequest:
         writer.setblocking(False)
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         for number in STOP_SIGNALS:
-            signal.signal(number, lambda number, frame: _tell(writer, number))
+            signal.signal(number, lambda number, frame: _notify_watcher(writer, number))
         threading.Thread(
             target=request._watch, args=(reader, writer), name="stop-watcher", daemon=True
         ).start()
@@ -58,7 +58,7 @@ class StopRequest:
         return self._event.wait(timeout_s)
 
 
-def _tell(writer: socket.socket, number: int) -> None:
+def _notify_watcher(writer: socket.socket, number: int) -> None:
     """Tell the watcher from a Python-level handler too: uvloop takes the wake-up descriptor.
 
     Setting the event here could deadlock: the main thread may hold its lock in `wait`.

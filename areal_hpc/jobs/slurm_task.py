@@ -14,18 +14,23 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.jobs import restarts, time_limit
-from areal_hpc.jobs.node_probe import Finding, Greeter, probe_node
+from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_node
 from areal_hpc.jobs.requeue import (
-    MOST_EXCLUDED_NODES,
-    Usefulness,
-    exclude_faulty,
-    forget_hold,
-    start_again,
+    MAX_EXCLUDED_NODES,
+    ProgressTracker,
+    clear_hold,
+    exclude_nodes,
+    requeue_or_resubmit,
 )
 from areal_hpc.jobs.restart_policy import decide_restart
-from areal_hpc.jobs.topology import TaskPosition, nodes_in, reachable_host, restart_count
+from areal_hpc.jobs.topology import (
+    TaskPosition,
+    expand_node_list,
+    find_reachable_host,
+    get_slurm_restart_count,
+)
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
@@ -40,14 +45,14 @@ from areal_hpc.slurm import scontrol
 
 log = logging.getLogger(__name__)
 
-LOOK_PERIOD_S = 2.0
+POLL_S = 2.0
 """Between two looks at the shared storage."""
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 LEAVE_TIMEOUT_S = 60.0
 """Longest that the tasks of a job wait for one another at its end."""
 PREEMPTED = "preempted by a job of higher priority"
-OUTLAST_S = 300.0
+WAIT_FOR_KILL_S = 300.0
 """Longest that a task stays to be killed, where only that makes Slurm start the job again."""
 
 
@@ -62,14 +67,14 @@ class SlurmTask:
         self._slurm = slurm
         self._position = position
         self._events = events
-        self._job_id = scontrol.own_id(environ)
+        self._job_id = scontrol.get_own_job_id(environ)
         self._node = environ["SLURMD_NODENAME"]
-        self._incarnation = f"{self._job_id}.{restart_count(environ)}"
+        self._incarnation = f"{self._job_id}.{get_slurm_restart_count(environ)}"
         self._paths = launch.paths
         self._starts_dir = self._paths.starts_dir
-        self._start: restarts.Start | None = None
+        self._start: restarts.Restart | None = None
         self._absent: list[TaskExit] = []
-        self._usefulness = Usefulness(self._paths, slurm.progress)
+        self._usefulness = ProgressTracker(self._paths, slurm.progress)
         self._ends_at: float | None = None
         self._next_look_at = 0.0
         self._done_since: float | None = None
@@ -90,13 +95,13 @@ class SlurmTask:
             if position.is_first:
                 self._start = self._open_start(environ, nodes)
             else:
-                self._start = restarts.await_start(
+                self._start = restarts.wait_for_restart(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
                     restarts.report_node(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
-            return self._blame(self._node, [Finding(str(error))])
+            return self._blame(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is nothing left to do")
         if position.local_rank:
@@ -106,21 +111,23 @@ class SlurmTask:
         findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
         refusal = self._blame(self._node, findings)
         if refusal is None and position.is_first and nodes > 1:
-            refusal = self._blame_absent(self._start, nodes_in(environ["SLURM_JOB_NODELIST"]))
+            refusal = self._blame_absent(
+                self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
+            )
         return refusal
 
-    def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Start:
+    def _open_start(self, environ: Mapping[str, str], nodes: int) -> restarts.Restart:
         address = ""
         if nodes > 1:
-            greeter = Greeter(reachable_host(self._slurm.interface, environ))
+            greeter = ReachabilityServer(find_reachable_host(self._slurm.interface, environ))
             greeter.answer(self._slurm.join_timeout_s)
             address = greeter.address
-        start = restarts.take_start(self._starts_dir, self._incarnation, self._node, address)
-        self._ends_at = time_limit.end_time(environ)
-        forget_hold(self._paths)
+        start = restarts.take_next_restart(self._starts_dir, self._incarnation, self._node, address)
+        self._ends_at = time_limit.read_end_time(environ)
+        clear_hold(self._paths)
         return start
 
-    def _blame_absent(self, start: restarts.Start, nodes: list[str]) -> TaskExit | None:
+    def _blame_absent(self, start: restarts.Restart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = restarts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
@@ -128,19 +135,19 @@ class SlurmTask:
             f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
         )
         # With most of them away it is rather the first that is alone.
-        finding = Finding(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
+        finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
         for node in (nodes[place] for place in absent):
             outcome = self._blame(node, [finding])
             assert outcome is not None
             self._absent.append(outcome)
         return self._absent[0] if self._absent else None
 
-    def _blame(self, node: str, findings: list[Finding]) -> TaskExit | None:
+    def _blame(self, node: str, findings: list[NodeProblem]) -> TaskExit | None:
         if not findings:
             return None
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
         is_fault_of_node = (
-            all(finding.is_fault_of_node for finding in findings) and excluded < MOST_EXCLUDED_NODES
+            all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES
         )
         reason = "; ".join(finding.reason for finding in findings)
         self._events.record("node_failed_probe", node=node, reason=reason)
@@ -159,7 +166,7 @@ class SlurmTask:
         return {
             "AREAL_HPC_START": str(self._start.number),
             restarts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            **time_limit.save_time_variable(self._paths),
+            **time_limit.get_save_time_variable(self._paths),
         }
 
     @property
@@ -179,14 +186,14 @@ class SlurmTask:
         now = time.monotonic()
         if now < self._next_look_at or self._start is None:
             return None
-        self._next_look_at = now + LOOK_PERIOD_S
+        self._next_look_at = now + POLL_S
         try:
             return self._look(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("the shared storage does not answer: %s", error)
             return None
 
-    def _look(self, start: restarts.Start, now: float, *, is_leading: bool) -> TaskExit | None:
+    def _look(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
         if restarts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
@@ -206,8 +213,10 @@ class SlurmTask:
         return now - self._done_since >= DONE_GRACE_S
 
     def _stop_lead_s(self) -> float:
-        save_s = time_limit.last_save_s(self._paths)
-        return time_limit.stop_lead_s(self._launch.stop_grace_s, self._slurm.margin_s, save_s)
+        save_s = time_limit.read_save_time_s(self._paths)
+        return time_limit.compute_stop_lead_s(
+            self._launch.stop_grace_s, self._slurm.margin_s, save_s
+        )
 
     # Leaving -------------------------------------------------------------------------------
 
@@ -223,7 +232,7 @@ class SlurmTask:
             if said is not None and not self._position.is_first:
                 grace_s = max(0.0, said.kill_at - time.time())
             else:
-                note = restarts.StopNote(outcome.reason, outcome.exit_code, time.time() + grace_s)
+                note = restarts.StopNotice(outcome.reason, outcome.exit_code, time.time() + grace_s)
                 restarts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("the other tasks are not told to stop: %s", error)
@@ -238,10 +247,10 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + time_limit.last_save_s(self._paths)
+        wanted_s = grace_s + time_limit.read_save_time_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
-        except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
+        except (SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError):
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
         if facts.state != scontrol.RUNNING or facts.ends_at is None:
@@ -272,7 +281,7 @@ class SlurmTask:
 
     def _speak_for_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather(own), *self._absent]
-        faulty = exclude_faulty(self._slurm, outcomes, self._job_id)
+        faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
         failures = self._usefulness.close(outcomes)
         decision = decide_restart(outcomes, failures)
         crashes = [one for one in outcomes if one.exit_code not in (0, STOPPED_EXIT_CODE)]
@@ -287,7 +296,7 @@ class SlurmTask:
             )
             return decisive
         give_up_at = self._kill_at + self._slurm.margin_s
-        departure = start_again(self._launch, give_up_at, hold=decision == "hold")
+        departure = requeue_or_resubmit(self._launch, give_up_at, hold=decision == "hold")
         self._events.record(
             f"job_{departure.replace(' ', '_')}",
             job_id=self._job_id,
@@ -298,7 +307,7 @@ class SlurmTask:
         if departure == "without Slurm" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.
-            _await(Path(self._slurm.cancelled).exists, time.monotonic() + OUTLAST_S)
+            _await(Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S)
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({departure})")
 
     def _gather(self, own: TaskExit) -> list[TaskExit]:

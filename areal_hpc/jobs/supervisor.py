@@ -22,15 +22,17 @@ import msgspec
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs import gpus
 from areal_hpc.jobs.die_with_parent import die_with_parent
-from areal_hpc.jobs.environment import log_dir, log_headline, set_up_logging, surroundings
+from areal_hpc.jobs.environment import (
+    build_task_environment,
+    format_log_header,
+    get_log_dir,
+    set_up_logging,
+)
 from areal_hpc.jobs.local_task import LocalTask
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
-from areal_hpc.jobs.topology import (
-    TaskPosition,
-    launched_position,
-)
+from areal_hpc.jobs.topology import TaskPosition, detect_task_position
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
@@ -54,7 +56,7 @@ def run_job(launch_path: str) -> None:
     outcome is also left in the job's folder, because not every launcher sees exit codes.
     """
     launch = msgspec.json.decode(Path(launch_path).read_bytes(), type=LaunchFile)
-    position = launched_position(os.environ)
+    position = detect_task_position(os.environ)
     if launch.slurm is None and os.getpid() != os.getsid(0):
         os.setsid()  # a Ctrl-C in the terminal is the launcher's to handle, not ours
     die_with_parent(signal.SIGTERM)
@@ -81,7 +83,7 @@ def visible_gpus_of(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[st
     return {gpus.VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
 
 
-class _Child:
+class _ManagedProcess:
     """A started process, how often it has been started, and how often it crashed lately."""
 
     def __init__(self, spec: ProcessSpec, log_path: Path, config_path: Path) -> None:
@@ -145,7 +147,7 @@ class _Supervisor:
         self._stop = stop
         self._task = task
         self._events = events
-        self._log_dir = log_dir(launch, os.environ)
+        self._log_dir = get_log_dir(launch, os.environ)
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._surroundings: dict[str, str] = {}
         self._children = [
@@ -154,15 +156,15 @@ class _Supervisor:
             if spec.tasks in ("all", "first" if position.is_first else "others")
         ]
 
-    def _child(self, spec: ProcessSpec) -> _Child:
+    def _child(self, spec: ProcessSpec) -> _ManagedProcess:
         suffix = f"-{self._position.rank}" if self._launch.job.tasks > 1 else ""
         config_path = self._launch.paths.process_config(f"{spec.name}{suffix}")
         config_path.write_bytes(msgspec.json.encode(spec.config))
         log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None:
             with log_path.open("a") as stream:
-                stream.write(f"{log_headline(os.environ)}\n")
-        return _Child(spec, log_path, config_path)
+                stream.write(f"{format_log_header(os.environ)}\n")
+        return _ManagedProcess(spec, log_path, config_path)
 
     def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
@@ -179,7 +181,7 @@ class _Supervisor:
         if (refusal := self._task.enter()) is not None:
             return refusal
         self._surroundings = {
-            **surroundings(self._launch, os.environ),
+            **build_task_environment(self._launch, os.environ),
             **self._task.surroundings(),
         }
         for child in self._children:
@@ -188,7 +190,7 @@ class _Supervisor:
             self._stop.wait(POLL_S)
         return outcome
 
-    def _start(self, child: _Child) -> None:
+    def _start(self, child: _ManagedProcess) -> None:
         spec = child.spec
         python = self._launch.pythons[spec.role]
         if shutil.which(python) is None:
@@ -231,7 +233,7 @@ class _Supervisor:
                     return outcome
         return None
 
-    def _bury(self, child: _Child, code: int) -> TaskExit | None:
+    def _bury(self, child: _ManagedProcess, code: int) -> TaskExit | None:
         """Decide what the end of a process means for the job."""
         spec = child.spec
         child.signal_group(signal.SIGKILL)  # whatever it left behind

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.errors import SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.errors import SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
@@ -15,7 +15,7 @@ from areal_hpc.slurm import scontrol
 _SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
 
 
-def end_time(environ: Mapping[str, str]) -> float | None:
+def read_end_time(environ: Mapping[str, str]) -> float | None:
     """Unix time at which Slurm ends this job; None where it has no limit or none can be found.
 
     Newer Slurms tell every job; others are asked, once.
@@ -24,12 +24,12 @@ def end_time(environ: Mapping[str, str]) -> float | None:
     if re.fullmatch(r"\d+", told):
         return float(told)
     try:
-        return scontrol.show_job(scontrol.own_id(environ)).ends_at
-    except (SlurmMissingError, SlurmSilentError, SlurmRefusedError):
+        return scontrol.show_job(scontrol.get_own_job_id(environ)).ends_at
+    except (SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError):
         return None
 
 
-def stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
+def compute_stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
     """How long before its end a job has to be told to stop.
 
     Args:
@@ -40,18 +40,18 @@ def stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
     return stop_grace_s + margin_s + save_s
 
 
-def save_time_variable(job: JobPaths) -> dict[str, str]:
-    """What a job's processes need for `note_save`."""
+def get_save_time_variable(job: JobPaths) -> dict[str, str]:
+    """What a job's processes need for `record_save_time`."""
     return {_SAVE_VARIABLE: str(job.save_time)}
 
 
-def note_save(seconds: float) -> None:
+def record_save_time(seconds: float) -> None:
     """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
     if path := os.environ.get(_SAVE_VARIABLE):
         write_atomic(Path(path), f"{seconds:.3f}".encode())
 
 
-def last_save_s(job: JobPaths) -> float:
+def read_save_time_s(job: JobPaths) -> float:
     """Seconds that the job's last save took; 0 before the first."""
     try:
         return float(job.save_time.read_text())

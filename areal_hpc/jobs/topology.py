@@ -34,7 +34,7 @@ class TaskPosition:
         return self.rank == 0
 
 
-def current_task() -> TaskPosition:
+def get_task_position() -> TaskPosition:
     """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
     environ = os.environ
     return TaskPosition(
@@ -46,22 +46,22 @@ def current_task() -> TaskPosition:
     )
 
 
-def advertised_host() -> str:
+def get_advertised_host() -> str:
     """The address other nodes reach this one by, as the supervisor found it; else loopback."""
     return os.environ.get("AREAL_HPC_HOST", LOOPBACK)
 
 
-def task_log_dir(otherwise: Path) -> Path:
+def get_task_log_dir(otherwise: Path) -> Path:
     """The folder of this task's logs, as the supervisor chose it; a lone process says its own."""
     return Path(os.environ.get("AREAL_HPC_LOG_DIR", otherwise))
 
 
-def job_start() -> int:
+def get_restart_id() -> int:
     """Which start of its job this process belongs to, from 1; 0 where starts are not counted."""
     return int(os.environ.get("AREAL_HPC_START", "0"))
 
 
-def reachable_host(interface: str, environ: Mapping[str, str]) -> str:
+def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:
     """The IPv4 address by which other nodes of the cluster reach this one.
 
     Asked in turn: `AREAL_HPC_HOST`; the named interface; what this host's name resolves to, unless
@@ -83,7 +83,7 @@ def reachable_host(interface: str, environ: Mapping[str, str]) -> str:
     )
 
 
-def interface_of(address: str) -> str:
+def find_interface(address: str) -> str:
     """The network interface that has `address`; empty if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(found.address == address for found in addresses):
@@ -144,12 +144,12 @@ def _way_to(peer: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def restart_count(environ: Mapping[str, str]) -> int:
+def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
     """How often Slurm has requeued this job."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def launched_position(environ: Mapping[str, str]) -> TaskPosition:
+def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
     """This task's position as Slurm (or submitit's local executor) tells it."""
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
         return TaskPosition(
@@ -168,7 +168,7 @@ def launched_position(environ: Mapping[str, str]) -> TaskPosition:
     )
 
 
-def nodes_in(nodelist: str) -> list[str]:
+def expand_node_list(nodelist: str) -> list[str]:
     """The nodes of Slurm's notation, as in `n[01-03,7],m1`. Pure: containers lack scontrol."""
     parts = re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
     return [node for part in parts for node in _expanded(part)]

@@ -10,7 +10,7 @@ from itertools import islice
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.plan import Facts, Stage, plan
+from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
@@ -20,7 +20,7 @@ Assignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
 
 
-def assign(stage: Stage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
+def assign(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
     """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
 
     A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
@@ -43,7 +43,9 @@ def assign(stage: Stage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
 def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
     """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
     problems: list[Problem] = []
-    for stage in plan(recipe, RunPaths(recipe.run_dir), Facts.before_setup(recipe)).stages:
+    for stage in plan_run(
+        recipe, RunPaths(recipe.run_dir), LaunchFacts.before_setup(recipe)
+    ).stages:
         try:
             assign(stage, visible, recipe)
         except RecipeError as error:
@@ -58,7 +60,7 @@ def describe(assignment: Assignment) -> Iterator[str]:
             yield f"{job}: {' | '.join(','.join(ids) for ids in tasks)}"
 
 
-def _shortage(stage: Stage, needed: int, visible: VisibleGpus, recipe: Recipe) -> Problem:
+def _shortage(stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe) -> Problem:
     names = {job.name for job in stage.jobs}
     keys = ["trainer.parallel"]
     if any(job.is_task_a_node for job in stage.jobs):

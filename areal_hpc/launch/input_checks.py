@@ -10,18 +10,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.sources import files_of
+from areal_hpc.dataset.sources import list_source_files
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.tiny_model import tiny_config
-from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.launch.tiny_model import build_tiny_config
+from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, parse_architecture
 
-LEAST_FREE_BYTES = 256 * 1024 * 1024
+MIN_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
-LONGEST_LOAD_S = 120
+MAX_LOAD_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
 _LOAD_CURRICULUM = """
@@ -60,14 +60,14 @@ except ArealError as error:
 """
 
 
-def inspect_inputs(
+def check_inputs(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """Everything wrong with the files, interpreters and names that a recipe mentions."""
     problems = [*_interpreters(pythons), *_run_directory(recipe.run_dir)]
     problems += _model(recipe)
     if (tiny := recipe.model.tiny) is not None:
-        problems += _layout_fits(tiny_config(**tiny.model_dump()), "model.tiny", recipe)
+        problems += _layout_fits(build_tiny_config(**tiny.model_dump()), "model.tiny", recipe)
     for part, key in recipe.train_dataset.parts("train_dataset"):
         problems += _dataset(part, key)
     if recipe.valid_dataset is not None:
@@ -106,10 +106,10 @@ def _run_directory(run_dir: Path) -> Iterator[Problem]:
         )
         return
     free_bytes = shutil.disk_usage(run_dir).free
-    if free_bytes < LEAST_FREE_BYTES:
+    if free_bytes < MIN_FREE_BYTES:
         yield Problem(
             f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "
-            f"at least {LEAST_FREE_BYTES // 2**20} MiB needed: {run_dir}",
+            f"at least {MIN_FREE_BYTES // 2**20} MiB needed: {run_dir}",
             "cluster.fileroot",
             "free some space, or choose another place with cluster.fileroot=/path",
         )
@@ -121,7 +121,7 @@ def _model(recipe: Recipe) -> Iterator[Problem]:
         yield from _model_directory(model.path, "model.path", recipe)
     if model.hub is not None:
         try:
-            folder = snapshot(model.hub, "model", model.revision, "model.hub")
+            folder = find_snapshot(model.hub, "model", model.revision, "model.hub")
         except RecipeError as error:
             yield from error.problems
         else:
@@ -172,9 +172,9 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
         )
 
 
-def _dataset(config: DatasetConfig, key: str) -> Iterator[Problem]:
+def _dataset(config: TaskSetConfig, key: str) -> Iterator[Problem]:
     try:
-        files_of(config, key)
+        list_source_files(config, key)
     except RecipeError as error:
         yield from error.problems
 
@@ -212,11 +212,11 @@ def _loads(
             input=json.dumps(request),
             capture_output=True,
             text=True,
-            timeout=LONGEST_LOAD_S,
+            timeout=MAX_LOAD_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        message = f"{what} was not ready within {LONGEST_LOAD_S} s"
+        message = f"{what} was not ready within {MAX_LOAD_S} s"
         yield Problem(message, key, "move slow work out of imports and constructors")
         return
     if answer.returncode == 0:

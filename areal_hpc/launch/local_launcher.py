@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from areal_hpc.errors import ClusterError, Interrupted, JobFailedError
-from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError
+from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.gpus import visible_gpus
-from areal_hpc.jobs.restart_policy import RestartPolicy, crash_of
+from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch import setup
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
-from areal_hpc.launch.plan import Stage
-from areal_hpc.launch.prepared_run import prepared
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.prepared_run import prepare_run
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
@@ -33,7 +33,7 @@ POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job of this machine. Progress: see `made_progress`."""
 
 
-class Reporter(Protocol):
+class ProgressReporter(Protocol):
     """Shows a person what is going on."""
 
     def say(self, message: str) -> None:
@@ -47,7 +47,7 @@ def run(
     recipe: Recipe,
     *,
     command_line: Sequence[str],
-    reporter: Reporter,
+    reporter: ProgressReporter,
     stop: threading.Event,
     fresh: bool = False,
     sys_path: Sequence[str] = (),
@@ -68,7 +68,7 @@ def run(
         JobFailedError: A job failed for good.
         Interrupted: `stop` was set.
     """
-    with prepared(
+    with prepare_run(
         recipe,
         command_line=command_line,
         say=reporter.say,
@@ -78,14 +78,19 @@ def run(
     ) as ready:
         for stage in ready.stages:
             if stop.is_set():
-                raise Interrupted
-            _Foreground(recipe, ready.layout, ready.attempt, ready.pythons, reporter, stop).run(
+                raise RunInterruptedError
+            LocalLauncher(recipe, ready.layout, ready.attempt, ready.pythons, reporter, stop).run(
                 stage
             )
 
 
 def run_stage(
-    stage: Stage, recipe: Recipe, layout: RunPaths, *, reporter: Reporter, stop: threading.Event
+    stage: JobStage,
+    recipe: Recipe,
+    layout: RunPaths,
+    *,
+    reporter: ProgressReporter,
+    stop: threading.Event,
 ) -> None:
     """Run a stage that is no part of a run's plan, in a directory that is in place already.
 
@@ -96,8 +101,8 @@ def run_stage(
         Interrupted: `stop` was set.
     """
     with hold_lock(layout.lock):
-        attempt = setup.open_attempt(layout)
-        _Foreground(recipe, layout, attempt, pythons_of(recipe), reporter, stop).run(stage)
+        attempt = setup.create_attempt(layout)
+        LocalLauncher(recipe, layout, attempt, get_interpreters(recipe), reporter, stop).run(stage)
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
@@ -133,7 +138,7 @@ class _Job:
     """Submissions in a row that failed without progress."""
 
 
-class _Foreground:
+class LocalLauncher:
     """Submits the jobs of a stage and stays until they are done."""
 
     def __init__(
@@ -142,7 +147,7 @@ class _Foreground:
         layout: RunPaths,
         attempt: int,
         pythons: dict[str, str],
-        reporter: Reporter,
+        reporter: ProgressReporter,
         stop: threading.Event,
     ) -> None:
         self._recipe = recipe
@@ -155,7 +160,7 @@ class _Foreground:
         self._jobs: list[_Job] = []
         self._gpus: Assignment = {}
 
-    def run(self, stage: Stage) -> None:
+    def run(self, stage: JobStage) -> None:
         self._jobs = []
         self._gpus = assign(stage, visible_gpus(os.environ), self._recipe)
         for line in describe(self._gpus):
@@ -190,14 +195,14 @@ class _Foreground:
 
     def _step(self) -> int:
         """How far the run is: a step without metrics is as good as none."""
-        rows = read_step_lines(self._layout.metrics)
+        rows = read_metrics(self._layout.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
-    def _watch(self, stage: Stage) -> None:
+    def _watch(self, stage: JobStage) -> None:
         leader = self._jobs[0]
         while not (leader.handle.done() and stage.done_marker.exists()):
             if self._stop.is_set():
-                raise Interrupted
+                raise RunInterruptedError
             self._reporter.watch(stage.name)
             for job in list(self._jobs):
                 failure = self._failure(job)
@@ -237,7 +242,7 @@ class _Foreground:
         is_done = handle.done()  # asked first: the outcome is written before a job is done
         outcomes = handle.outcomes()
         log_dir = self._layout.log_dir(self._attempt) / handle.name
-        if (crash := crash_of(handle.name, outcomes)) is not None or not is_done:
+        if (crash := find_crash(handle.name, outcomes)) is not None or not is_done:
             return crash
         if not outcomes:
             return JobFailedError(

@@ -61,7 +61,7 @@ class ServingMemory:
         return self.weights + self.kv_per_token * (self.kv_tokens or 0)
 
 
-def layer_parameters(arch: Architecture, tp: int) -> int:
+def count_layer_parameters(arch: Architecture, tp: int) -> int:
     """Parameters of one layer on one tensor-parallel rank, but for those of experts."""
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     qkv = (queries + 2 * keys) // tp
@@ -73,37 +73,39 @@ def layer_parameters(arch: Architecture, tp: int) -> int:
     return count + 3 * arch.ffn // tp * arch.hidden
 
 
-def expert_parameters(arch: Architecture, ep: int) -> int:
+def count_expert_parameters(arch: Architecture, ep: int) -> int:
     """Parameters of one layer's experts on one expert-parallel rank; experts are not cut."""
     if arch.experts is None:
         return 0
     return arch.experts.count // ep * 3 * arch.experts.ffn * arch.hidden
 
 
-def embedding_parameters(arch: Architecture, tp: int) -> int:
+def count_embedding_parameters(arch: Architecture, tp: int) -> int:
     """Parameters of the embedding, or of the head, on one tensor-parallel rank."""
     return -(-arch.vocab // tp) * arch.hidden
 
 
-def stage_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> tuple[int, int]:
+def count_stage_parameters(
+    arch: Architecture, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
     """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
     layers, last = arch.layers // parallel.pp, parallel.pp - 1
-    dense = layers * layer_parameters(arch, parallel.tp)
+    dense = layers * count_layer_parameters(arch, parallel.tp)
     if stage == 0:
-        dense += embedding_parameters(arch, parallel.tp)
+        dense += count_embedding_parameters(arch, parallel.tp)
     if stage == last:
         dense += arch.hidden
         if not arch.tied or last > 0:  # a tied head of another stage is a copy of the embedding
-            dense += embedding_parameters(arch, parallel.tp)
-    return dense, layers * expert_parameters(arch, parallel.ep)
+            dense += count_embedding_parameters(arch, parallel.tp)
+    return dense, layers * count_expert_parameters(arch, parallel.ep)
 
 
-def model_parameters(arch: Architecture) -> int:
+def count_model_parameters(arch: Architecture) -> int:
     """Parameters of the whole network."""
-    return sum(stage_parameters(arch, ParallelConfig(), 0))
+    return sum(count_stage_parameters(arch, ParallelConfig(), 0))
 
 
-def trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
+def estimate_trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
     """What the fullest GPU of the trainer holds during a step."""
     stages = {0, config.parallel.pp - 1}
     return max((_stage_memory(arch, config, stage) for stage in stages), key=lambda m: m.total)
@@ -111,7 +113,7 @@ def trainer_memory(arch: Architecture, config: TrainerConfig) -> TrainerMemory:
 
 def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
     parallel, element = config.parallel, ELEMENT_BYTES[config.dtype]
-    dense, experts = stage_parameters(arch, parallel, stage)
+    dense, experts = count_stage_parameters(arch, parallel, stage)
     # Moments in float32; in bfloat16 also a float32 copy of the parameters.
     state = 8 if config.dtype == "float32" else 12
     sharers = parallel.dp * parallel.cp
@@ -120,7 +122,7 @@ def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> Trai
     # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
     begun = parallel.pp - stage
     layers = arch.layers // parallel.pp
-    activations = layers * layer_activations(arch, parallel, tokens) * element * begun
+    activations = layers * count_layer_activations(arch, parallel, tokens) * element * begun
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
     return TrainerMemory(
         stage=stage,
@@ -132,7 +134,7 @@ def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> Trai
     )
 
 
-def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int) -> int:
+def count_layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int) -> int:
     """Numbers that one layer keeps on one rank for the backward pass of a micro-batch.
 
     The inputs and outputs of both norms; query, key and value as projected and as rotated; what
@@ -155,15 +157,15 @@ def layer_activations(arch: Architecture, parallel: ParallelConfig, tokens: int)
     return numbers
 
 
-def serving_memory(
+def estimate_serving_memory(
     arch: Architecture, config: InferenceConfig, gpu_bytes: int | None
 ) -> ServingMemory:
     """What each GPU of a replica holds: its part of the weights, and the KV cache."""
     element = ELEMENT_BYTES[config.dtype]
-    dense = arch.layers * layer_parameters(arch, config.tp) + arch.hidden
-    tables = (1 if arch.tied else 2) * embedding_parameters(arch, config.tp)
+    dense = arch.layers * count_layer_parameters(arch, config.tp) + arch.hidden
+    tables = (1 if arch.tied else 2) * count_embedding_parameters(arch, config.tp)
     # SGLang cuts every expert over the tensor-parallel ranks.
-    experts = arch.layers * expert_parameters(arch, 1) // config.tp
+    experts = arch.layers * count_expert_parameters(arch, 1) // config.tp
     weights = (dense + tables + experts) * element
     heads = max(1, arch.kv_heads // config.tp)  # with more ranks than heads, each is copied
     per_token = 2 * arch.layers * heads * arch.head_dim * element
@@ -173,7 +175,7 @@ def serving_memory(
     return ServingMemory(weights, per_token, tokens)
 
 
-def misfit_problems(
+def find_memory_problems(
     trainer: TrainerMemory, serving: ServingMemory, config: InferenceConfig, gpu_bytes: int
 ) -> Iterator[Problem]:
     """What will not fit a GPU of `gpu_bytes`."""

@@ -10,13 +10,13 @@ from areal_hpc.launch.memory import (
     RESERVE_BYTES,
     ServingMemory,
     TrainerMemory,
-    misfit_problems,
-    model_parameters,
-    serving_memory,
-    trainer_memory,
+    count_model_parameters,
+    estimate_serving_memory,
+    estimate_trainer_memory,
+    find_memory_problems,
 )
-from areal_hpc.launch.tiny_model import tiny_config
-from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.launch.tiny_model import build_tiny_config
+from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
@@ -35,25 +35,25 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
         return
     gib = recipe.cluster.gpu_memory_gib
     gpu_bytes = None if gib is None else int(gib * GIB)
-    trainer = trainer_memory(arch, recipe.trainer)
-    serving = serving_memory(arch, recipe.inference, gpu_bytes)
+    trainer = estimate_trainer_memory(arch, recipe.trainer)
+    serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
-    yield f"memory of one GPU in GiB, estimated ({model_parameters(arch):,} parameters)"
+    yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
     yield from _trainer_lines(trainer, recipe, of)
     yield from _serving_lines(serving, recipe, of)
     if gpu_bytes is None:
         yield "  cluster.gpu_memory_gib is not set, so nothing says whether this fits"
         return
-    for problem in misfit_problems(trainer, serving, recipe.inference, gpu_bytes):
+    for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes):
         yield f"warning: {problem}"
 
 
 def _architecture(recipe: Recipe) -> Architecture:
     model = recipe.model
     if model.tiny is not None:
-        return parse_architecture(tiny_config(**model.tiny.model_dump()), "model.tiny")
+        return parse_architecture(build_tiny_config(**model.tiny.model_dump()), "model.tiny")
     if model.hub is not None:
-        return read_architecture(snapshot(model.hub, "model", model.revision, "model.hub"))
+        return read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
     assert model.path is not None
     return read_architecture(model.path)
 

@@ -21,14 +21,14 @@ from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER, format_cell_name
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
-from areal_hpc.wire.ledger import Split
+from areal_hpc.wire.ledger import TaskSplit
 
-CRASHES_FORGIVEN = 20
+MAX_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class LaunchFacts:
     """What the launcher found out and a plan depends on."""
 
     train_tasks: int
@@ -40,13 +40,13 @@ class Facts:
     """Training tasks of each source, if there are several."""
 
     @classmethod
-    def before_setup(cls, recipe: Recipe, serve_python: str = "python") -> Facts:
+    def before_setup(cls, recipe: Recipe, serve_python: str = "python") -> LaunchFacts:
         """Facts while no task set is read. They give every job its shape, not its configuration."""
         return cls(1, 0, serve_python, (), (1,) * len(recipe.train_dataset.sources))
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class JobStage:
     """Jobs that run together. The stage ends when its leader does."""
 
     name: str
@@ -62,44 +62,44 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RunPlan:
     """Every job of a run, stage after stage."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[JobStage, ...]
 
 
-def plan(recipe: Recipe, layout: RunPaths, facts: Facts) -> Plan:
+def plan_run(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> RunPlan:
     """Decide every job of a run."""
-    reinforcement = Stage(
+    reinforcement = JobStage(
         name="train",
         leader=_trainer_job(recipe, layout, facts),
         others=_cell_jobs(recipe, layout, facts),
         done_marker=layout.finished_marker,
     )
     if recipe.warmup is None:
-        return Plan((reinforcement,))
-    warmup = Stage("warmup", _warmup_job(recipe, layout), (), layout.sft_export)
-    return Plan((warmup, reinforcement))
+        return RunPlan((reinforcement,))
+    warmup = JobStage("warmup", _warmup_job(recipe, layout), (), layout.sft_export)
+    return RunPlan((warmup, reinforcement))
 
 
-def starting_model(recipe: Recipe, layout: RunPaths) -> Path:
+def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
     """The model before any training."""
     return recipe.model.path.resolve() if recipe.model.path else layout.tiny_model_dir
 
 
-def policy_model(recipe: Recipe, layout: RunPaths) -> Path:
+def get_initial_policy(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return layout.sft_export if recipe.warmup else starting_model(recipe, layout)
+    return layout.sft_export if recipe.warmup else get_base_model(recipe, layout)
 
 
 def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
     assert recipe.warmup is not None
     config = SftJobConfig(
         run_dir=layout.root,
-        model_path=starting_model(recipe, layout),
+        model_path=get_base_model(recipe, layout),
         dataset_path=layout.dataset("warmup"),
         seed=recipe.seed,
-        warmup=recipe.warmup,  # a WarmupConfig: its data set is written already
+        warmup=recipe.warmup,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
@@ -122,7 +122,7 @@ def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) 
     )
 
 
-def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
+def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
     ledger = LedgerJobConfig(
@@ -142,7 +142,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
     )
     trainer = TrainerJobConfig(
         run_dir=layout.root,
-        model_path=policy_model(recipe, layout),
+        model_path=get_initial_policy(recipe, layout),
         seed=recipe.seed,
         trainer=recipe.trainer,
         weights=recipe.weights,
@@ -156,16 +156,16 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: Facts) -> JobSpec:
         "trainer",
         recipe,
         [
-            ledger.build_process(LEDGER, tasks="first", restarts=CRASHES_FORGIVEN),
+            ledger.build_process(LEDGER, tasks="first", restarts=MAX_RESTARTS),
             trainer.build_process("trainer", ends_job=True, uses_gpus=True),
         ],
     )
 
 
-def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec, ...]:
+def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_job
-    splits: tuple[Split, ...] = ("train",) if is_apart else ("train", "valid")
+    splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     jobs = [
         _cell_job(recipe, layout, facts, format_cell_name(index), splits)
         for index in range(recipe.inference.cells)
@@ -176,10 +176,10 @@ def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: Facts) -> tuple[JobSpec,
 
 
 def _cell_job(
-    recipe: Recipe, layout: RunPaths, facts: Facts, name: str, splits: tuple[Split, ...]
+    recipe: Recipe, layout: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
 ) -> JobSpec:
     inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
-    model = policy_model(recipe, layout)
+    model = get_initial_policy(recipe, layout)
     server = InferenceJobConfig(
         run_dir=layout.root,
         cell=name,
@@ -188,7 +188,7 @@ def _cell_job(
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
-    ).build_process("inference", tasks="first", restarts=CRASHES_FORGIVEN, uses_gpus=True)
+    ).build_process("inference", tasks="first", restarts=MAX_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=FOLLOWER_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=layout.root,
@@ -202,7 +202,7 @@ def _cell_job(
         reasoning_parser=inference.reasoning_parser,
         serve_python=facts.serve_python,
         online=rollout.agent.mode == "online",
-    ).build_process("proxy", tasks="first", restarts=CRASHES_FORGIVEN)
+    ).build_process("proxy", tasks="first", restarts=MAX_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=layout.root,
         cell=name,
@@ -214,7 +214,7 @@ def _cell_job(
         splits=splits,
         sys_path=facts.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
-    ).build_process("driver", tasks="first", restarts=CRASHES_FORGIVEN, ends_job=True)
+    ).build_process("driver", tasks="first", restarts=MAX_RESTARTS, ends_job=True)
     nodes = inference.nodes_per_replica
     gpus = inference.replicas_per_cell * inference.tp // nodes
     return JobSpec(

@@ -17,17 +17,17 @@ from typing import Any
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
-HASHED_AT_ONCE_BYTES = 1 << 24
+HASH_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PrefetchItem:
     """One thing that a recipe names."""
 
     key: str
@@ -40,15 +40,15 @@ class Wanted:
     """Files of the repository; empty for a path, which cannot be fetched."""
 
 
-def wanted(recipe: Recipe) -> list[Wanted]:
+def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     """Everything that has to be in place before the run, in the recipe's order."""
     model = recipe.model
     found = []
     if model.hub is not None:
-        found.append(Wanted("model.hub", model.hub, "model", model.revision, MODEL_FILES))
+        found.append(PrefetchItem("model.hub", model.hub, "model", model.revision, MODEL_FILES))
     if model.path is not None:
-        found.append(Wanted("model.path", str(model.path), "model"))
-    parts: list[tuple[DatasetConfig, str]] = [*recipe.train_dataset.parts("train_dataset")]
+        found.append(PrefetchItem("model.path", str(model.path), "model"))
+    parts: list[tuple[TaskSetConfig, str]] = [*recipe.train_dataset.parts("train_dataset")]
     if recipe.valid_dataset is not None:
         parts.append((recipe.valid_dataset, "valid_dataset"))
     if recipe.warmup is not None:
@@ -56,9 +56,9 @@ def wanted(recipe: Recipe) -> list[Wanted]:
     for part, key in parts:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)
-            found.append(Wanted(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
+            found.append(PrefetchItem(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
         if part.path is not None:
-            found.append(Wanted(f"{key}.path", str(part.path), "dataset"))
+            found.append(PrefetchItem(f"{key}.path", str(part.path), "dataset"))
     return found
 
 
@@ -77,7 +77,7 @@ def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> No
     before = _known(layout.prefetched)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
-    for want in wanted(recipe):
+    for want in list_prefetch_items(recipe):
         try:
             folder = _put_in_place(want)
             files = [_described(path, folder, before) for path in _files(folder, want)]
@@ -96,7 +96,7 @@ def prefetch(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> No
     write_atomic(layout.prefetched, json.dumps(record, indent=2).encode())
 
 
-def _put_in_place(want: Wanted) -> Path:
+def _put_in_place(want: PrefetchItem) -> Path:
     """The folder of the thing (or the file, for a path), downloaded if need be.
 
     Raises:
@@ -130,7 +130,7 @@ def _put_in_place(want: Wanted) -> Path:
         ) from error
 
 
-def _files(folder: Path, want: Wanted) -> list[Path]:
+def _files(folder: Path, want: PrefetchItem) -> list[Path]:
     """The files of a thing that is in place.
 
     Raises:
@@ -178,7 +178,7 @@ def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str,
 def _sha256(path: Path) -> str:
     digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(HASHED_AT_ONCE_BYTES):
+        while block := stream.read(HASH_CHUNK_BYTES):
             digest.update(block)
     return digest.hexdigest()
 

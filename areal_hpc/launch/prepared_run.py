@@ -9,31 +9,31 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, Problem, RecipeError
-from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
-from areal_hpc.launch.plan import Stage, plan
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import latest_by_name, read_submissions
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.slurm.queue import live_jobs
+from areal_hpc.slurm.queue import filter_live_jobs
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedRun:
     """A run directory in which jobs can start."""
 
     layout: RunPaths
     attempt: int
     pythons: dict[str, str]
     """Interpreter of each role."""
-    stages: tuple[Stage, ...]
+    stages: tuple[JobStage, ...]
     """What is left to do."""
 
 
 @contextmanager
-def prepared(
+def prepare_run(
     recipe: Recipe,
     *,
     command_line: Sequence[str],
@@ -41,7 +41,7 @@ def prepared(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     known_problems: Sequence[Problem] = (),
-) -> Iterator[Ready]:
+) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
 
     Args:
@@ -56,28 +56,28 @@ def prepared(
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
         ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
-    pythons, layout = pythons_of(recipe), RunPaths(recipe.run_dir.resolve())
+    pythons, layout = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
-    problems = [*known_problems, *input_checks.inspect_inputs(recipe, pythons, folders)]
+    problems = [*known_problems, *input_checks.check_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
         raise RecipeError.of(problems)
     refuse_live_jobs(layout)
-    if fresh and (kept := archive(layout)) is not None:
+    if fresh and (kept := archive_run(layout)) is not None:
         say(f"kept     the earlier run as {kept}")
     with hold_lock(layout.lock):
-        setup.announce_changes(recipe, layout, say)
+        setup.report_recipe_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
             layout.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
         layout.cancelled_marker.unlink(missing_ok=True)
-        facts = setup.put_in_place(recipe, layout, say, pythons["serve"], folders)
-        attempt = setup.open_attempt(layout)
+        facts = setup.set_up_run_dir(recipe, layout, say, pythons["serve"], folders)
+        attempt = setup.create_attempt(layout)
         setup.record_provenance(recipe, layout, attempt, command_line)
-        stages = plan(recipe, layout, facts).stages
+        stages = plan_run(recipe, layout, facts).stages
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
-        yield Ready(layout, attempt, pythons, left)
+        yield PreparedRun(layout, attempt, pythons, left)
 
 
 def refuse_live_jobs(layout: RunPaths) -> None:
@@ -88,7 +88,7 @@ def refuse_live_jobs(layout: RunPaths) -> None:
     """
     newest = latest_by_name(read_submissions(layout.submissions))
     names = {submission.job_id: job for job, submission in newest.items()}
-    if live := live_jobs(list(names)):
+    if live := filter_live_jobs(list(names)):
         raise ClusterError(
             "jobs of this run wait or run: "
             + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
@@ -101,11 +101,11 @@ def is_finished(recipe: Recipe, layout: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
     if not layout.finished_marker.exists():
         return False
-    rows = read_step_lines(layout.metrics)
+    rows = read_metrics(layout.metrics)
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive(layout: RunPaths) -> Path | None:
+def archive_run(layout: RunPaths) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:

@@ -18,9 +18,9 @@ import yaml
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.launch import local_launcher
-from areal_hpc.launch.plan import Stage, build_training_job, policy_model
-from areal_hpc.metrics.step_metrics import read_step_lines
-from areal_hpc.recipe.loading import load
+from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.checkpoints import MARKER, list_checkpoints, list_hidden
@@ -31,7 +31,7 @@ from areal_hpc.shards.verify import check_shard
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
-COMPUTED = (
+COMPUTE_KEYS = (
     "cluster.train",
     "trainer.commit_every_steps",
     "trainer.device",
@@ -40,18 +40,18 @@ COMPUTED = (
     "trainer.parallel",
 )
 """Keys that say how a step is computed and kept. They hold for every step of a replay."""
-LEARNT = (
+LEARNING_KEYS = (
     "trainer.minibatches",
     "trainer.objective",
     "trainer.optimizer",
     "trainer.total_steps",
 )
 """Keys that say what a step learns. They hold for the steps asked for, not for those before."""
-COMPARED = ("loss", "grad_norm")
+COMPARED_METRICS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ReplayStart:
     """Where a replay begins."""
 
     step: int
@@ -61,7 +61,7 @@ class Start:
     """Every epoch of the run with the step it began from."""
 
 
-class Replay:
+class ReplayRun:
     """Steps of a recorded run, to be trained again.
 
     Args:
@@ -85,8 +85,8 @@ class Replay:
         out: RunPaths,
     ) -> None:
         computed, learnt = split_overrides(overrides)
-        self._as_recorded = load(run.recipe, computed)
-        self.recipe = load(run.recipe, [*computed, *learnt])
+        self._as_recorded = load_recipe(run.recipe, computed)
+        self.recipe = load_recipe(run.recipe, [*computed, *learnt])
         self._is_changed = bool(learnt)
         self._run, self._out = run, out
         self._first_step, self._last_step = first_step, last_step
@@ -96,7 +96,7 @@ class Replay:
         self.start = find_start(run, first_step)
         check_recorded(run, self.start.step + 1, last_step)
 
-    def carry_out(self, reporter: local_launcher.Reporter, stop: threading.Event) -> None:
+    def carry_out(self, reporter: local_launcher.ProgressReporter, stop: threading.Event) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -115,7 +115,7 @@ class Replay:
             if link.is_symlink():  # the start, replaced by commits of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
-        for line in compare(self._run, self._out, range(start.step + 1, last_same + 1)):
+        for line in compare_metrics(self._run, self._out, range(start.step + 1, last_same + 1)):
             reporter.say(line)
 
     def _put_in_place(self) -> None:
@@ -139,14 +139,14 @@ class Replay:
         name: str,
         recipe: Recipe,
         last_step: int,
-        reporter: local_launcher.Reporter,
+        reporter: local_launcher.ProgressReporter,
         stop: threading.Event,
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
             return  # by an earlier try
         config = ReplayJobConfig(
             run_dir=self._out.root,
-            model_path=policy_model(recipe, self._run),
+            model_path=get_initial_policy(recipe, self._run),
             seed=recipe.seed,
             trainer=recipe.trainer,
             first_step=self.start.step + 1,
@@ -156,7 +156,7 @@ class Replay:
         process = config.build_process(name, ends_job=True, uses_gpus=True)
         job = build_training_job(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / MARKER
-        stage = Stage(name, job, (), done_marker)
+        stage = JobStage(name, job, (), done_marker)
         local_launcher.run_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
@@ -186,16 +186,16 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     computed, learnt, problems = [], [], []
     for item in overrides:
         key, _, value = item.partition("=")
-        if _is_one_of(key, COMPUTED):
+        if _is_one_of(key, COMPUTE_KEYS):
             computed.append(item)
-        elif _is_one_of(key, LEARNT):
+        elif _is_one_of(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             problems.append(
                 Problem(
                     "a replay takes this as it was recorded",
                     key,
-                    f"override only {', '.join((*LEARNT, *COMPUTED))}",
+                    f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}",
                 )
             )
         if key == "trainer.device":  # no engine takes part, but recipes want both alike
@@ -209,15 +209,15 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in known)
 
 
-def find_start(run: RunPaths, first_step: int) -> Start:
+def find_start(run: RunPaths, first_step: int) -> ReplayStart:
     """The newest commit from which `first_step` can still be reached."""
     commits = list_checkpoints(run.checkpoints_dir)
     known = read_state(run).forks or (commits[-1].state.forks if commits else ())
     forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
     for one in reversed(commits):
         if one.state.step < first_step:
-            return Start(one.state.step, one.path, forks)
-    return Start(0, None, forks)
+            return ReplayStart(one.state.step, one.path, forks)
+    return ReplayStart(0, None, forks)
 
 
 def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
@@ -253,13 +253,13 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
         raise ShardError.of(problems)
 
 
-def compare(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
+def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
     if not steps:
         yield "compare  nothing: settings differ from the recorded ones in every step"
         return
     recorded, replayed = (
-        {line["step"]: line for line in read_step_lines(layout.metrics)} for layout in (run, out)
+        {line["step"]: line for line in read_metrics(layout.metrics)} for layout in (run, out)
     )
     known = [step for step in steps if step in recorded and "loss" in recorded[step]]
     if len(known) < len(steps):
@@ -267,7 +267,7 @@ def compare(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     different = [
         (step, name, recorded[step][name], replayed[step][name])
         for step in known
-        for name in COMPARED
+        for name in COMPARED_METRICS
         if recorded[step][name] != replayed[step][name]
     ]
     if known and not different:

@@ -19,13 +19,13 @@ from omegaconf import OmegaConf
 from areal_hpc import errors
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
-from areal_hpc.recipe.loading import from_values, load
+from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.yaml_tree import read_overrides
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
-from areal_hpc.view.run_state import read_snapshot
-from areal_hpc.view.summary import summarise
+from areal_hpc.view.run_state import read_run_state
+from areal_hpc.view.summary import summarize
 
 FRESH_HINT = "--fresh starts it anew"
 INTERRUPTED_EXIT_CODE = 130
@@ -99,7 +99,7 @@ def run(
                 fresh=fresh,
                 sys_path=sys_path,
             )
-    except errors.Interrupted:
+    except errors.RunInterruptedError:
         draw_learning_curve(layout)
         print("stopped; the same command continues the run")
         return _read_result(layout, "interrupted")
@@ -149,7 +149,7 @@ def submit(
     try:
         with stop_on_signals() as stop, show_progress(recipe, layout) as reporter:
             slurm_launcher.watch(recipe, layout, reporter, stop)
-    except errors.Interrupted:
+    except errors.RunInterruptedError:
         print(f"detached; the jobs go on: {get_program_name()} status {layout.root}")
         return _read_result(layout, "interrupted")
     return _finish(layout)
@@ -204,7 +204,7 @@ def show_progress(recipe: Recipe, layout: RunPaths) -> Iterator[PlainReporter | 
 
 def format_summary(layout: RunPaths) -> str:
     """The summary of a run so far. Writes nothing."""
-    return summarise(layout, read_snapshot(layout), get_program_name())
+    return summarize(layout, read_run_state(layout), get_program_name())
 
 
 def draw_learning_curve(layout: RunPaths) -> None:
@@ -214,11 +214,11 @@ def draw_learning_curve(layout: RunPaths) -> None:
     """
     if importlib.util.find_spec("matplotlib") is None:
         return  # a training script may run in an environment of its own
-    from areal_hpc.view.learning_curve import draw_curve
+    from areal_hpc.view.learning_curve import plot_learning_curve
 
-    snapshot = read_snapshot(layout)
+    snapshot = read_run_state(layout)
     if snapshot.steps:
-        draw_curve(
+        plot_learning_curve(
             snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.learning_curve
         )
 
@@ -237,11 +237,11 @@ def say(message: str) -> None:
 def _build_recipe(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
     given = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
     if not isinstance(recipe, Recipe):
-        return load(recipe, given)
+        return load_recipe(recipe, given)
     if not given:
         return recipe
     tree = OmegaConf.create(recipe.model_dump(mode="json"))
-    return from_values(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
+    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, read_overrides(given))))
 
 
 def _finish(layout: RunPaths) -> RunResult:
@@ -253,7 +253,7 @@ def _finish(layout: RunPaths) -> RunResult:
 def _read_result(
     layout: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
-    snapshot = read_snapshot(layout)
+    snapshot = read_run_state(layout)
     last = snapshot.steps[-1] if snapshot.steps else {}
     evaluations = snapshot.evaluations
     return RunResult(

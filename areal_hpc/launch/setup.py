@@ -15,21 +15,21 @@ from typing import Any
 
 import yaml
 
-from areal_hpc.dataset.materialize import count_rows, materialise
+from areal_hpc.dataset.materialize import count_rows, materialize
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.plan import Facts
+from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.hub_cache import snapshot
+from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.yaml_tree import leaves
-from areal_hpc.rollout.episodes.limits import refuse_unkeepable_limits
+from areal_hpc.recipe.yaml_tree import flatten_keys
+from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 
 TOKENIZER_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""
-BAKED_IN = (
+IMMUTABLE_KEYS = (
     "seed",
     "model",
     "train_dataset",
@@ -41,13 +41,13 @@ BAKED_IN = (
 """Keys that what is already recorded depends on: a run keeps them for life."""
 
 
-def put_in_place(
+def set_up_run_dir(
     recipe: Recipe,
     layout: RunPaths,
     say: Callable[[str], None],
     serve_python: str,
     sys_path: tuple[str, ...],
-) -> Facts:
+) -> LaunchFacts:
     """Put task sets, the starting model and the secret in place; what exists is kept."""
     for folder in sys_path:
         if folder not in sys.path:
@@ -57,10 +57,10 @@ def put_in_place(
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
         check = _check_of_tasks(recipe)
-        materialise([(recipe.valid_dataset, "valid_dataset")], valid, check)
+        materialize([(recipe.valid_dataset, "valid_dataset")], valid, check)
     if recipe.warmup is not None and not warmup.exists():
         say("data     writing the warmup set")
-        materialise([(recipe.warmup.dataset, "warmup.dataset")], warmup)
+        materialize([(recipe.warmup.dataset, "warmup.dataset")], warmup)
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         make_tiny_model(
@@ -71,10 +71,10 @@ def put_in_place(
         )
     if recipe.model.hub is not None and not layout.tiny_model_dir.exists():
         layout.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
-        cached = snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
+        cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
         layout.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(layout.admin_key)
-    return Facts(
+    return LaunchFacts(
         train_tasks=count_rows(layout.dataset("train")),
         valid_tasks=count_rows(valid) if recipe.valid_dataset is not None else 0,
         serve_python=serve_python,
@@ -87,7 +87,7 @@ def put_in_place(
 
 def _check_of_tasks(recipe: Recipe) -> Callable[[dict[str, Any]], None]:
     """What every row of a task set has to pass."""
-    return partial(refuse_unkeepable_limits, recipe.rollout, recipe.proxy.session_timeout_s)
+    return partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
 
 
 def _put_tasks_in_place(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
@@ -96,7 +96,7 @@ def _put_tasks_in_place(recipe: Recipe, layout: RunPaths, say: Callable[[str], N
     if path.exists() and (task_counts.exists() or not config.sources):
         return
     say("data     writing the train set")
-    counts = materialise(config.parts("train_dataset"), path, _check_of_tasks(recipe))
+    counts = materialize(config.parts("train_dataset"), path, _check_of_tasks(recipe))
     if config.sources:
         write_atomic(task_counts, json.dumps(counts).encode())
 
@@ -109,7 +109,7 @@ def _texts(demonstrations: Path) -> Iterator[str]:
                 yield message["content"]
 
 
-def open_attempt(layout: RunPaths) -> int:
+def create_attempt(layout: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
     attempt = max(layout.attempts(), default=0) + 1
     layout.log_dir(attempt).mkdir(parents=True)
@@ -119,7 +119,7 @@ def open_attempt(layout: RunPaths) -> int:
     return attempt
 
 
-def announce_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
+def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
     """Tell what differs from the recipe this run was started with.
 
     Raises:
@@ -127,8 +127,8 @@ def announce_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None
     """
     if not layout.recipe.exists():
         return
-    before = leaves(yaml.safe_load(layout.recipe.read_text()))
-    now = leaves(recipe.model_dump(mode="json"))
+    before = flatten_keys(yaml.safe_load(layout.recipe.read_text()))
+    now = flatten_keys(recipe.model_dump(mode="json"))
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     problems = [
         Problem(
@@ -137,7 +137,7 @@ def announce_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str], None
             "give another trial_name, or start anew with --fresh",
         )
         for key in changed
-        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in BAKED_IN)
+        if any(key == fixed or key.startswith(f"{fixed}.") for fixed in IMMUTABLE_KEYS)
     ]
     if problems:
         raise RecipeError.of(problems)

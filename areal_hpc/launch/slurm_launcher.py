@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, Interrupted, JobFailedError, SlurmSilentError
-from areal_hpc.jobs.environment import pythons_of
-from areal_hpc.jobs.restart_policy import crash_of
+from areal_hpc.errors import ClusterError, JobFailedError, RunInterruptedError, SlurmTimeoutError
+from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_job
-from areal_hpc.launch.local_launcher import Reporter
-from areal_hpc.launch.plan import Facts, Plan, Stage, plan
-from areal_hpc.launch.prepared_run import Ready, prepared
+from areal_hpc.launch.local_launcher import ProgressReporter
+from areal_hpc.launch.plan import JobStage, LaunchFacts, RunPlan, plan_run
+from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
@@ -32,16 +32,16 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.slurm.cancel import take_back
-from areal_hpc.slurm.queue import live_jobs
-from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
-from areal_hpc.slurm.submit import submit_slurm, write_job
+from areal_hpc.slurm.cancel import cancel_submitted
+from areal_hpc.slurm.queue import filter_live_jobs
+from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.submit import submit_slurm, write_job_files
 
-LOOK_S = 0.5
+POLL_S = 0.5
 """Between two looks at the run's files."""
 QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
-LONGEST_QUEUE_POLL_S = 60.0
+MAX_QUEUE_POLL_S = 60.0
 ENDS_WITHIN_S = 120.0
 """Time that jobs get to end after the run's last step."""
 
@@ -69,14 +69,14 @@ def submit(
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
     """
-    requests_of(recipe, Path.cwd())  # what does not fit is refused before anything is written
-    with prepared(
+    build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
+    with prepare_run(
         recipe, command_line=command_line, say=say, fresh=fresh, sys_path=sys_path
     ) as ready:
         return _submit_stages(recipe, ready, after, say)
 
 
-def write_down(
+def write_scripts(
     recipe: Recipe, *, command_line: Sequence[str], say: Callable[[str], None], fresh: bool = False
 ) -> list[Path]:
     """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
@@ -85,45 +85,47 @@ def write_down(
         RecipeError: Something the recipe names is missing or wrong.
         ClusterError: Jobs of the run wait or run.
     """
-    requests_of(recipe, Path.cwd())
-    with prepared(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
-        place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
+    build_requests(recipe, Path.cwd())
+    with prepare_run(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
+        place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
         return [
-            write_job(request, launch_of(spec, stage, recipe, ready), run_job).script
+            write_job_files(request, build_launch_file(spec, stage, recipe, ready), run_job).script
             for stage in ready.stages
             for spec, request in _pairs(stage, recipe, place)
         ]
 
 
 def _submit_stages(
-    recipe: Recipe, ready: Ready, after: Sequence[str], say: Callable[[str], None]
+    recipe: Recipe, ready: PreparedRun, after: Sequence[str], say: Callable[[str], None]
 ) -> list[Submission]:
-    place = place_of(recipe, ready.layout, ready.pythons, Path.cwd())
+    place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
     submitted: list[Submission] = []
-    dependency = after_success(after)
+    dependency = build_dependency(after)
     try:
         for stage in ready.stages:
             for spec, request in _pairs(stage, recipe, place):
                 asked = request.depending_on(dependency) if dependency else request
-                job_id = submit_slurm(asked, launch_of(spec, stage, recipe, ready), run_job)
-                submitted.append(enter(ready, spec.name, job_id))
+                job_id = submit_slurm(asked, build_launch_file(spec, stage, recipe, ready), run_job)
+                submitted.append(record_job(ready, spec.name, job_id))
                 say(f"job      {spec.name:<10} {job_id:<9} {request.shape}")
-            dependency = after_success([_leader(stage, submitted).job_id])
+            dependency = build_dependency([_leader(stage, submitted).job_id])
     except BaseException:  # boundary: half a run would wait for its other half, and cost
-        take_back([submission.job_id for submission in submitted])
+        cancel_submitted([submission.job_id for submission in submitted])
         raise
     return submitted
 
 
-def _pairs(stage: Stage, recipe: Recipe, place: RunPlace) -> Iterator[tuple[JobSpec, JobRequest]]:
-    return zip(stage.jobs, request_all(stage.jobs, recipe.cluster.slurm, place), strict=True)
+def _pairs(
+    stage: JobStage, recipe: Recipe, place: RunContext
+) -> Iterator[tuple[JobSpec, JobRequest]]:
+    return zip(stage.jobs, build_job_requests(stage.jobs, recipe.cluster.slurm, place), strict=True)
 
 
-def _leader(stage: Stage, submitted: Sequence[Submission]) -> Submission:
+def _leader(stage: JobStage, submitted: Sequence[Submission]) -> Submission:
     return next(one for one in reversed(submitted) if one.job == stage.leader.name)
 
 
-def enter(ready: Ready, job: str, job_id: str) -> Submission:
+def record_job(ready: PreparedRun, job: str, job_id: str) -> Submission:
     """Write down that a job was submitted."""
     layout = ready.layout
     submission = Submission(job, job_id, ready.attempt, time.time(), str(layout.job(job).script))
@@ -132,7 +134,9 @@ def enter(ready: Ready, job: str, job_id: str) -> Submission:
     return submission
 
 
-def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> LaunchFile:
+def build_launch_file(
+    spec: JobSpec, stage: JobStage, recipe: Recipe, ready: PreparedRun
+) -> LaunchFile:
     """What the supervisors of a job under Slurm are told."""
     cluster, layout = recipe.cluster, ready.layout
     network = cluster.slurm.network
@@ -156,12 +160,12 @@ def launch_of(spec: JobSpec, stage: Stage, recipe: Recipe, ready: Ready) -> Laun
     )
 
 
-def place_of(
+def build_run_context(
     recipe: Recipe, layout: RunPaths, pythons: dict[str, str], working_folder: Path
-) -> RunPlace:
+) -> RunContext:
     """What all jobs of a run have in common."""
     nodes = {row["node"] for row in read_lines(layout.excluded_nodes)}
-    return RunPlace(
+    return RunContext(
         name=f"{recipe.experiment_name}-{recipe.trial_name}",
         run_dir=layout.root,
         jobs_dir=layout.jobs_dir,
@@ -172,16 +176,18 @@ def place_of(
     )
 
 
-def sketch(recipe: Recipe, layout: RunPaths) -> Plan:
+def preview_plan(recipe: Recipe, layout: RunPaths) -> RunPlan:
     """The plan without what only the task sets tell; no job's shape depends on that."""
-    return plan(recipe, layout, Facts.before_setup(recipe, pythons_of(recipe)["serve"]))
+    return plan_run(
+        recipe, layout, LaunchFacts.before_setup(recipe, get_interpreters(recipe)["serve"])
+    )
 
 
-def requests_of(
+def build_requests(
     recipe: Recipe,
     working_folder: Path,
     after: Sequence[str] = (),
-    place: RunPlace | None = None,
+    place: RunContext | None = None,
 ) -> list[JobRequest]:
     """What would be asked of Slurm for all that is left of a run; nothing is written.
 
@@ -197,25 +203,29 @@ def requests_of(
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
     layout = RunPaths(recipe.run_dir.resolve())
-    place = place or place_of(recipe, layout, pythons_of(recipe), working_folder)
-    stages = [one for one in sketch(recipe, layout).stages if not one.done_marker.exists()]
+    place = place or build_run_context(recipe, layout, get_interpreters(recipe), working_folder)
+    stages = [one for one in preview_plan(recipe, layout).stages if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
-    requests = {request.job: request for request in request_all(jobs, recipe.cluster.slurm, place)}
-    dependency = after_success(after)
+    requests = {
+        request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
+    }
+    dependency = build_dependency(after)
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].depending_on(dependency)
         leading = f"{stage.leader.name.upper()}_JOBID"
-        dependency = f"aftercorr:{leading}" if place.is_array else after_success([leading])
+        dependency = f"aftercorr:{leading}" if place.is_array else build_dependency([leading])
     return list(requests.values())
 
 
-def after_success(job_ids: Sequence[str]) -> str:
+def build_dependency(job_ids: Sequence[str]) -> str:
     """Slurm's way to say that jobs must have succeeded; empty for none."""
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def watch(recipe: Recipe, layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
+def watch(
+    recipe: Recipe, layout: RunPaths, reporter: ProgressReporter, stop: threading.Event
+) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
     Raises:
@@ -224,19 +234,19 @@ def watch(recipe: Recipe, layout: RunPaths, reporter: Reporter, stop: threading.
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
     while not layout.finished_marker.exists():
-        left = (one for one in sketch(recipe, layout).stages if not one.done_marker.exists())
+        left = (one for one in preview_plan(recipe, layout).stages if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
         reporter.watch(stage.name)
-        if stop.wait(LOOK_S):
-            raise Interrupted
+        if stop.wait(POLL_S):
+            raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
             continue
         is_gone = _is_gone(layout, stage.leader.name)
         if is_gone and was_gone and not layout.finished_marker.exists():
             raise _why_gone(layout, stage.leader.name)
         # Asked again soon: a job may be submitting itself anew at this moment.
-        poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, LONGEST_QUEUE_POLL_S)
+        poll_s = QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
     reporter.watch("train")
     _see_jobs_off(layout, reporter, stop)
@@ -246,14 +256,14 @@ def _is_gone(layout: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job."""
     newest = latest_by_name(read_submissions(layout.submissions))[job]
     try:
-        return not live_jobs([newest.job_id])
+        return not filter_live_jobs([newest.job_id])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
 
 def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
     for job in (leader, *latest_by_name(read_submissions(layout.submissions))):
-        if (crash := crash_of(job, list(read_task_exits(layout.job(job)).values()))) is not None:
+        if (crash := find_crash(job, list(read_task_exits(layout.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
         f"the job {leader} is gone, and its work is not done",
@@ -266,12 +276,12 @@ def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
 def _still_live(job_ids: Sequence[str]) -> list[str]:
     """All of them while slurmctld does not answer: the run itself is finished by now."""
     try:
-        return live_jobs(job_ids)
-    except SlurmSilentError:
+        return filter_live_jobs(job_ids)
+    except SlurmTimeoutError:
         return list(job_ids)
 
 
-def _see_jobs_off(layout: RunPaths, reporter: Reporter, stop: threading.Event) -> None:
+def _see_jobs_off(layout: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
     job_ids = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live := _still_live(job_ids):

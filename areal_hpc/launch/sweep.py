@@ -9,15 +9,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.jobs.environment import pythons_of
+from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_job
-from areal_hpc.launch.prepared_run import Ready, prepared
-from areal_hpc.launch.slurm_launcher import after_success, enter, launch_of, place_of, requests_of
+from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
+from areal_hpc.launch.slurm_launcher import (
+    build_dependency,
+    build_launch_file,
+    build_requests,
+    build_run_context,
+    record_job,
+)
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import Submission
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import take_back
-from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
+from areal_hpc.slurm.cancel import cancel_submitted
+from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_array
 
 
@@ -67,7 +73,7 @@ def _check(sweep: Sweep, key: str) -> None:
     if len({run.run_dir for run in sweep.runs}) < len(sweep.runs):
         problems.append(Problem("several of the runs would have the same directory", key))
     shapes = [
-        [(request.job, request.shape) for request in requests_of(run, Path.cwd())]
+        [(request.job, request.shape) for request in build_requests(run, Path.cwd())]
         for run in sweep.runs
     ]
     if any(run.cluster != first.cluster for run in sweep.runs) or any(
@@ -92,15 +98,17 @@ def _check(sweep: Sweep, key: str) -> None:
         raise RecipeError.of(problems)
 
 
-def array_requests(sweep: Sweep, working_folder: Path, after: Sequence[str]) -> list[JobRequest]:
+def build_array_requests(
+    sweep: Sweep, working_folder: Path, after: Sequence[str]
+) -> list[JobRequest]:
     """What every array would ask for; nothing is written."""
     place = _place(sweep, working_folder)
-    return requests_of(sweep.runs[0], working_folder, after, place=place)
+    return build_requests(sweep.runs[0], working_folder, after, place=place)
 
 
-def _place(sweep: Sweep, working_folder: Path) -> RunPlace:
+def _place(sweep: Sweep, working_folder: Path) -> RunContext:
     first = sweep.runs[0]
-    place = place_of(first, sweep.layout, pythons_of(first), working_folder)
+    place = build_run_context(first, sweep.layout, get_interpreters(first), working_folder)
     return replace(
         place,
         name=f"{sweep.base.experiment_name}-{sweep.base.trial_name}",
@@ -125,43 +133,43 @@ def submit_sweep(
     """
     with ExitStack() as stack:
         ready = [
-            stack.enter_context(prepared(run, command_line=command_line, say=say, fresh=fresh))
+            stack.enter_context(prepare_run(run, command_line=command_line, say=say, fresh=fresh))
             for run in sweep.runs
         ]
         return _submit_arrays(sweep, ready, after, say)
 
 
 def _submit_arrays(
-    sweep: Sweep, ready: Sequence[Ready], after: Sequence[str], say: Callable[[str], None]
+    sweep: Sweep, ready: Sequence[PreparedRun], after: Sequence[str], say: Callable[[str], None]
 ) -> list[Submission]:
     place, slurm = _place(sweep, Path.cwd()), sweep.base.cluster.slurm
     own_places = [
-        place_of(run, one.layout, one.pythons, Path.cwd())
+        build_run_context(run, one.layout, one.pythons, Path.cwd())
         for run, one in zip(sweep.runs, ready, strict=True)
     ]
     submitted: list[Submission] = []
-    dependency = after_success(after)
+    dependency = build_dependency(after)
     try:
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
-                request = request_all(specs[:1], slurm, place)[0]
+                request = build_job_requests(specs[:1], slurm, place)[0]
                 alone = [
-                    request_all([spec], slurm, own)[0]
+                    build_job_requests([spec], slurm, own)[0]
                     for spec, own in zip(specs, own_places, strict=True)
                 ]
                 launches = [
-                    launch_of(spec, stage, run, one)
+                    build_launch_file(spec, stage, run, one)
                     for spec, stage, run, one in zip(specs, stages, sweep.runs, ready, strict=True)
                 ]
                 asked = request.depending_on(dependency) if dependency else request
                 job_ids = submit_array(asked, alone, launches, run_job)
                 for one, job_id in zip(ready, job_ids, strict=True):
-                    submitted.append(enter(one, specs[0].name, job_id))
+                    submitted.append(record_job(one, specs[0].name, job_id))
                 leading = leading or job_ids[0].partition("_")[0]
                 say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {request.shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
     except BaseException:  # boundary: half a sweep would wait for its other half, and cost
-        take_back([submission.job_id for submission in submitted])
+        cancel_submitted([submission.job_id for submission in submitted])
         raise
     return submitted

@@ -121,7 +121,7 @@ def make_tiny_model(
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
     config = {
-        **tiny_config(
+        **build_tiny_config(
             layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
             ffn=ffn, vocab=tokenizer.get_vocab_size(),
         ),
@@ -132,7 +132,7 @@ def make_tiny_model(
         "tie_word_embeddings": tie,
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
-    weights = initial_weights(config, np.random.default_rng(seed))
+    weights = init_weights(config, np.random.default_rng(seed))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
     _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
@@ -140,7 +140,7 @@ def make_tiny_model(
     _write_json(out / "config.json", config)
 
 
-def tiny_config(
+def build_tiny_config(
     *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int
 ) -> dict[str, Any]:
     """The part of `config.json` that says what network it is."""
@@ -183,7 +183,7 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
     return tokenizer
 
 
-def initial_weights(
+def init_weights(
     config: dict[str, Any], rng: np.random.Generator
 ) -> dict[str, npt.NDArray[np.float32]]:
     """Normal matrices and unit norms under the names Hugging Face gives a Qwen3."""

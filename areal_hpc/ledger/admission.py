@@ -33,7 +33,7 @@ class TicketCounts:
         return self.leased + self.finished
 
 
-def admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
+def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
     """How many more tickets may be leased now; never negative.
 
     The least of three limits:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.drops import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
@@ -25,8 +25,8 @@ def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
             yield SettledTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
 
 
-def next_batch(
-    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork] = ()
+def form_next_batch(
+    tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork] = ()
 ) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
 
@@ -42,7 +42,7 @@ def next_batch(
     return BatchManifest(tickets.formed_steps + 1, epoch, taken, tickets.setbacks.counts(stale))
 
 
-class AgeCheck:
+class StalenessCheck:
     """Looks for tickets that are too old again and again, at each ticket once a batch.
 
     The trainer asks whenever anything has happened: with a thousand nodes, thousands of times a
@@ -55,17 +55,19 @@ class AgeCheck:
         """Tickets that settled first and are young enough for a step from `_version`."""
 
     def too_old(
-        self, tickets: Tickets, epoch: int, forks: Sequence[GenerationFork]
+        self, tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """As the function; the caller sets aside what is found, and nothing else."""
         version = WeightVersion(epoch, tickets.formed_steps)
-        found = too_old(tickets, epoch, forks, self._passed if version == self._version else 0)
+        found = find_stale_tickets(
+            tickets, epoch, forks, self._passed if version == self._version else 0
+        )
         self._version, self._passed = (None, 0) if found else (version, tickets.settled)
         return found
 
 
-def too_old(
-    tickets: Tickets, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
+def find_stale_tickets(
+    tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
 ) -> list[DroppedTicket]:
     """What must be set aside before the next batch is formed, as the run's policy wants it.
 

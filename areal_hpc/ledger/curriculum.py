@@ -22,11 +22,11 @@ log = logging.getLogger(__name__)
 
 KEY = "rollout.curriculum"
 
-Weigh = Callable[[dict[str, Any]], Any]
+WeighTasks = Callable[[dict[str, Any]], Any]
 """Given what `Curriculum` says of the tasks, a weight for each; see docs/admission.md."""
 
 
-class Drawn(msgspec.Struct, frozen=True):
+class DrawnTasks(msgspec.Struct, frozen=True):
     """The tasks of the tickets from `first_ticket` on."""
 
     first_ticket: int
@@ -37,7 +37,7 @@ class Curriculum:
     """Which task a ticket stands for. Draws with the run's seed, so only `weigh` is free."""
 
     def __init__(
-        self, path: Path, weigh: Weigh, *, n_tasks: int, batch_size: int, seed: int
+        self, path: Path, weigh: WeighTasks, *, n_tasks: int, batch_size: int, seed: int
     ) -> None:
         """Take up what was drawn before.
 
@@ -56,8 +56,8 @@ class Curriculum:
         """Why nothing more can be drawn, in words for the user."""
         self._tasks: dict[int, int] = {}  # by ticket
         # By first ticket: a write that failed may have left the line, which then counts.
-        self._unwritten: dict[int, Drawn] = {}
-        for drawn in read_lines(path, Drawn):
+        self._unwritten: dict[int, DrawnTasks] = {}
+        for drawn in read_lines(path, DrawnTasks):
             self._take(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)
@@ -92,11 +92,11 @@ class Curriculum:
             self._newest[task] = ticket_id
             self._reward[task] = np.mean(rewards)
 
-    def _take(self, drawn: Drawn) -> None:
+    def _take(self, drawn: DrawnTasks) -> None:
         for ticket_id, task in enumerate(drawn.tasks, drawn.first_ticket):
             self._tasks.setdefault(ticket_id, task)
 
-    def _draw(self, first_ticket: int) -> Drawn:
+    def _draw(self, first_ticket: int) -> DrawnTasks:
         """Each task once at most while there are enough; by weight.
 
         Raises:
@@ -109,7 +109,7 @@ class Curriculum:
             replace=int(np.count_nonzero(weights)) < self._batch_size,
             p=weights / weights.sum(),
         )
-        return Drawn(first_ticket, draws.tolist())
+        return DrawnTasks(first_ticket, draws.tolist())
 
     def _weights(self, first_ticket: int) -> npt.NDArray[np.float64]:
         """What the user's function says.
@@ -123,14 +123,14 @@ class Curriculum:
             "reward": self._reward.copy(),
         }
         try:
-            return usable_weights(self._weigh(known), len(self._groups))
+            return validate_weights(self._weigh(known), len(self._groups))
         except Exception as error:  # boundary: the function is the user's code
             log.exception("%s failed at ticket %d", KEY, first_ticket)
             self.trouble = f"{KEY}: {type(error).__name__}: {error}"
             raise AgentError(self.trouble) from error
 
 
-def usable_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
+def validate_weights(weights: object, n_tasks: int) -> npt.NDArray[np.float64]:
     """Weights as an array.
 
     Raises:

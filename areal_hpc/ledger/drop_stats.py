@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from areal_hpc.rundir.drops import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import BatchCounts, TicketRef
 
-FAILED_BATCHES = 2
+MAX_FAILED_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
-FRUITLESS_BATCHES = 20
+MAX_REJECTED_BATCHES = 20
 """Batches' worth of tickets that worked and were all turned away."""
-FRUITLESS_TICKETS = 100
+MIN_REJECTED_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
 
 _WHAT: dict[DropKind, str] = {
@@ -25,13 +25,13 @@ _WHAT: dict[DropKind, str] = {
 }
 
 
-class Setbacks:
+class DropStats:
     """Which tickets came to nothing and why, how many since the last batch, how many in a row."""
 
     def __init__(self, batch_size: int) -> None:
-        fruitless = max(FRUITLESS_TICKETS, FRUITLESS_BATCHES * batch_size)
+        fruitless = max(MIN_REJECTED_TICKETS, MAX_REJECTED_BATCHES * batch_size)
         self._most: dict[DropKind, int] = dict.fromkeys(_WHAT, fruitless)
-        self._most["failed"] = FAILED_BATCHES * batch_size
+        self._most["failed"] = MAX_FAILED_BATCHES * batch_size
         self._kind_of: dict[int, DropKind] = {}
         self._too_old: set[TicketRef] = set()
         self._total: Counter[DropKind] = Counter()

@@ -9,11 +9,11 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
-ATTEMPTS_PER_EPOCH = 1_000_000
+ATTEMPTS_PER_GENERATION = 1_000_000
 """Attempts of epoch k begin above k times this: a result tells which epoch's weights it is of."""
 
 
-class Evaluation:
+class EvaluationState:
     """Held-out tasks 0..n_tasks-1, one episode each, on the weights of one step.
 
     A ticket is pending, leased or done. Results are taken from any attempt of the epoch, once.
@@ -29,7 +29,7 @@ class Evaluation:
         self.failures: dict[int, str] = {}
         """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
         self._pending = OrderedDict.fromkeys(
-            range(n_tasks), epoch * ATTEMPTS_PER_EPOCH + first_attempt
+            range(n_tasks), epoch * ATTEMPTS_PER_GENERATION + first_attempt
         )
         self._leased = LeaseTable()
 
@@ -66,7 +66,7 @@ class Evaluation:
 
     def settle(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
-        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_EPOCH) != (self.step, self.epoch):
+        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.epoch):
             return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False
@@ -91,7 +91,7 @@ class Evaluation:
             self._pending[index] = lease.newest_attempt + 1
 
 
-def build_result(done: Evaluation, mean_reward: float) -> EvaluationResult:
+def build_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
     """What the run directory keeps of an evaluation that is done."""
     rewards = [done.rewards[index] for index in range(done.n_tasks)]
     return EvaluationResult(

@@ -15,19 +15,19 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from areal_hpc.errors import Refused
-from areal_hpc.ledger.long_poll import Patience
+from areal_hpc.errors import LedgerRequestError
+from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.wire.asgi import JsonApp, has_key, read_body
 from areal_hpc.wire.ledger import (
     BatchRequest,
     DropRequest,
     Empty,
-    EvaluatedRequest,
     EvaluateRequest,
+    EvaluationResultRequest,
     FinishRequest,
     LeaseRequest,
-    OpenEpochRequest,
+    OpenGenerationRequest,
     PublishRequest,
     SettleRequest,
 )
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 16 * 1024 * 1024
 """Room for a settle of about 10^5 rows."""
 
-Handler = Callable[[Any, Patience], Awaitable[msgspec.Struct]]
+RouteHandler = Callable[[Any, LongPoll], Awaitable[msgspec.Struct]]
 
 
 class LedgerApp(JsonApp):
@@ -47,12 +47,12 @@ class LedgerApp(JsonApp):
         self._admin_key = admin_key
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._routes: dict[str, tuple[type[msgspec.Struct], Handler]] = {
+        self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
             "/lease": (LeaseRequest, service.lease),
             "/settle": (SettleRequest, service.settle),
             "/drop": (DropRequest, service.drop),
-            "/evaluated": (EvaluatedRequest, service.evaluated),
-            "/open_epoch": (OpenEpochRequest, service.open_epoch),
+            "/evaluated": (EvaluationResultRequest, service.evaluated),
+            "/open_epoch": (OpenGenerationRequest, service.open_epoch),
             "/batch": (BatchRequest, service.batch),
             "/publish": (PublishRequest, service.publish),
             "/evaluate": (EvaluateRequest, service.evaluate),
@@ -70,20 +70,20 @@ class LedgerApp(JsonApp):
         path = request.scope["path"]
         if not has_key(request, self._admin_key):
             hint = "read rendezvous/admin.key"
-            raise Refused(401, "the admin key is missing or wrong", hint=hint)
+            raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:
             known = " ".join(self._routes)
-            raise Refused(404, f"there is no route {path}; the ledger has {known}")
+            raise LedgerRequestError(404, f"there is no route {path}; the ledger has {known}")
         if request.method != "POST":
-            raise Refused(405, f"{path} takes POST, got {request.method}")
-        too_large = Refused(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
+            raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
+        too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
         body = await read_body(request, MAX_REQUEST_BYTES, too_large)
         form, handler = self._routes[path]
         try:
             decoded = msgspec.json.decode(body, type=form)
         except msgspec.DecodeError as error:
-            raise Refused(400, f"{path} cannot read its request: {error}") from error
-        patience = Patience(request.receive, self._clock, self._closing)
+            raise LedgerRequestError(400, f"{path} cannot read its request: {error}") from error
+        patience = LongPoll(request.receive, self._clock, self._closing)
         try:
             return 200, msgspec.json.encode(await handler(decoded, patience))
         finally:
@@ -91,7 +91,7 @@ class LedgerApp(JsonApp):
 
     def describe_error(self, request: Request, error: Exception) -> tuple[int, str]:
         """Status and text for what `answer` has raised."""
-        if isinstance(error, Refused):
+        if isinstance(error, LedgerRequestError):
             return error.status, str(error)
         if isinstance(error, OSError):  # a full or absent file system: the caller tries again
             log.error("%s failed: %s", request.scope["path"], error)

@@ -14,14 +14,14 @@ import uvloop
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.requeue import release_held
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.ledger.batch_formation import read_settled
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.curriculum import KEY, Curriculum
 from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.task_stream import TaskSource, TaskStream
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.drops import read_drops
 from areal_hpc.rundir.paths import RunPaths
@@ -30,7 +30,7 @@ from areal_hpc.wire.asgi import ServiceServer
 log = logging.getLogger(__name__)
 
 STOP_POLL_S = 0.1
-SWEEPS_PER_TIMEOUT = 30
+EXPIRY_CHECKS_PER_TIMEOUT = 30
 RELEASE_PERIOD_S = 20.0
 """Cells that are held look for a ledger no more: it looks for them."""
 
@@ -60,7 +60,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
                 config.task_sources or (TaskSource(config.n_train_tasks),),
                 config.episodes_per_ticket,
                 config.seed,
-                curriculum_of(config, layout) if config.curriculum else None,
+                load_curriculum(config, layout) if config.curriculum else None,
             ),
             n_valid_tasks=config.n_valid_tasks,
             clock=time.monotonic,
@@ -73,13 +73,13 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
             hint="check free space, quota and permissions",
         ) from error
     app = LedgerApp(service, key, time.monotonic)
-    listener = socket.create_server((advertised_host(), 0), backlog=1024)
+    listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
     log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
-    sweep_every_s = config.cell_timeout_s / SWEEPS_PER_TIMEOUT
+    sweep_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     swept_at_s = time.monotonic()
     releasing = asyncio.create_task(_release_cells(layout))
     while not stop.requested and not serving.done():
@@ -102,7 +102,7 @@ async def _release_cells(layout: RunPaths) -> None:
         await asyncio.sleep(RELEASE_PERIOD_S)
 
 
-def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
+def load_curriculum(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over.
 
     Raises:
@@ -111,7 +111,7 @@ def curriculum_of(config: LedgerJobConfig, layout: RunPaths) -> Curriculum:
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
         layout.curriculum,
-        load_function(config.curriculum, KEY),
+        load_user_function(config.curriculum, KEY),
         n_tasks=config.n_train_tasks,
         batch_size=config.batch_size,
         seed=config.seed,

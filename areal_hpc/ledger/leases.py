@@ -6,7 +6,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Container
 from dataclasses import dataclass
 
-from areal_hpc.ledger.request_checks import refuse_superseded_cell
+from areal_hpc.ledger.request_checks import require_newest_cell
 from areal_hpc.wire.ledger import LeaseRequest
 
 
@@ -82,14 +82,14 @@ class LeaseTable:
         return silent
 
 
-SOONEST_S = 0.25
+MIN_HEARTBEAT_S = 0.25
 
 
 HEARTBEATS_PER_S = 1000
 """Of all cells together, so that most of the ledger's core stays for tickets."""
 
 
-class Cells:
+class CellHeartbeats:
     """When each cell was last heard of, and in which start of its job."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Cells:
     @property
     def pause_s(self) -> float:
         """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
-        return max(SOONEST_S, len(self) / HEARTBEATS_PER_S)
+        return max(MIN_HEARTBEAT_S, len(self) / HEARTBEATS_PER_S)
 
     def hear(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life.
@@ -111,7 +111,7 @@ class Cells:
             Refused: 409: a later start of the cell's job has been heard.
         """
         newest = self._job_starts.get(request.cell, 0)
-        refuse_superseded_cell(request.cell, request.job_start, newest)
+        require_newest_cell(request.cell, request.job_start, newest)
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
 

@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
 
-class News:
+class Notifier:
     """Wakes everyone who waits for it."""
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class News:
         self._sleepers.discard(sleeper)
 
 
-class Patience:
+class LongPoll:
     """How long one request can wait, and whether its caller is still there."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Patience:
         self._closing = closing
         self._hang_up: asyncio.Future[Any] | None = None
 
-    async def wait_for(self, news: News, until_s: float) -> bool:
+    async def wait_for(self, news: Notifier, until_s: float) -> bool:
         """True after news; False once `until_s` has come or the server stops.
 
         Raises:

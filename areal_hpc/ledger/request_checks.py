@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from areal_hpc.errors import Refused
+from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import SettledTicket
 
 
-def refuse_other_epoch(epoch: int, current: int) -> None:
+def require_current_generation(epoch: int, current: int) -> None:
     """Demand that a request comes from the trainer that opened the current epoch.
 
     Raises:
         Refused: 409: the caller was superseded, or has not opened its epoch.
     """
     if epoch != current:
-        raise Refused(
+        raise LedgerRequestError(
             409,
             f"this run is in epoch {current}, the request came from epoch {epoch}",
             hint="stop this trainer: another one took over"
@@ -22,88 +22,88 @@ def refuse_other_epoch(epoch: int, current: int) -> None:
         )
 
 
-def refuse_superseded_epoch(epoch: int, newest: int) -> None:
+def require_newest_generation(epoch: int, newest: int) -> None:
     """Demand that no newer trainer has started.
 
     Raises:
         Refused: 409: another trainer took over.
     """
     if epoch < newest:
-        raise Refused(
+        raise LedgerRequestError(
             409,
             f"epoch {epoch} was superseded by epoch {newest}",
             hint="stop this trainer: another one took over",
         )
 
 
-def refuse_superseded_cell(cell: str, job_start: int, newest: int) -> None:
+def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
     """Demand that no later start of the cell's job has been heard.
 
     Raises:
         Refused: 409: Slurm started the job again on other nodes.
     """
     if job_start < newest:
-        raise Refused(
+        raise LedgerRequestError(
             409,
             f"start {job_start} of {cell} was superseded by start {newest}",
             hint="stop this driver: another one took over",
         )
 
 
-def refuse_unfit(ticket: SettledTicket) -> None:
+def require_valid_settle(ticket: SettledTicket) -> None:
     """Demand that a settled ticket is one of training with a reward for every row.
 
     Raises:
         Refused: 400.
     """
     if len(ticket.rows) != len(ticket.rewards):
-        raise Refused(
+        raise LedgerRequestError(
             400,
             f"ticket {ticket.ref.ticket_id} of {ticket.shard} has {len(ticket.rows)} rows "
             f"and {len(ticket.rewards)} rewards",
             hint="send one reward per row",
         )
     if ticket.ref.eval_step >= 0:
-        raise Refused(
+        raise LedgerRequestError(
             400,
             f"{ticket.ref} is an evaluation ticket: it is never settled",
             hint="send its rewards to /evaluated",
         )
 
 
-def refuse_unformed_step(step: int, formed_steps: int) -> None:
+def require_formed_step(step: int, formed_steps: int) -> None:
     """Demand that weights of `step` can exist.
 
     Raises:
         Refused: 400: its batch was never handed out.
     """
     if not 0 <= step <= formed_steps:
-        raise Refused(
+        raise LedgerRequestError(
             400,
             f"step {step} cannot be served: batches were handed out for steps 1 to {formed_steps}",
             hint="check that manifests/ and checkpoints/ belong to the same run",
         )
 
 
-def refuse_step_out_of_order(step: int, formed_steps: int, total_steps: int) -> None:
+def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
     """Demand that `step` is the one whose batch forms next.
 
     Raises:
         Refused: 400: it is not, or the run has all its batches.
     """
     if step != formed_steps + 1 or step > total_steps:
-        raise Refused(
+        raise LedgerRequestError(
             400,
             f"there is no batch for step {step}: {formed_steps} of {total_steps} were handed out",
             hint="ask for the steps in order",
         )
 
 
-def refuse_impossible_evaluation(n_tasks: int, n_valid_tasks: int) -> None:
+def require_enough_tasks(n_tasks: int, n_valid_tasks: int) -> None:
     """Demand that there are as many held-out tasks as shall be evaluated.
 
     Raises:
         Refused: 400: there are not, or it shall be none.
     """
     if not 1 <= n_tasks <= n_valid_tasks:
-        raise Refused(400, f"cannot evaluate {n_tasks} tasks: there are {n_valid_tasks}")
+        raise LedgerRequestError(400, f"cannot evaluate {n_tasks} tasks: there are {n_valid_tasks}")

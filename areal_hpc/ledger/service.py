@@ -11,22 +11,22 @@ from collections.abc import Callable
 
 import msgspec
 
-from areal_hpc.errors import Refused
+from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger import batch_formation
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.evaluation import Evaluation, build_result
-from areal_hpc.ledger.leases import Cells
-from areal_hpc.ledger.long_poll import News, Patience
+from areal_hpc.ledger.evaluation import EvaluationState, build_result
+from areal_hpc.ledger.leases import CellHeartbeats
+from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.request_checks import (
-    refuse_impossible_evaluation,
-    refuse_other_epoch,
-    refuse_step_out_of_order,
-    refuse_superseded_epoch,
-    refuse_unfit,
-    refuse_unformed_step,
+    require_current_generation,
+    require_enough_tasks,
+    require_formed_step,
+    require_newest_generation,
+    require_next_step,
+    require_valid_settle,
 )
 from areal_hpc.ledger.task_stream import TaskStream
-from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.drops import DroppedTicket, append_drop, read_drops
 from areal_hpc.rundir.generations import read_newest_number
@@ -39,14 +39,14 @@ from areal_hpc.wire.ledger import (
     BatchRequest,
     DropRequest,
     Empty,
-    EvaluatedRequest,
     EvaluateReply,
     EvaluateRequest,
+    EvaluationResultRequest,
     FinishRequest,
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
-    OpenEpochRequest,
+    OpenGenerationRequest,
     PublishRequest,
     SettleRequest,
     TicketGrant,
@@ -93,7 +93,7 @@ class LedgerService:
         before = manifests.read_state(layout)
         self._state = msgspec.structs.replace(before, incarnation=before.incarnation + 1)
         self._listens_until_s = clock() + policy.report_within_s
-        self._tickets = Tickets.rebuilt(
+        self._tickets = TicketTable.rebuilt(
             policy,
             incarnation=self._state.incarnation,
             version_step=before.version_step,
@@ -104,11 +104,11 @@ class LedgerService:
             grants_from_s=float("inf") if before.incarnation else clock(),
         )
         manifests.write_state(layout, self._state)
-        self._evaluation: Evaluation | None = None
+        self._evaluation: EvaluationState | None = None
         self._batch_wanted_until_s = float("-inf")
         self._stopped = layout.finished_marker.exists()
-        self._work, self._progress = News(), News()
-        self._cells, self._ages = Cells(), batch_formation.AgeCheck()
+        self._work, self._progress = Notifier(), Notifier()
+        self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
     @property
     def incarnation(self) -> int:
@@ -117,7 +117,7 @@ class LedgerService:
 
     # Cells -----------------------------------------------------------------------------------
 
-    async def lease(self, request: LeaseRequest, patience: Patience) -> LeaseReply:
+    async def lease(self, request: LeaseRequest, patience: LongPoll) -> LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         self._hear(request)
         until_s = self._clock() + min(request.wait_s, self._policy.report_within_s)
@@ -129,10 +129,10 @@ class LedgerService:
                 return LeaseReply(grants, seal_now, over=over, pause_s=self._cells.pause_s)
         return LeaseReply(stop=True)
 
-    async def settle(self, request: SettleRequest, patience: Patience) -> Acknowledged:
+    async def settle(self, request: SettleRequest, patience: LongPoll) -> Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
-            refuse_unfit(ticket)
+            require_valid_settle(ticket)
         for ticket in request.tickets:
             self._stream.note(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
@@ -141,7 +141,7 @@ class LedgerService:
         self._spread_news()
         return ACKNOWLEDGED
 
-    async def drop(self, request: DropRequest, patience: Patience) -> Acknowledged:
+    async def drop(self, request: DropRequest, patience: LongPoll) -> Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if ref.eval_step >= 0:
@@ -158,10 +158,10 @@ class LedgerService:
         self._spread_news()
         return ACKNOWLEDGED
 
-    async def evaluated(self, request: EvaluatedRequest, patience: Patience) -> Acknowledged:
+    async def evaluated(self, request: EvaluationResultRequest, patience: LongPoll) -> Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
-            raise Refused(400, "an evaluated ticket needs at least one reward, got none")
+            raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         if self._evaluation is not None:
             mean_reward = sum(request.rewards) / len(request.rewards)
             self._evaluation.settle(request.ref, mean_reward)
@@ -181,7 +181,7 @@ class LedgerService:
 
     # The trainer -----------------------------------------------------------------------------
 
-    async def open_epoch(self, request: OpenEpochRequest, patience: Patience) -> Acknowledged:
+    async def open_epoch(self, request: OpenGenerationRequest, patience: LongPoll) -> Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
@@ -190,7 +190,7 @@ class LedgerService:
         log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
         return ACKNOWLEDGED
 
-    async def batch(self, request: BatchRequest, patience: Patience) -> BatchReply:
+    async def batch(self, request: BatchRequest, patience: LongPoll) -> BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
@@ -205,16 +205,16 @@ class LedgerService:
                     continue
             return BatchReply(manifest, self._tickets.settled, trouble)
 
-    async def publish(self, request: PublishRequest, patience: Patience) -> Acknowledged:
+    async def publish(self, request: PublishRequest, patience: LongPoll) -> Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._check_epoch(request.epoch)
         if request.step > self._tickets.version_step:
             self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
 
-    async def evaluate(self, request: EvaluateRequest, patience: Patience) -> EvaluateReply:
+    async def evaluate(self, request: EvaluateRequest, patience: LongPoll) -> EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
-        refuse_impossible_evaluation(request.n_tasks, self._n_valid_tasks)
+        require_enough_tasks(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
             self._check_epoch(request.epoch)
@@ -222,14 +222,14 @@ class LedgerService:
             if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
                 return EvaluateReply(done, request.n_tasks, mean_reward)
 
-    async def finish(self, request: FinishRequest, patience: Patience) -> Acknowledged:
+    async def finish(self, request: FinishRequest, patience: LongPoll) -> Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._check_epoch(request.epoch)
         self._stopped = True
         self._spread_news()
         return ACKNOWLEDGED
 
-    async def status(self, request: Empty, patience: Patience) -> LedgerStatus:
+    async def status(self, request: Empty, patience: LongPoll) -> LedgerStatus:
         """Where everything is."""
         tickets = self._tickets
         evaluation = self._evaluation
@@ -291,14 +291,14 @@ class LedgerService:
         step, tickets = request.step, self._tickets
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._layout, step)
-        refuse_step_out_of_order(step, tickets.formed_steps, self._policy.total_steps)
+        require_next_step(step, tickets.formed_steps, self._policy.total_steps)
         epoch, forks = request.epoch, self._state.forks
         for drop in self._ages.too_old(tickets, epoch, forks):
             self._check_newest_on_disk(epoch)
             append_drop(self._layout, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)
             self._spread_news()
-        if manifest := batch_formation.next_batch(tickets, epoch, forks):
+        if manifest := batch_formation.form_next_batch(tickets, epoch, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_on_disk(epoch)
             manifest = manifests.write_manifest(self._layout, manifest)
@@ -315,7 +315,7 @@ class LedgerService:
             if result and result.n_tasks == n_tasks and self._state.keeps(result):
                 return n_tasks, result.mean_reward
             first_attempt, epoch = self._tickets.first_attempt, self._state.epoch
-            evaluation = Evaluation(step, n_tasks, epoch=epoch, first_attempt=first_attempt)
+            evaluation = EvaluationState(step, n_tasks, epoch=epoch, first_attempt=first_attempt)
             self._evaluation = evaluation
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
@@ -326,7 +326,7 @@ class LedgerService:
     def _follow_trainer(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
         self._check_newest_on_disk(state.epoch)  # the newest trainer may have another ledger
-        refuse_unformed_step(state.version_step, self._tickets.formed_steps)
+        require_formed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
             manifests.write_state(self._layout, state)
             self._state = state
@@ -334,7 +334,7 @@ class LedgerService:
         self._spread_news()
 
     def _check_epoch(self, epoch: int) -> None:
-        refuse_other_epoch(epoch, self._state.epoch)
+        require_current_generation(epoch, self._state.epoch)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_on_disk(epoch)
             self._hear_trainer()
@@ -345,4 +345,4 @@ class LedgerService:
 
     def _check_newest_on_disk(self, epoch: int) -> None:
         newest = read_newest_number(self._layout.generations_dir)
-        refuse_superseded_epoch(epoch, max(self._state.epoch, newest))
+        require_newest_generation(epoch, max(self._state.epoch, newest))

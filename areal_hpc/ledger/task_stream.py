@@ -17,9 +17,9 @@ _SEED_MASK = 2**31 - 1
 """Seeds are non-negative 31-bit integers: every engine and every JSON reader takes them."""
 
 
-SHARES = 1000
+MIX_BLOCK_SIZE = 1000
 """Weights are kept to one part in so many."""
-EXACT = 1e-6
+SHARE_TOLERANCE = 1e-6
 """Weights such as 0.1 are no exact fractions in a computer."""
 
 
@@ -39,7 +39,7 @@ def _order_of_pass(pass_number: int, n_tasks: int, seed: int | str) -> tuple[int
     return tuple(order)
 
 
-def task_of(ticket_id: int, n_tasks: int, seed: int | str) -> int:
+def get_task(ticket_id: int, n_tasks: int, seed: int | str) -> int:
     """The task index of a training ticket.
 
     Ticket ids run through the task set in passes; each pass visits every task once, in its
@@ -50,18 +50,18 @@ def task_of(ticket_id: int, n_tasks: int, seed: int | str) -> int:
 
 
 @lru_cache(maxsize=8)
-def shares_of(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
+def compute_shares(sources: tuple[TaskSource, ...]) -> tuple[int, ...]:
     """How many tickets of a block each source gets: at least one.
 
     A block is as short as the weights allow (two equal sources take turns within every two), and
     of about a thousand tickets if no shorter one gives them exactly.
     """
     total = sum(source.weight for source in sources)
-    for block in range(len(sources), SHARES):
+    for block in range(len(sources), MIX_BLOCK_SIZE):
         exact = [block * source.weight / total for source in sources]
-        if all(share > 0.5 and abs(share - round(share)) < EXACT for share in exact):
+        if all(share > 0.5 and abs(share - round(share)) < SHARE_TOLERANCE for share in exact):
             return tuple(round(share) for share in exact)
-    return tuple(max(1, round(SHARES * source.weight / total)) for source in sources)
+    return tuple(max(1, round(MIX_BLOCK_SIZE * source.weight / total)) for source in sources)
 
 
 @lru_cache(maxsize=8)
@@ -72,22 +72,22 @@ def _order_of_block(block: int, shares: tuple[int, ...], seed: int) -> tuple[int
     return tuple(order)
 
 
-def mixed_task_of(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
+def get_mixed_task(ticket_id: int, sources: tuple[TaskSource, ...], seed: int) -> int:
     """The task index of a training ticket when there are several sources.
 
     Tickets come in blocks in which each source has its share; a source's own tickets run through
     its tasks in passes. The answer depends on nothing but the arguments.
     """
-    shares = shares_of(sources)
+    shares = compute_shares(sources)
     block, place = divmod(ticket_id, sum(shares))
     order = _order_of_block(block, shares, seed)
     source = order[place]
     number = block * shares[source] + order[:place].count(source)
     first_task = sum(one.n_tasks for one in sources[:source])
-    return first_task + task_of(number, sources[source].n_tasks, f"{seed}/{source}")
+    return first_task + get_task(number, sources[source].n_tasks, f"{seed}/{source}")
 
 
-def seed_of(stream: str, index: int, seed: int) -> int:
+def derive_seed(stream: str, index: int, seed: int) -> int:
     """A seed for ticket `index` of the stream named `train` or `eval`, in [0, 2^31)."""
     digest = hashlib.blake2b(f"{seed}/{stream}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") & _SEED_MASK
@@ -121,9 +121,9 @@ class TaskStream:
             OSError: What it drew could not be written down.
         """
         if ref.eval_step >= 0:
-            return TicketGrant(ref, ref.ticket_id, seed_of("eval", ref.ticket_id, self.seed), 1)
+            return TicketGrant(ref, ref.ticket_id, derive_seed("eval", ref.ticket_id, self.seed), 1)
         task = self._task_of(ref.ticket_id)
-        seed = seed_of("train", ref.ticket_id, self.seed)
+        seed = derive_seed("train", ref.ticket_id, self.seed)
         return TicketGrant(ref, task, seed, self.episodes_per_ticket)
 
     def note(self, ticket_id: int, rewards: Sequence[float]) -> None:
@@ -140,5 +140,5 @@ class TaskStream:
         if self.curriculum is not None:
             return self.curriculum.task_of(ticket_id)
         if len(self.sources) == 1:
-            return task_of(ticket_id, self.sources[0].n_tasks, self.seed)
-        return mixed_task_of(ticket_id, self.sources, self.seed)
+            return get_task(ticket_id, self.sources[0].n_tasks, self.seed)
+        return get_mixed_task(ticket_id, self.sources, self.seed)

@@ -26,8 +26,8 @@ from itertools import islice
 from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, admissible
-from areal_hpc.ledger.drop_stats import Setbacks
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
+from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
@@ -36,12 +36,12 @@ ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
-Over = Literal["settled", "batched", "trained", "dropped", "filtered"]
+TerminalState = Literal["settled", "batched", "trained", "dropped", "filtered"]
 """Nothing more is expected of the cells."""
-State = Literal["unissued", "waiting", "leased", "finished"] | Over
+TicketState = Literal["unissued", "waiting", "leased", "finished"] | TerminalState
 
 
-class Tickets:
+class TicketTable:
     """Every training ticket of a run and what may happen to it next. Every event is O(1)."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Tickets:
         self._newest_attempts: dict[int, int] = {}  # of settled tickets
         self._batched: dict[int, int] = {}  # id -> step
         self._batch_sizes: list[int] = []  # of steps 1, 2, ...
-        self.setbacks = Setbacks(policy.batch_size)
+        self.setbacks = DropStats(policy.batch_size)
 
     @classmethod
     def rebuilt(
@@ -82,7 +82,7 @@ class Tickets:
         dropped: Iterable[DroppedTicket],
         settled: Iterable[SettledTicket],
         grants_from_s: float,
-    ) -> Tickets:
+    ) -> TicketTable:
         """The state after a restart, from what is on disk.
 
         Manifests win over the shard index: a ticket sealed twice is in the batch that took it.
@@ -137,13 +137,13 @@ class Tickets:
         """Tickets settled or batched that no published step has trained on."""
         return len(self._settled) + sum(self._batch_sizes[self.version_step :])
 
-    def state_of(self, ticket_id: int) -> State:
+    def state_of(self, ticket_id: int) -> TicketState:
         """Where one ticket is."""
         if ticket_id in self._batched:
             return "trained" if self._batched[ticket_id] <= self.version_step else "batched"
         if kind := self.setbacks.kind_of(ticket_id):
             return "filtered" if kind == "filtered" else "dropped"
-        containers: tuple[tuple[State, Container[int]], ...] = (
+        containers: tuple[tuple[TicketState, Container[int]], ...] = (
             ("waiting", self._waiting),
             ("leased", self._leased),
             ("finished", self._finished),
@@ -153,7 +153,11 @@ class Tickets:
 
     def over(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
-        is_too_old, state_of, over = self.setbacks.is_too_old, self.state_of, get_args(Over)
+        is_too_old, state_of, over = (
+            self.setbacks.is_too_old,
+            self.state_of,
+            get_args(TerminalState),
+        )
         return [ref for ref in refs if state_of(ref.ticket_id) in over or is_too_old(ref)]
 
     @property
@@ -169,7 +173,7 @@ class Tickets:
 
     def capacity(self) -> int:
         """How many more tickets may be leased now (`admission.admissible`)."""
-        return admissible(self.policy, self.counts)
+        return count_admissible(self.policy, self.counts)
 
     def has_finished(self, cell: str) -> bool:
         """True if a ticket that `cell` finished is not yet settled."""

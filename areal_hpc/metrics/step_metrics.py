@@ -11,11 +11,11 @@ from typing import Any
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.weight_version import WeightVersion
 
-EVALUATION = "eval/reward"
+EVAL_REWARD = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the held-out tasks."""
 
 
-def read_step_lines(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """One record for each step, in the order of steps: what several lines say of one is merged.
 
     Args:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch.utils.tensorboard import SummaryWriter
 
-from areal_hpc.metrics.step_metrics import EVALUATION, _order, read_step_lines
+from areal_hpc.metrics.step_metrics import EVAL_REWARD, _order, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
-from areal_hpc.wire.replicas import Stall
+from areal_hpc.wire.replicas import UpdatePause
 
 
 def replace_non_finite(line: FlatRow) -> FlatRow:
@@ -21,7 +21,7 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_update_pauses(stalls: Sequence[Stall]) -> FlatRow:
+def summarize_update_pauses(stalls: Sequence[UpdatePause]) -> FlatRow:
     """What the newest update known of cost those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -54,8 +54,8 @@ class MetricsWriter:
 
     def __init__(self, path: Path, tensorboard_dir: Path | None, resume_step: int) -> None:
         self._path = path
-        kept = {line["step"]: line for line in read_step_lines(path) if line["step"] <= resume_step}
-        self.judged_step = max((step for step in kept if EVALUATION in kept[step]), default=-1)
+        kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= resume_step}
+        self.judged_step = max((step for step in kept if EVAL_REWARD in kept[step]), default=-1)
         """The newest step with an evaluation's reward; -1 when there is none."""
         self.reopened: FlatRow = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""

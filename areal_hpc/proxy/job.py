@@ -16,13 +16,13 @@ from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import advertised_host
-from areal_hpc.proxy.completion.model import parsers_of, read_model
+from areal_hpc.jobs.topology import get_advertised_host
+from areal_hpc.proxy.completion.model import load_served_model, start_parsers
 from areal_hpc.proxy.config import ProxyJobConfig
-from areal_hpc.proxy.engine.replicas import CellReplicas
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_loop
-from areal_hpc.proxy.sessions.online_slots import Visits
-from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.engine.replicas import CellReplicaSource
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
+from areal_hpc.proxy.sessions.online_slots import OnlineSlots
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
@@ -30,7 +30,7 @@ from areal_hpc.rundir.paths import RunPaths
 log = logging.getLogger(__name__)
 
 LAST_SEAL_TIMEOUT_S = 2.0
-DRAIN_S = 1
+DRAIN_TIMEOUT_S = 1
 """A preempted job has little time, and most of it belongs to the last seal."""
 
 
@@ -43,26 +43,26 @@ def run(config: dict[str, Any]) -> None:
     """
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    run_loop(_serve(job, stop))
+    run_event_loop(_serve(job, stop))
 
 
 async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     layout = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    model = read_model(
+    model = load_served_model(
         job.model_name,
         job.model_path,
         job.context_tokens,
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    parsers = parsers_of(model, job.serve_python)
-    journal = journal_path(job, admin_key)
-    recorder = Recorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
+    parsers = start_parsers(model, job.serve_python)
+    journal = get_journal_path(job, admin_key)
+    recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
-    source = CellReplicas(layout.rendezvous_dir, job.cell, admin_key)
-    visits = Visits() if job.online else None
+    source = CellReplicaSource(layout.rendezvous_dir, job.cell, admin_key)
+    visits = OnlineSlots() if job.online else None
     service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers, visits)
     name = rendezvous.format_proxy_name(job.cell)
     listener = _listen(layout.rendezvous_dir, name)
@@ -70,7 +70,7 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     try:
         rendezvous.publish_endpoint(layout.rendezvous_dir, name, f"http://{host}:{port}")
         log.info("%s listens on %s:%d", name, host, port)
-        await service.run(listener, stop, DRAIN_S)
+        await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):
             await asyncio.wait_for(sealer.seal_now(), LAST_SEAL_TIMEOUT_S)
     finally:
@@ -85,7 +85,7 @@ def _listen(directory: Path, name: str) -> socket.socket:
 
     An agent keeps the address it was given; its client repeats calls that lost their connection.
     """
-    host = advertised_host()
+    host = get_advertised_host()
     before = rendezvous.find_endpoint(directory, name)
     ports = [0]
     if before is not None and urlsplit(before.url).hostname == host:
@@ -98,7 +98,7 @@ def _listen(directory: Path, name: str) -> socket.socket:
     raise ClusterError(f"no port of {host} is free", hint="set AREAL_HPC_HOST to an own address")
 
 
-def journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
+def get_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
     """The cell's journal: node-local, apart from those of other runs, readable by its owner.
 
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
-from areal_hpc.proxy.sessions.store import SessionBook
+from areal_hpc.proxy.sessions.store import SessionStore
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class ProxyMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
 
-    def watch(self, book: SessionBook) -> None:
+    def watch(self, book: SessionStore) -> None:
         """Add gauges of what a book holds; they are read when somebody asks for them."""
 
         def in_flight() -> int:

@@ -16,21 +16,21 @@ import uvloop
 from prometheus_client import disable_created_metrics
 
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.proxy.completion.service import ModelCaller
+from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.passthrough import GenerateRelay
+from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.proxy.engine.router import Router
-from areal_hpc.proxy.engine.sglang_client import Upstream
-from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.engine.sglang_client import SGLangClient
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.http.app import ProxyApp
-from areal_hpc.proxy.http.driver_api import Control
+from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
-from areal_hpc.proxy.sessions.online_slots import Visits
-from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.online_slots import OnlineSlots
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http import KEEP_ALIVE_S
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 STOP_POLL_S = 0.05
 LISTEN_BACKLOG = 2048
 IDLE_CHECK_S = 5.0
-GARBAGE_OBJECTS = 50_000
+GC_THRESHOLD = 50_000
 """New objects after which the garbage collector looks. A reply alone makes hundreds."""
 
 
@@ -50,20 +50,20 @@ class ProxyService:
         limits: ProxyConfig,
         model: ServedModel,
         admin_key: str,
-        recorder: Recorder,
+        recorder: JournaledRecorder,
         source: ReplicaSource,
         sealer: Sealer | None = None,
-        parsers: SGLangParsers | None = None,
-        visits: Visits | None = None,
+        parsers: ToolParsers | None = None,
+        visits: OnlineSlots | None = None,
     ) -> None:
         if limits.message_normaliser is not None:
             key = "proxy.message_normaliser"
-            model = replace(model, normalise=load_function(limits.message_normaliser, key))
+            model = replace(model, normalise=load_user_function(limits.message_normaliser, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._limits = limits
         self._recorder = recorder
         self._router = Router(source)
-        self._upstream = Upstream()
+        self._upstream = SGLangClient()
         self._sealer = sealer
         self._parsers = parsers
         self._app = ProxyApp(
@@ -71,9 +71,11 @@ class ProxyService:
             max_request_bytes=limits.max_request_bytes,
             model=model,
             book=recorder.book,
-            caller=ModelCaller(model, self._router, self._upstream, recorder, limits, parsers),
-            control=Control(recorder, self._router, sealer, limits.max_sessions, visits),
-            relay=GenerateRelay(
+            caller=CompletionService(
+                model, self._router, self._upstream, recorder, limits, parsers
+            ),
+            control=DriverApi(recorder, self._router, sealer, limits.max_sessions, visits),
+            relay=GeneratePassthrough(
                 self._router,
                 self._upstream,
                 model.encoder.vocab_size,
@@ -157,12 +159,12 @@ async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:
         task.result()
 
 
-def run_loop(serve: Coroutine[Any, Any, None]) -> None:
+def run_event_loop(serve: Coroutine[Any, Any, None]) -> None:
     """Run to the end in a thread of its own.
 
     uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.
     """
     gc.freeze()
-    gc.set_threshold(GARBAGE_OBJECTS, 20, 20)
+    gc.set_threshold(GC_THRESHOLD, 20, 20)
     with ThreadPoolExecutor(1, thread_name_prefix="proxy-loop") as loop_thread:
         loop_thread.submit(uvloop.run, serve).result()

@@ -10,18 +10,18 @@ from urllib.parse import urlsplit
 from pydantic import field_validator
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.environment import allow_all_descriptors
+from areal_hpc.jobs.environment import raise_file_limit
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.proxy.completion.model import parsers_of, read_model
-from areal_hpc.proxy.engine.replicas import ListedReplicas
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_loop
-from areal_hpc.proxy.sessions.recorder import Recorder, VolatileRecorder
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.proxy.completion.model import load_served_model, start_parsers
+from areal_hpc.proxy.engine.replicas import StaticReplicaSource
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.rundir import rendezvous
 
 
-class AloneConfig(StageConfig):
+class StandaloneProxyConfig(BaseConfig):
     """What a proxy without a run must know."""
 
     upstreams: list[str]
@@ -56,7 +56,7 @@ class AloneConfig(StageConfig):
         return upstreams
 
 
-def run(config: AloneConfig, say: Callable[[str], None]) -> None:
+def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
     """Serve until a stop signal.
 
     Args:
@@ -67,28 +67,30 @@ def run(config: AloneConfig, say: Callable[[str], None]) -> None:
         RecipeError: The model directory lacks a tokenizer or a chat template.
         ClusterError: The address is taken, or the journal failed.
     """
-    allow_all_descriptors()
+    raise_file_limit()
     stop = StopRequest.install()
-    run_loop(_serve(config, stop, say))
+    run_event_loop(_serve(config, stop, say))
 
 
-async def _serve(config: AloneConfig, stop: StopRequest, say: Callable[[str], None]) -> None:
-    model = read_model(
+async def _serve(
+    config: StandaloneProxyConfig, stop: StopRequest, say: Callable[[str], None]
+) -> None:
+    model = load_served_model(
         config.tokenizer.resolve().name,
         config.tokenizer,
         config.context_tokens,
         config.tool_call_parser,
         config.reasoning_parser,
     )
-    parsers = parsers_of(model, config.serve_python)
+    parsers = start_parsers(model, config.serve_python)
     admin_key = rendezvous.ensure_admin_key(config.admin_key_file).strip()
     vocab_size = model.encoder.vocab_size
-    recorder: Recorder = VolatileRecorder(vocab_size)
+    recorder: JournaledRecorder = MemoryRecorder(vocab_size)
     if config.journal is not None:
         config.journal.mkdir(mode=0o700, parents=True, exist_ok=True)
         sync_interval_s = ShardConfig().sync_interval_s
-        recorder = Recorder(config.journal / "journal", sync_interval_s, vocab_size)
-    source = ListedReplicas(config.upstreams)
+        recorder = JournaledRecorder(config.journal / "journal", sync_interval_s, vocab_size)
+    source = StaticReplicaSource(config.upstreams)
     service = ProxyService(config.proxy, model, admin_key, recorder, source, parsers=parsers)
     try:
         listener = _listen(config.host, config.port)
@@ -108,7 +110,7 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _welcome(config: AloneConfig, port: int) -> str:
+def _welcome(config: StandaloneProxyConfig, port: int) -> str:
     url = f"http://{config.host}:{port}"
     return f"""\
 areal-hpc proxy listens on {url}, in front of {", ".join(config.upstreams)}

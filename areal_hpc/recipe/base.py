@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 from areal_hpc.errors import Problem
 
 
-class StageConfig(BaseModel):
+class BaseConfig(BaseModel):
     """One stage's part of a recipe. Unknown keys are errors; values never change after parsing."""
 
     model_config = ConfigDict(
@@ -19,7 +19,9 @@ class StageConfig(BaseModel):
     )
 
 
-def explain(item: ErrorDetails, root: type[StageConfig], prefix: str = "") -> Problem:
+def explain_validation_error(
+    item: ErrorDetails, root: type[BaseConfig], prefix: str = ""
+) -> Problem:
     """A pydantic finding in the words of the person who wrote the file.
 
     Args:
@@ -39,7 +41,7 @@ def explain(item: ErrorDetails, root: type[StageConfig], prefix: str = "") -> Pr
     return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for the key")
 
 
-def _known_keys(root: type[StageConfig], location: tuple[int | str, ...]) -> list[str]:
+def _known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:
     """The fields of the configuration class at a place of the tree."""
     model = root
     for part in location:
@@ -48,16 +50,16 @@ def _known_keys(root: type[StageConfig], location: tuple[int | str, ...]) -> lis
         field = model.model_fields.get(str(part))
         if field is None:
             return []
-        section = section_of(field.annotation)
+        section = get_section_class(field.annotation)
         if section is None:
             return []
         model = section
     return sorted(model.model_fields)
 
 
-def section_of(annotation: Any) -> type[StageConfig] | None:
+def get_section_class(annotation: Any) -> type[BaseConfig] | None:
     """The configuration class behind a field, optional or not."""
     for choice in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(choice, type) and issubclass(choice, StageConfig):
+        if isinstance(choice, type) and issubclass(choice, BaseConfig):
             return choice
     return None

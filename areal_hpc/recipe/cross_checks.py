@@ -11,7 +11,7 @@ from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
 
 
-def _warmup_feeds_the_tiny_model(recipe: Recipe) -> Iterator[Problem]:
+def check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.warmup is None:
         yield Problem(
             "a tiny model learns its tokenizer from the demonstrations, and there are none",
@@ -20,7 +20,7 @@ def _warmup_feeds_the_tiny_model(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _minibatches_divide_the_batch(recipe: Recipe) -> Iterator[Problem]:
+def check_batch_divisible(recipe: Recipe) -> Iterator[Problem]:
     trainer = recipe.trainer
     if trainer.batch_size % trainer.minibatches:
         yield Problem(
@@ -38,7 +38,7 @@ def _minibatches_divide_the_batch(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _experts_fit_the_ranks(recipe: Recipe) -> Iterator[Problem]:
+def check_expert_parallel(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.trainer.parallel
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
@@ -50,7 +50,7 @@ def _experts_fit_the_ranks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _programs_come_or_an_agent_is_named(recipe: Recipe) -> Iterator[Problem]:
+def check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
     online, key = recipe.rollout.agent.mode == "online", "rollout.workflow"
     if not online and not recipe.rollout.workflow:
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
@@ -67,7 +67,7 @@ def _programs_come_or_an_agent_is_named(recipe: Recipe) -> Iterator[Problem]:
         yield Problem(message, "valid_dataset", "leave it out, and evaluate the export")
 
 
-def _an_evaluation_job_has_tasks(recipe: Recipe) -> Iterator[Problem]:
+def check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
     if recipe.evaluation.separate_job and recipe.valid_dataset is None:
         yield Problem(
             "there are no held-out tasks that a job of its own could play",
@@ -76,7 +76,7 @@ def _an_evaluation_job_has_tasks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
+def check_group_size(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
             f"n_samples={recipe.rollout.n_samples}: group-relative advantages compare episodes "
@@ -86,7 +86,7 @@ def _a_group_has_at_least_two(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _partial_groups_are_parts(recipe: Recipe) -> Iterator[Problem]:
+def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     if rollout.least_samples > rollout.n_samples:
         yield Problem(
@@ -102,7 +102,7 @@ def _partial_groups_are_parts(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _one_thing_mixes_the_tasks(recipe: Recipe) -> Iterator[Problem]:
+def check_task_mixing(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.curriculum and any(one.weight != 1 for one in recipe.train_dataset.sources):
         yield Problem(
             "rollout.curriculum weighs every task, so the weights of sources have no say",
@@ -111,7 +111,7 @@ def _one_thing_mixes_the_tasks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _episodes_fit_the_cells(recipe: Recipe) -> Iterator[Problem]:
+def check_concurrency(recipe: Recipe) -> Iterator[Problem]:
     episodes = recipe.rollout.episodes_per_ticket
     least = max(recipe.inference.cells, episodes)
     if recipe.rollout.max_concurrent_rollouts < least:
@@ -124,7 +124,7 @@ def _episodes_fit_the_cells(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _sampling_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
+def check_sampling(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.sampling.temperature <= 0:
         yield Problem(
             "temperature=0 makes every episode of a group the same, so nothing can be learnt",
@@ -133,7 +133,7 @@ def _sampling_can_be_trained_on(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _engine_and_trainer_agree(recipe: Recipe) -> Iterator[Problem]:
+def check_dtypes_match(recipe: Recipe) -> Iterator[Problem]:
     """Replicas prove the checksum of what the trainer sends, so both must hold the same bits."""
     for name in ("device", "dtype"):
         engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
@@ -146,7 +146,7 @@ def _engine_and_trainer_agree(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def _sessions_outlive_episodes(recipe: Recipe) -> Iterator[Problem]:
+def check_session_timeout(recipe: Recipe) -> Iterator[Problem]:
     longest_s = recipe.rollout.episode_timeout_s * recipe.rollout.max_episode_tries
     if recipe.proxy.session_timeout_s < longest_s:
         yield Problem(
@@ -158,17 +158,17 @@ def _sessions_outlive_episodes(recipe: Recipe) -> Iterator[Problem]:
 
 
 CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    _warmup_feeds_the_tiny_model,
-    _minibatches_divide_the_batch,
-    _experts_fit_the_ranks,
-    _programs_come_or_an_agent_is_named,
-    _an_evaluation_job_has_tasks,
-    _a_group_has_at_least_two,
-    _partial_groups_are_parts,
-    _one_thing_mixes_the_tasks,
-    _episodes_fit_the_cells,
-    _sampling_can_be_trained_on,
-    _engine_and_trainer_agree,
-    _sessions_outlive_episodes,
+    check_tiny_model_sft,
+    check_batch_divisible,
+    check_expert_parallel,
+    check_agent_or_online,
+    check_evaluation_tasks,
+    check_group_size,
+    check_min_samples,
+    check_task_mixing,
+    check_concurrency,
+    check_sampling,
+    check_dtypes_match,
+    check_session_timeout,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""

@@ -16,7 +16,7 @@ REPO_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?$"
 """What names of repositories, `owner/name`, look like."""
 
 
-def snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
+def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> Path:
     """The folder of a revision in the cache.
 
     Args:

@@ -10,14 +10,16 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.base import explain
+from areal_hpc.recipe.base import explain_validation_error
 from areal_hpc.recipe.cross_checks import CROSS_CHECKS
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
-from areal_hpc.recipe.yaml_tree import read_overrides, read_tree
+from areal_hpc.recipe.yaml_tree import read_overrides, read_yaml_tree
 
 
-def load(path: Path | str, overrides: Sequence[str] = (), site: Path | None = None) -> Recipe:
+def load_recipe(
+    path: Path | str, overrides: Sequence[str] = (), site: Path | None = None
+) -> Recipe:
     """Read a recipe and apply `key.subkey=value` overrides.
 
     Args:
@@ -32,28 +34,30 @@ def load(path: Path | str, overrides: Sequence[str] = (), site: Path | None = No
     path = Path(path)
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
-    trees = [] if site is None else [OmegaConf.create({"cluster": read_site(site)})]
-    trees += [read_tree(path), read_overrides(overrides)]
+    trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
+    trees += [read_yaml_tree(path), read_overrides(overrides)]
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
-    return from_values(values)
+    return build_recipe(values)
 
 
-def from_values(values: object) -> Recipe:
+def build_recipe(values: object) -> Recipe:
     """The recipe of a tree of keys; a RecipeError tells every problem at once."""
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError.of(explain(item, Recipe) for item in error.errors()) from None
+        raise RecipeError.of(
+            explain_validation_error(item, Recipe) for item in error.errors()
+        ) from None
     problems = [problem for check in CROSS_CHECKS for problem in check(recipe)]
     if problems:
         raise RecipeError.of(problems)
     return recipe
 
 
-def read_site(path: Path) -> DictConfig:
+def read_site_file(path: Path) -> DictConfig:
     """The keys of a site file, each checked, though it need not hold all that a cluster has.
 
     Raises:
@@ -61,12 +65,12 @@ def read_site(path: Path) -> DictConfig:
     """
     if not path.is_file():
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
-    tree = read_tree(path)
+    tree = read_yaml_tree(path)
     try:
         ClusterConfig.model_validate(OmegaConf.to_container(tree))
     except ValidationError as error:
         problems = [
-            explain(item, ClusterConfig, f"{path}: ")
+            explain_validation_error(item, ClusterConfig, f"{path}: ")
             for item in error.errors()
             if item["type"] != "missing"
         ]

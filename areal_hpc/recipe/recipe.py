@@ -7,18 +7,18 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
 from areal_hpc.recipe.sections.cluster import ClusterConfig
-from areal_hpc.recipe.sections.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.recipe.sections.rollout import EvaluationConfig, RolloutConfig
-from areal_hpc.recipe.sections.trainer import TrainerConfig, WarmupConfig
+from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 
 
-class TinyModelConfig(StageConfig):
+class TinyModelConfig(BaseConfig):
     """A small, randomly initialised Qwen3 made for the run."""
 
     layers: Annotated[int, Field(ge=1)] = 2
@@ -37,7 +37,7 @@ class TinyModelConfig(StageConfig):
     """Most tokens the tokenizer may learn."""
 
 
-class ModelConfig(StageConfig):
+class ModelConfig(BaseConfig):
     """The starting model: exactly one of `path`, `hub` and `tiny`."""
 
     path: Path | None = None
@@ -56,14 +56,14 @@ class ModelConfig(StageConfig):
         return self
 
 
-class WarmupStage(WarmupConfig):
+class SftStageConfig(SftConfig):
     """Supervised fine-tuning on demonstrations, before reinforcement learning."""
 
-    dataset: DatasetConfig
+    dataset: TaskSetConfig
     """Rows `{"messages": [...]}`; the last message, the assistant's, is learnt."""
 
 
-class Recipe(StageConfig):
+class Recipe(BaseConfig):
     """Everything a run is made of."""
 
     experiment_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")]
@@ -76,11 +76,11 @@ class Recipe(StageConfig):
     """Where jobs run."""
     model: ModelConfig
     """What is trained."""
-    train_dataset: TrainDatasetConfig
+    train_dataset: TrainTaskSetConfig
     """Tasks to learn from."""
-    valid_dataset: DatasetConfig | None = None
+    valid_dataset: TaskSetConfig | None = None
     """Held-out tasks; no evaluation when absent."""
-    warmup: WarmupStage | None = None
+    warmup: SftStageConfig | None = None
     """Supervised fine-tuning first."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How often and how the weights are judged."""

@@ -10,15 +10,15 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from areal_hpc.recipe.base import StageConfig, section_of
+from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.recipe import Recipe
 
-WORDS = {Any: "anything", Path: "path"}
-SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+TYPE_NAMES = {Any: "anything", Path: "path"}
+COMPARISON_SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 """By the names that pydantic's bounds have."""
 
 
-def describe_keys() -> str:
+def render_key_table() -> str:
     """Every key of a recipe with its type, default and meaning, as a Markdown table."""
     lines = [
         "# Recipe keys",
@@ -31,19 +31,19 @@ def describe_keys() -> str:
     return "\n".join([*lines, *_key_rows(Recipe, "")]) + "\n"
 
 
-def _key_rows(model: type[StageConfig], prefix: str) -> Iterator[str]:
+def _key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
     for name, field in model.model_fields.items():
         key = f"{prefix}{name}"
-        section = section_of(field.annotation)
+        section = get_section_class(field.annotation)
         if section is not None:
             yield f"| **`{key}`** | | | {field.description} |"
             yield from _key_rows(section, f"{key}.")
             continue
-        kind = kind_of(field.annotation, field.metadata).replace("|", "\\|")
+        kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
         yield f"| `{key}` | {kind} | {_default_of(field)} | {field.description} |"
 
 
-def kind_of(annotation: Any, bounds: Iterable[Any] = ()) -> str:
+def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     """What may be written for a value of a type, such as `int >= 1 or null`.
 
     Args:
@@ -52,20 +52,20 @@ def kind_of(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return kind_of(parts[0], [*bounds, *_taken_apart(parts[1:])])
+        return describe_type(parts[0], [*bounds, *_taken_apart(parts[1:])])
     if origin in (Union, UnionType):
-        kinds = [kind_of(part, bounds) for part in parts if part is not NoneType]
+        kinds = [describe_type(part, bounds) for part in parts if part is not NoneType]
         return " or ".join([*kinds, "null"] if NoneType in parts else kinds)
     if origin is Literal:
         kind = f"one of {', '.join(map(str, parts))}"
     elif origin is dict:
-        kind = f"mapping of {kind_of(parts[0])} to {kind_of(parts[1])}"
+        kind = f"mapping of {describe_type(parts[0])} to {describe_type(parts[1])}"
     elif origin is tuple and parts[-1] is Ellipsis:
-        kind = f"list of {kind_of(parts[0])}"
+        kind = f"list of {describe_type(parts[0])}"
     elif origin is tuple:
-        kind = f"[{', '.join(map(kind_of, parts))}]"
+        kind = f"[{', '.join(map(describe_type, parts))}]"
     else:
-        kind = WORDS.get(annotation) or annotation.__name__
+        kind = TYPE_NAMES.get(annotation) or annotation.__name__
     limits = " and ".join(_limits(bounds))
     return f"{kind} {limits}" if limits else kind
 
@@ -77,7 +77,7 @@ def _taken_apart(metadata: Iterable[Any]) -> Iterator[Any]:
 
 def _limits(bounds: Iterable[Any]) -> Iterator[str]:
     for one in bounds:
-        for name, sign in SIGNS.items():
+        for name, sign in COMPARISON_SIGNS.items():
             if hasattr(one, name):
                 yield f"{sign} {getattr(one, name)}"
         if getattr(one, "pattern", None):

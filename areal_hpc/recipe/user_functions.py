@@ -25,7 +25,7 @@ def import_by_path(dotted_path: str) -> Any:
     return getattr(found, name)
 
 
-def load_function(dotted: str, key: str) -> Callable[..., Any]:
+def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
     """The user's function.
 
     Args:

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from areal_hpc.errors import Problem, RecipeError
 
 
-def read_tree(path: Path) -> DictConfig:
+def read_yaml_tree(path: Path) -> DictConfig:
     """The keys of a YAML file.
 
     Raises:
@@ -54,12 +54,12 @@ def _checked(overrides: Sequence[str]) -> list[str]:
     return list(overrides)
 
 
-def leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Dotted keys of the leaves of a nested mapping."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            found |= leaves(value, f"{prefix}{key}.")
+            found |= flatten_keys(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found

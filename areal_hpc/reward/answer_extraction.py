@@ -9,7 +9,7 @@ _FENCE = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
 _FENCE_END = re.compile("```")
 
 
-def boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""What the last `\boxed{...}` holds, braces within it included; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
@@ -23,13 +23,13 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def tagged(text: str) -> str | None:
+def extract_tagged(text: str) -> str | None:
     """What the last `<answer>...</answer>` holds; None without one."""
     found = _last_between(_TAG, _TAG_END, text)
     return None if found is None else found.strip()
 
 
-def fenced(text: str) -> str | None:
+def extract_code(text: str) -> str | None:
     """The last fenced block of Python; None without one."""
     return _last_between(_FENCE, _FENCE_END, text)
 

@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.reward.answer_extraction import fenced
-from areal_hpc.sandbox.run import Limits, run_program
+from areal_hpc.reward.answer_extraction import extract_code
+from areal_hpc.sandbox.run import ProgramLimits, run_program
 
 
 def code_reward(
@@ -30,24 +30,24 @@ def code_reward(
             `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
         task: The rest of the task, not looked at.
     """
-    source = fenced(completions)
+    source = extract_code(completions)
     if source is None:
         return 0.0
     wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
-    limits = Limits(**wanted)
+    limits = ProgramLimits(**wanted)
     if "program" in tests:
         return float(_passes(source, str(tests["program"]), limits))
     return float(_answers(source, tests["cases"], limits))
 
 
-def _passes(source: str, tests: str, limits: Limits) -> bool:
+def _passes(source: str, tests: str, limits: ProgramLimits) -> bool:
     """The tests ran to their end: the word after them is printed, whoever calls `sys.exit(0)`."""
     word = secrets.token_hex(16)
     outcome = run_program(f"{source}\n{tests}\nprint()\nprint({word!r})\n", limits=limits)
     return outcome.exit_code == 0 and outcome.stdout.splitlines()[-1:] == [word]
 
 
-def _answers(source: str, cases: Sequence[Mapping[str, str]], limits: Limits) -> bool:
+def _answers(source: str, cases: Sequence[Mapping[str, str]], limits: ProgramLimits) -> bool:
     """What it prints is what is expected, but for white space at the ends of lines."""
     for case in cases:
         outcome = run_program(source, case["input"], limits)

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.errors import NotAnExpression
-from areal_hpc.reward.answer_extraction import boxed, tagged
+from areal_hpc.errors import InvalidExpressionError
+from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
 
-LONGEST_EXPRESSION_CHARS = 300
+MAX_EXPRESSION_CHARS = 300
 _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -43,12 +43,12 @@ def countdown_reward(
         numbers: The numbers to use.
         task: The rest of the task, not looked at.
     """
-    text = tagged(completions) or boxed(completions)
+    text = extract_tagged(completions) or extract_boxed(completions)
     if text is None:
         return 0.0
     try:
         worth, used = evaluate(text.partition("=")[0])
-    except (NotAnExpression, ZeroDivisionError):
+    except (InvalidExpressionError, ZeroDivisionError):
         return 0.0
     return float(worth == target and sorted(used) == sorted(numbers))
 
@@ -57,18 +57,18 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     """What an expression is worth, and the numbers in it.
 
     Raises:
-        NotAnExpression: It holds anything but whole numbers, `+ - * /` and parentheses.
+        InvalidExpressionError: It holds anything but whole numbers, `+ - * /` and parentheses.
         ZeroDivisionError: It divides by zero.
     """
     text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
-    if len(text) > LONGEST_EXPRESSION_CHARS:
-        raise NotAnExpression(f"{len(text)} characters")
+    if len(text) > MAX_EXPRESSION_CHARS:
+        raise InvalidExpressionError(f"{len(text)} characters")
     try:
         tree = ast.parse(text, mode="eval")
         used: list[int] = []
         return _worth(tree.body, used), used
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise NotAnExpression(text) from error
+        raise InvalidExpressionError(text) from error
 
 
 def _worth(node: ast.expr, used: list[int]) -> Fraction:
@@ -78,4 +78,4 @@ def _worth(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         left, right = _worth(node.left, used), _worth(node.right, used)
         return _OPERATORS[type(node.op)](left, right)
-    raise NotAnExpression(ast.dump(node)[:80])
+    raise InvalidExpressionError(ast.dump(node)[:80])

@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.reward.answer_extraction import boxed
+from areal_hpc.reward.answer_extraction import extract_boxed
 
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
@@ -30,7 +30,7 @@ def gsm8k_reward_fn(
     right = _last_number(answer.rpartition("####")[2])
     if right is None:
         raise ValueError(f"the task's own answer has no number: {answer!r:.200}")
-    in_box = boxed(completions)
+    in_box = extract_boxed(completions)
     given = _last_number(completions.rpartition("####")[2] if in_box is None else in_box)
     return float(given == right)
 

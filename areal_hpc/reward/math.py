@@ -10,12 +10,12 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.answer_extraction import boxed
+from areal_hpc.reward.answer_extraction import extract_boxed
 from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
 
 log = logging.getLogger(__name__)
 
-LONGEST_ANSWER_CHARS = 4000
+MAX_ANSWER_CHARS = 4000
 """An answer stands near the end; parsing the whole of a long chain of thought takes seconds."""
 MATH_TIMEOUT_S = 5.0
 """Time for one comparison; an ordinary one takes a hundredth of a second."""
@@ -55,8 +55,8 @@ def math_reward(
         RecipeError: The task's own answer is no mathematics.
         ClusterError: The process of the comparison could not be started.
     """
-    said = completions[-LONGEST_ANSWER_CHARS:]
-    in_box = boxed(said)
+    said = completions[-MAX_ANSWER_CHARS:]
+    in_box = extract_boxed(said)
     if in_box is not None and _nesting(in_box) > DEEPEST_NESTING:
         return 0.0
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.reward.answer_extraction import boxed, tagged
+from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
 
 
 def reasoning_gym_reward(
@@ -28,6 +28,6 @@ def reasoning_gym_reward(
     """
     import reasoning_gym
 
-    given = tagged(completions) or boxed(completions) or completions.strip()
+    given = extract_tagged(completions) or extract_boxed(completions) or completions.strip()
     score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
     return float(score(given, {**task, "metadata": metadata}))

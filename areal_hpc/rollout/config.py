@@ -8,7 +8,7 @@ from pydantic import Field
 
 from areal_hpc.jobs.config import JobConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
-from areal_hpc.wire.ledger import Split
+from areal_hpc.wire.ledger import TaskSplit
 
 
 class RolloutJobConfig(JobConfig):
@@ -29,7 +29,7 @@ class RolloutJobConfig(JobConfig):
     """Arguments of its constructor."""
     episode_slots: int
     """Episodes this cell runs at once."""
-    splits: tuple[Split, ...] = ("train", "valid")
+    splits: tuple[TaskSplit, ...] = ("train", "valid")
     """What it takes tickets of."""
     sys_path: tuple[str, ...] = ()
     """Folders from which the agent is imported."""

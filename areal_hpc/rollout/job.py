@@ -10,22 +10,22 @@ from typing import Any
 import uvloop
 
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import job_start
-from areal_hpc.recipe.sections.rollout import AgentConfig
+from areal_hpc.jobs.topology import get_restart_id
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
-from areal_hpc.rollout.leased_tickets import TicketBoard
-from areal_hpc.rollout.service_client import Peer, Services
+from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.service_client import ServiceClient, Services
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER, ensure_admin_key, format_proxy_name
-from areal_hpc.wire.ledger import Split
+from areal_hpc.wire.ledger import TaskSplit
 
 log = logging.getLogger(__name__)
 
@@ -42,14 +42,14 @@ def run(config: dict[str, Any]) -> None:
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
-    agents: dict[Split, Agent | None] = {
+    agents: dict[TaskSplit, Agent | None] = {
         "train": _agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
         "valid": _agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
     }
     uvloop.run(_drive(job, agents))
 
 
-def _agent(how: AgentConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+def _agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
     if not workflow:
         return None
     if how.mode == "subproc":
@@ -57,7 +57,7 @@ def _agent(how: AgentConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | N
     return load_agent(workflow, kwargs)
 
 
-async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> None:
+async def _drive(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -> None:
     layout = RunPaths(job.run_dir)
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
@@ -66,11 +66,11 @@ async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> No
             await agent.check()
     key = ensure_admin_key(layout.admin_key)
     services = Services(
-        ledger=Peer(layout.rendezvous_dir, LEDGER, key),
-        proxy=Peer(layout.rendezvous_dir, format_proxy_name(job.cell), key),
+        ledger=ServiceClient(layout.rendezvous_dir, LEDGER, key),
+        proxy=ServiceClient(layout.rendezvous_dir, format_proxy_name(job.cell), key),
     )
-    http_client = open_http_client(job.rollout.episode_timeout_s)
-    tickets = TicketBoard(job.episode_slots, job.rollout.episodes_per_ticket)
+    http_client = make_http_client(job.rollout.episode_timeout_s)
+    tickets = LeasedTickets(job.episode_slots, job.rollout.episodes_per_ticket)
     events = EventLog(layout.events, f"driver-{job.cell}")
     runner = TicketRunner(
         job,
@@ -87,11 +87,11 @@ async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> No
         tickets=tickets,
         services=services,
         events=events,
-        job_start=job_start(),
+        job_start=get_restart_id(),
     )
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
-        idle_timeout_s = job.idle_timeout_s if job_start() else float("inf")
+        idle_timeout_s = job.idle_timeout_s if get_restart_id() else float("inf")
         await _run_unless_stopped(loop, stop, services.ledger, idle_timeout_s)
     finally:
         await http_client.aclose()
@@ -99,7 +99,7 @@ async def _drive(job: RolloutJobConfig, agents: dict[Split, Agent | None]) -> No
 
 
 async def _run_unless_stopped(
-    loop: LeaseLoop, stop: StopRequest, ledger: Peer, idle_timeout_s: float
+    loop: LeaseLoop, stop: StopRequest, ledger: ServiceClient, idle_timeout_s: float
 ) -> None:
     running = asyncio.create_task(loop.run())
     is_idle = False

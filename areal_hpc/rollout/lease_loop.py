@@ -6,7 +6,7 @@ import asyncio
 import logging
 
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.service_client import Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
@@ -39,7 +39,7 @@ class LeaseLoop:
         tickets: Those that the cell holds; shared with `runner`.
         services: The ledger and the cell's proxy.
         events: Log for a blocked event loop.
-        job_start: Which start of its Slurm job the cell is in; 0 where starts are not counted.
+        get_restart_id: Which start of its Slurm job the cell is in; 0 where starts are not counted.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class LeaseLoop:
         job: RolloutJobConfig,
         *,
         runner: TicketRunner,
-        tickets: TicketBoard,
+        tickets: LeasedTickets,
         services: Services,
         events: EventLog,
         job_start: int = 0,

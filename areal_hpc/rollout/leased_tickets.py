@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 
-class TicketBoard:
+class LeasedTickets:
     """The driver's side of the leases.
 
     Args:

@@ -13,14 +13,14 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import BACKOFF, RETRIED_STATUSES, AsyncWireClient, HttpRefused
+from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient, HttpRefused
 
 log = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply")
+ReplyT = TypeVar("ReplyT")
 
 
-class Peer:
+class ServiceClient:
     """Calls that outlast a restart of the peer, which comes back at another address."""
 
     def __init__(self, directory: Path, name: str, key: str) -> None:
@@ -49,11 +49,11 @@ class Peer:
         self,
         route: str,
         request: msgspec.Struct,
-        reply: type[Reply],
+        reply: type[ReplyT],
         *,
         key: str | None = None,
         timeout_s: float | None = None,
-    ) -> Reply:
+    ) -> ReplyT:
         """POST `request` until the peer answers, for as long as that takes.
 
         Args:
@@ -79,7 +79,7 @@ class Peer:
                     self._answered_at = time.monotonic()
                     return answer
                 except HttpRefused as refusal:
-                    if refusal.status not in RETRIED_STATUSES:
+                    if refusal.status not in RETRYABLE_STATUSES:
                         # It may be a successor at the same address, which knows less.
                         self._look_up()
                         raise
@@ -107,8 +107,8 @@ class Peer:
 class Services:
     """The services that a driver calls."""
 
-    ledger: Peer
-    proxy: Peer
+    ledger: ServiceClient
+    proxy: ServiceClient
 
     async def close(self) -> None:
         """Close every connection."""

@@ -13,14 +13,14 @@ from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
-    episode_seed,
+    derive_episode_seed,
     run_episode,
 )
 from areal_hpc.rollout.episodes.group import run_group
-from areal_hpc.rollout.episodes.group_filter import Acceptance
-from areal_hpc.rollout.episodes.limits import limits_of
-from areal_hpc.rollout.episodes.online_episode import await_visit
-from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.episodes.group_filter import GroupFilter
+from areal_hpc.rollout.episodes.limits import resolve_limits
+from areal_hpc.rollout.episodes.online_episode import run_online_episode
+from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import Services
 from areal_hpc.rollout.task_set import TaskSet
@@ -29,8 +29,8 @@ from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
-    EvaluatedRequest,
-    Split,
+    EvaluationResultRequest,
+    TaskSplit,
     TicketGrant,
     TicketRef,
 )
@@ -70,15 +70,15 @@ class TicketRunner:
         self,
         job: RolloutJobConfig,
         *,
-        agents: Mapping[Split, Agent | None],
-        tasks: Mapping[Split, TaskSet],
-        tickets: TicketBoard,
+        agents: Mapping[TaskSplit, Agent | None],
+        tasks: Mapping[TaskSplit, TaskSet],
+        tickets: LeasedTickets,
         services: Services,
         http_client: Any,
         events: EventLog,
     ) -> None:
         self._cell, self._rollout = job.cell, job.rollout
-        self._sampling: dict[Split, SamplingDefaults] = {
+        self._sampling: dict[TaskSplit, SamplingDefaults] = {
             "train": SamplingDefaults(**job.rollout.sampling.model_dump()),
             "valid": SamplingDefaults(**job.evaluation_sampling.model_dump()),
         }
@@ -88,7 +88,7 @@ class TicketRunner:
             split: job.rollout.agent.export_settings(isinstance(one, RolloutWorkflow))
             for split, one in agents.items()
         }
-        self._acceptance = Acceptance(job.rollout)
+        self._acceptance = GroupFilter(job.rollout)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
 
@@ -136,7 +136,7 @@ class TicketRunner:
     async def _evaluate(self, grant: TicketGrant) -> None:
         """Run an evaluation ticket and report its rewards."""
         outcomes = await self._run_group(grant, "valid")
-        request = EvaluatedRequest(self._cell, grant.ref, [one.reward for one in outcomes])
+        request = EvaluationResultRequest(self._cell, grant.ref, [one.reward for one in outcomes])
         await self._report("/evaluated", request)
 
     async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
@@ -150,7 +150,7 @@ class TicketRunner:
             except HttpRefused as refusal:
                 log.warning("the proxy keeps the sessions of %s: %s", grant.ref, refusal)
 
-    async def _run_group(self, grant: TicketGrant, split: Split) -> list[EpisodeOutcome]:
+    async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well.
 
         Raises:
@@ -170,7 +170,9 @@ class TicketRunner:
             self._record("episodes_missing", grant, str(group.failed[-1]), count=len(group.failed))
         return group.outcomes
 
-    async def _run_until_ok(self, grant: TicketGrant, split: Split, episode: int) -> EpisodeOutcome:
+    async def _run_until_ok(
+        self, grant: TicketGrant, split: TaskSplit, episode: int
+    ) -> EpisodeOutcome:
         """Repeat one episode until it ends well.
 
         Raises:
@@ -181,7 +183,7 @@ class TicketRunner:
         while True:
             spec = self._spec(grant, split, episode, failures)
             if (agent := self._agents[split]) is None:
-                outcome = await await_visit(spec, self._proxy)
+                outcome = await run_online_episode(spec, self._proxy)
             else:
                 outcome = await run_episode(spec, agent, self._proxy, self._http_client)
             if outcome.status == "ok":
@@ -199,15 +201,17 @@ class TicketRunner:
                     f"at last: {outcome.reason}"
                 )
 
-    def _spec(self, grant: TicketGrant, split: Split, episode: int, failures: int) -> EpisodeSpec:
+    def _spec(
+        self, grant: TicketGrant, split: TaskSplit, episode: int, failures: int
+    ) -> EpisodeSpec:
         ref, task = grant.ref, self._tasks[split][grant.task_index]
-        limits = limits_of(self._rollout, task)
+        limits = resolve_limits(self._rollout, task)
         session = StartSessionRequest(
             f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
             ref if split == "train" else None,
             episode,
             self._sampling[split],
-            episode_seed(grant.seed, episode, failures),
+            derive_episode_seed(grant.seed, episode, failures),
             self._export[split],
             disposable=split == "valid",
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
@@ -219,7 +223,7 @@ class TicketRunner:
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
 
-    async def _report(self, route: str, request: DropRequest | EvaluatedRequest) -> None:
+    async def _report(self, route: str, request: DropRequest | EvaluationResultRequest) -> None:
         try:
             await self._ledger.call(route, request, Acknowledged)
         except HttpRefused as refusal:  # it was re-issued elsewhere meanwhile

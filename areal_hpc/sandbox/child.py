@@ -22,14 +22,14 @@ from pathlib import Path
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
-NOBODY = 65534
+NOBODY_UID = 65534
 """The user that root becomes, also its group."""
 
 
 def main() -> None:
     """Confine this process and become the program."""
     limits = json.loads(sys.argv[1])
-    is_apart = enter_namespaces()
+    is_apart = isolate()
     if is_apart:  # only a child is in the new process namespace; when it ends, so does all in it
         child = os.fork()
         if child:
@@ -38,10 +38,10 @@ def main() -> None:
             os._exit(code if code >= 0 else 128 - code)
     if os.geteuid() == 0:
         os.setgroups([])
-        os.setgid(NOBODY)
-        os.setuid(NOBODY)
+        os.setgid(NOBODY_UID)
+        os.setuid(NOBODY_UID)
     set_limits(limits)
-    python = interpreter()
+    python = find_interpreter()
     if python is None or not os.access(sys.argv[2], os.R_OK):
         sys.exit(f"user {os.geteuid()} may not read {sys.argv[2]}, or may run no python3")
     os.write(limits["report_fd"], b"1" if is_apart else b"0")
@@ -49,7 +49,7 @@ def main() -> None:
     os.execv(python, [python, "-I", sys.argv[2]])
 
 
-def enter_namespaces() -> bool:
+def isolate() -> bool:
     """Leave the network and the sight of other processes. False where the kernel refuses."""
     user, group, is_root = os.geteuid(), os.getegid(), os.geteuid() == 0
     flags = CLONE_NEWNET | CLONE_NEWPID | (0 if is_root else CLONE_NEWUSER)
@@ -62,7 +62,7 @@ def enter_namespaces() -> bool:
     return True
 
 
-def interpreter() -> str | None:
+def find_interpreter() -> str | None:
     """The base of this environment, or the system's where this user may not run it.
 
     Not the environment's own, which would offer its packages.
@@ -74,7 +74,7 @@ def interpreter() -> str | None:
 def set_limits(limits: dict[str, float]) -> None:
     """Time, memory, files and processes. The kernel counts processes by user, not by program."""
     cpu_s = math.ceil(limits["time_s"])
-    processes = threads_of(os.geteuid()) + int(limits["processes"])
+    processes = count_threads(os.geteuid()) + int(limits["processes"])
     for which, soft, hard in (
         (resource.RLIMIT_CPU, cpu_s, cpu_s + 1),
         (resource.RLIMIT_AS, int(limits["memory_bytes"]), int(limits["memory_bytes"])),
@@ -88,7 +88,7 @@ def set_limits(limits: dict[str, float]) -> None:
         resource.setrlimit(which, (soft, hard))
 
 
-def threads_of(user: int) -> int:
+def count_threads(user: int) -> int:
     """Threads that a user has now, which is what RLIMIT_NPROC counts."""
     return sum(threads for owner, threads in _processes() if owner == user)
 

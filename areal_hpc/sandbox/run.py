@@ -23,7 +23,7 @@ STARTUP_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProgramLimits:
     """What a program may use."""
 
     time_s: float = 5.0
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramResult:
     """How a program ended."""
 
     exit_code: int
@@ -49,7 +49,7 @@ class Outcome:
     """It had no network and saw no other processes; False where the kernel has no namespaces."""
 
 
-def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> Outcome:
+def run_program(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> ProgramResult:
     """Run Python source in a process and a folder of its own, with the standard library alone.
 
     When it returns no process of the program is left, where namespaces are allowed; else none that
@@ -63,7 +63,7 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
     Raises:
         ClusterError: It could not be started at all.
     """
-    limits = limits or Limits()
+    limits = limits or ProgramLimits()
     with tempfile.TemporaryDirectory(prefix="program-") as name:
         folder, own = Path(name), Path(name) / "own"
         own.mkdir()
@@ -75,7 +75,7 @@ def run_program(source: str, stdin: str = "", limits: Limits | None = None) -> O
         return _run(folder, own, program, limits)
 
 
-def _run(folder: Path, own: Path, program: Path, limits: Limits) -> Outcome:
+def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> ProgramResult:
     reading, writing = os.pipe()
     request = {
         "time_s": limits.time_s,
@@ -110,7 +110,7 @@ def _run(folder: Path, own: Path, program: Path, limits: Limits) -> Outcome:
     if not answer and not timed_out:
         raise ClusterError(f"a sandbox did not start: {_text(err, limits.output_bytes)[-500:]}")
     code = process.returncode
-    return Outcome(
+    return ProgramResult(
         code if code >= 0 else 128 - code,
         _text(out, limits.output_bytes),
         _text(err, limits.output_bytes),

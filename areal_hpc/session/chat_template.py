@@ -15,7 +15,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_hpc.errors import RecipeError, TemplateRefusal
+from areal_hpc.errors import ChatTemplateError, RecipeError
 from areal_hpc.session.fast_bpe import WordEncoder
 
 # The thread pool of the Rust encoder costs more than it saves on one text at a time.
@@ -127,7 +127,7 @@ class ChatTemplate:
             variables: Further template variables (`chat_template_kwargs` of a request).
 
         Raises:
-            TemplateRefusal: The template raised.
+            ChatTemplateError: The template raised.
         """
         values = {
             **self._globals,
@@ -142,7 +142,7 @@ class ChatTemplate:
             context = self._template.new_context(values, shared=True)
             return "".join(self._template.root_render_func(context))
         except Exception as error:  # boundary: the template is the model author's code
-            raise TemplateRefusal(str(error) or type(error).__name__) from error
+            raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
 class TokenEncoder:

@@ -13,16 +13,16 @@ from typing import TypeVar
 import numpy as np
 
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import Interaction, InteractionTree, Splice, Turn, ids_of
+from areal_hpc.session.tree import Interaction, InteractionTree, PromptReuse, TreeTurn, unpack_ids
 
 RAW_CONTEXT = b'"prompt"'
 """Stands where conversations have the tools and variables they were rendered with."""
-RAW_ROLE = "prompt"
+PROMPT_ROLE = "prompt"
 """The role of what was new in the prompt."""
-Read = TypeVar("Read", str, bytes)
+TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 
 
-def open_text_turn(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> Turn:
+def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> TreeTurn:
     """Find what a text continues.
 
     Args:
@@ -39,9 +39,9 @@ def open_text_turn(tree: InteractionTree, prompt: str, encoder: TokenEncoder) ->
     return _turn(parent, prompt[known:])
 
 
-def open_ids_turn(
+def match_ids_prompt(
     tree: InteractionTree, prompt: Sequence[int], encoder: TokenEncoder
-) -> tuple[Turn, list[int]]:
+) -> tuple[TreeTurn, list[int]]:
     """Find what token ids continue.
 
     Args:
@@ -58,14 +58,14 @@ def open_ids_turn(
     return _turn(parent, encoder.decode(new_ids)), new_ids
 
 
-def _turn(parent: Interaction | None, tail: str) -> Turn:
-    splice: Splice = "root" if parent is None else "spliced"
-    return Turn(parent, splice, RAW_CONTEXT, [{"role": RAW_ROLE, "content": tail}], tail)
+def _turn(parent: Interaction | None, tail: str) -> TreeTurn:
+    splice: PromptReuse = "root" if parent is None else "spliced"
+    return TreeTurn(parent, splice, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
 
 
 def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:
     """How the interaction's own tokens may be written: with or without what leads all texts."""
-    ids = ids_of(one.new_ids + one.output_ids).tolist()
+    ids = unpack_ids(one.new_ids + one.output_ids).tolist()
     texts = [encoder.decode(ids)]
     if one.parent_id is None and lead and ids[: len(lead)] == [*lead]:
         texts.append(encoder.decode(ids[len(lead) :]))
@@ -73,7 +73,7 @@ def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> l
 
 
 def _deepest(
-    tree: InteractionTree, prompt: Read, forms_of: Callable[[Interaction], list[Read]]
+    tree: InteractionTree, prompt: TextOrBytes, forms_of: Callable[[Interaction], list[TextOrBytes]]
 ) -> tuple[Interaction | None, int]:
     """The interaction with the longest sequence that the prompt begins with, and its length."""
     children: dict[str | None, list[Interaction]] = defaultdict(list)

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.errors import RewardRefused
+from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 
@@ -30,7 +30,7 @@ CreditRule = Literal["tree", "arrival"]
 
 
 @dataclass(frozen=True, slots=True)
-class Earnings:
+class InteractionReward:
     """What one interaction earned. None: no reward reaches it."""
 
     own: float | None
@@ -41,7 +41,7 @@ class Earnings:
     @property
     def total(self) -> float | None:
         """Both together."""
-        return add_rewards(self.own, self.passed_back)
+        return sum_rewards(self.own, self.passed_back)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def assign_credit(
     turn_discount: float,
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
-) -> dict[str, Earnings]:
+) -> dict[str, InteractionReward]:
     """What every interaction of a session earned, by id, in order of completion.
 
     Args:
@@ -67,13 +67,13 @@ def assign_credit(
         left_out: Ids of interactions without followers that are ignored.
 
     Raises:
-        RewardRefused: The discount is no finite number.
+        InvalidRewardError: The discount is no finite number.
     """
     if not math.isfinite(turn_discount):
-        raise RewardRefused(f"a turn discount must be a finite number, got {turn_discount}")
+        raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")
     kept = [one for one in tree if one.interaction_id not in left_out]
     succession = _by_arrival(kept) if rule == "arrival" else _by_tree(kept)
-    earned: dict[str, Earnings] = {}
+    earned: dict[str, InteractionReward] = {}
     for one in reversed(succession.order):
         totals = [
             total
@@ -82,11 +82,11 @@ def assign_credit(
         ]
         passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
         own = one.reward if one.reward is not None or rule == "tree" else 0.0
-        earned[one.interaction_id] = Earnings(own, passed_back)
+        earned[one.interaction_id] = InteractionReward(own, passed_back)
     return {one.interaction_id: earned[one.interaction_id] for one in kept}
 
 
-def add_rewards(*rewards: float | None) -> float | None:
+def sum_rewards(*rewards: float | None) -> float | None:
     """The sum of those that are not None, within what a shard can hold; None if all are."""
     given = [reward for reward in rewards if reward is not None]
     if not given:
@@ -135,7 +135,7 @@ def _begins_at(conversation: list[Interaction]) -> float:
     return min(one.asked_at for one in conversation)
 
 
-def retry_orphans(tree: InteractionTree) -> frozenset[str]:
+def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
     """Ids of replies that nobody used: the same request was sent again after they were given.
 
     A client whose connection broke repeats its request, though the first reply was recorded.

@@ -23,13 +23,13 @@ import numpy.typing as npt
 
 from areal_hpc.session.credit import (
     CreditRule,
-    Earnings,
-    add_rewards,
+    InteractionReward,
     assign_credit,
-    retry_orphans,
+    find_retry_orphans,
+    sum_rewards,
 )
-from areal_hpc.session.rewards import final_reward
-from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
+from areal_hpc.session.rewards import get_final_reward
+from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.trajectory import Trajectory
 
 ExportStyle = Literal["concat", "individual"]
@@ -70,28 +70,30 @@ class RowPlan:
 
 def plan_rows(tree: InteractionTree, rule: ExportRule = DEFAULT_RULE) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
-    orphans = retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
+    orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     earned = assign_credit(tree, rule.turn_discount, rule.credit, orphans)
     plans = _concat if rule.style == "concat" else _individual
     return list(plans(tree, earned))
 
 
-def _individual(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[RowPlan]:
+def _individual(
+    tree: InteractionTree, earned: Mapping[str, InteractionReward]
+) -> Iterator[RowPlan]:
     for name, earnings in earned.items():
         if earnings.total is not None:
             one = tree[name]
             yield RowPlan(tree.path(one), frozenset([name]), one.temperature, earnings.total)
 
 
-def _concat(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[RowPlan]:
+def _concat(tree: InteractionTree, earned: Mapping[str, InteractionReward]) -> Iterator[RowPlan]:
     rewards: dict[str, float] = {}
     for leaf in tree.leaves():
         if leaf.interaction_id in earned:
             own = (earned[one.interaction_id].own for one in tree.path(leaf))
-            reward = add_rewards(*own, earned[leaf.interaction_id].passed_back)
+            reward = sum_rewards(*own, earned[leaf.interaction_id].passed_back)
             if reward is not None:
                 rewards[leaf.interaction_id] = reward
-    for path, fresh in concat_paths(tree, rewards):
+    for path, fresh in find_concat_paths(tree, rewards):
         reward = rewards[path[-1].interaction_id]
         new = [one for one in path if one.interaction_id in fresh]
         for temperature in dict.fromkeys(one.temperature for one in new):
@@ -100,7 +102,7 @@ def _concat(tree: InteractionTree, earned: Mapping[str, Earnings]) -> Iterator[R
             yield RowPlan(path[: last + 1], trained, temperature, reward)
 
 
-def concat_paths(
+def find_concat_paths(
     tree: InteractionTree, kept: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
     """From the root to each leaf among `kept`, with the interactions no earlier path had."""
@@ -113,7 +115,7 @@ def concat_paths(
             covered.update(names)
 
 
-def plan_everything(
+def plan_all_rows(
     tree: InteractionTree,
     style: ExportStyle,
     rewards: Mapping[str, float | None],
@@ -126,14 +128,14 @@ def plan_everything(
     if style == "individual":
         chosen = [(tree.path(tree[name]), frozenset([name])) for name in rewards]
     else:
-        chosen = list(concat_paths(tree, rewards))
+        chosen = list(find_concat_paths(tree, rewards))
     return [
         RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
         for path, trained in chosen
     ]
 
 
-def batch_of_one(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
+def to_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     """A row under the names that AReaL's trainers use, with a batch dimension of one.
 
     Returns:
@@ -176,7 +178,7 @@ def export_rows(
     Raises:
         ValueError: No interaction has a reward.
     """
-    if len(tree) and final_reward(tree) is None:
+    if len(tree) and get_final_reward(tree) is None:
         raise ValueError("a session without any reward cannot be trained on")
     plans = plan_rows(tree, rule)
     return [build_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
@@ -191,7 +193,7 @@ def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) 
     versions_T = np.full(length, -1, np.int64)
     at = 0
     for one in plan.path:
-        new_ids, output_ids = ids_of(one.new_ids), ids_of(one.output_ids)
+        new_ids, output_ids = unpack_ids(one.new_ids), unpack_ids(one.output_ids)
         start = at + len(new_ids)
         end = start + len(output_ids)
         input_ids_T[at:start] = new_ids

@@ -11,11 +11,11 @@ import msgspec
 
 from areal_hpc.session.chat_template import Message
 
-Normalise = Callable[[Message], Message]
+NormalizeMessage = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
 
 
-def normalise_chat_message(message: Mapping[str, Any]) -> Message:
+def normalize_chat_message(message: Mapping[str, Any]) -> Message:
     """The normal form of a Chat Completions message.
 
     None fields are absent; content is a text (text parts are joined by line breaks, none is the
@@ -72,7 +72,7 @@ FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
 """What two messages are compared by, in the order in which a difference is named."""
 
 
-def difference(ours: Message, theirs: Message) -> str | None:
+def find_difference(ours: Message, theirs: Message) -> str | None:
     """The first of `FIELDS` in which a message that came back is not the one we know.
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
@@ -100,7 +100,7 @@ VOLATILE_LINES = ("x-anthropic-billing-header:",)
 """How lines begin that a client writes anew into each request, and no model is meant to read."""
 
 
-def without_volatile_lines(text: str) -> str:
+def strip_volatile_lines(text: str) -> str:
     """A system prompt without what changes from request to request.
 
     Claude Code puts a line with a hash of the whole request in front of its system prompt: no

@@ -11,40 +11,40 @@ import numbers
 
 import numpy as np
 
-from areal_hpc.errors import RewardRefused, UnknownInteraction
+from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 
 
-def rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:
+def find_rewarded_interaction(tree: InteractionTree, interaction_id: str | None) -> Interaction:
     """The interaction a reward is for: the named one, else the last completed.
 
     Raises:
-        RewardRefused: There is none.
+        InvalidRewardError: There is none.
     """
     if interaction_id is None:
         try:
             return tree.last
         except LookupError:
-            raise RewardRefused("the session has no completed interaction to reward") from None
+            raise InvalidRewardError("the session has no completed interaction to reward") from None
     if interaction_id not in tree:
         known = ", ".join(one.interaction_id for one in tree) or "none"
-        raise UnknownInteraction(
+        raise UnknownInteractionError(
             f"no interaction {interaction_id!r} in this session; it has: {known}"
         )
     return tree[interaction_id]
 
 
-def check_reward(reward: object) -> float:
+def validate_reward(reward: object) -> float:
     """The reward as a float: from a float, an int, a bool, or numpy's scalars of these.
 
     Raises:
-        RewardRefused: It is something else, or not within the finite 32-bit floats.
+        InvalidRewardError: It is something else, or not within the finite 32-bit floats.
     """
     if isinstance(reward, np.ndarray | np.generic) and reward.size == 1:
         reward = reward.item()
     if not isinstance(reward, numbers.Real):
-        raise RewardRefused(
+        raise InvalidRewardError(
             f"expected a finite float as reward, got {reward!r:.200} ({type(reward).__name__})"
         )
     try:
@@ -52,11 +52,11 @@ def check_reward(reward: object) -> float:
     except OverflowError:
         number = math.inf
     if not abs(number) <= MAX_REWARD:
-        raise RewardRefused(f"a reward must be a finite 32-bit float, got {reward!r:.200}")
+        raise InvalidRewardError(f"a reward must be a finite 32-bit float, got {reward!r:.200}")
     return number
 
 
-def final_reward(tree: InteractionTree) -> float | None:
+def get_final_reward(tree: InteractionTree) -> float | None:
     """The reward of the last interaction that has one."""
     reward = None
     for interaction in tree:

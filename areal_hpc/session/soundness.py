@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from areal_hpc.wire.trajectory import MAX_REWARD, MAX_TEMPERATURE, MAX_TOKEN_IDS
 
 MAX_VERSION = 2**63 - 1
@@ -77,7 +77,7 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
     prompt_tokens = prior_tokens + len(call.new_ids) // 4
     if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
         return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
-    for ids in (ids_of(call.new_ids), ids_of(call.output_ids)):
+    for ids in (unpack_ids(call.new_ids), unpack_ids(call.output_ids)):
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"

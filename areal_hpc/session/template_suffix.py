@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.errors import TemplateRefusal
+from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
@@ -40,7 +40,7 @@ def render_reply_suffix(
     conversation = [*messages[:reply_index], reply, *messages[reply_index + 1 :]]
     try:
         text = template.render(conversation, tools=tools, variables=variables)
-    except TemplateRefusal:
+    except ChatTemplateError:
         return None
     _, placeholder, suffix = text.partition(REPLY_PLACEHOLDER)
     return suffix if placeholder and REPLY_PLACEHOLDER not in suffix else None

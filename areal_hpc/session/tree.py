@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.session.chat_template import ChatTemplate, Message
-from areal_hpc.session.message_matching import difference
+from areal_hpc.session.message_matching import find_difference
 from areal_hpc.session.template_suffix import render_reply_suffix
 
-Splice = Literal["spliced", "retokenised", "root"]
+PromptReuse = Literal["spliced", "retokenised", "root"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
 
 ABORTED = "abort"
@@ -45,7 +45,7 @@ class Interaction(msgspec.Struct, kw_only=True):
 
     interaction_id: str
     parent_id: str | None
-    splice: Splice
+    splice: PromptReuse
     context: bytes
     """JSON of the tools and template variables the messages were rendered with."""
     new_messages: list[Message]
@@ -83,11 +83,11 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.prompt_tokens + self.output_tokens
 
 
-class Turn(msgspec.Struct, frozen=True):
+class TreeTurn(msgspec.Struct, frozen=True):
     """What a request adds to the tree, before it is tokenised and answered."""
 
     parent: Interaction | None
-    splice: Splice
+    splice: PromptReuse
     context: bytes
     new_messages: list[Message]
     text: str
@@ -110,16 +110,16 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Node:
+class _MessageNode:
     """A message in its place. Interactions end at the nodes of their replies."""
 
     message: Message
-    children: list[_Node] = field(default_factory=list)
+    children: list[_MessageNode] = field(default_factory=list)
     interaction: Interaction | None = None
 
-    def child(self, message: Message) -> _Node | None:
+    def child(self, message: Message) -> _MessageNode | None:
         for node in self.children:
-            if node.message == message or difference(node.message, message) is None:
+            if node.message == message or find_difference(node.message, message) is None:
                 return node
         return None
 
@@ -127,16 +127,16 @@ class _Node:
         """How a message differs from the one of its role that is known in its place."""
         for node in self.children:
             if node.message["role"] == message["role"]:
-                return difference(node.message, message)
+                return find_difference(node.message, message)
         return "role" if self.children else None
 
-    def descend(self, messages: Sequence[Message]) -> _Node:
+    def descend(self, messages: Sequence[Message]) -> _MessageNode:
         """The node of the last message, made where it is missing."""
         node = self
         for message in messages:
             child = node.child(message)
             if child is None:
-                child = _Node(message)
+                child = _MessageNode(message)
                 node.children.append(child)
             node = child
         return node
@@ -144,7 +144,7 @@ class _Node:
 
 class _Entry(msgspec.Struct):
     interaction: Interaction
-    node: _Node
+    node: _MessageNode
     own_json: bytes | None = None
     """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
 
@@ -153,7 +153,7 @@ class InteractionTree:
     """All completed interactions of a session, in order of completion."""
 
     def __init__(self) -> None:
-        self._roots: dict[bytes, _Node] = {}
+        self._roots: dict[bytes, _MessageNode] = {}
         self._entries: dict[str, _Entry] = {}
 
     def __len__(self) -> int:
@@ -188,7 +188,7 @@ class InteractionTree:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> Turn:
+    ) -> TreeTurn:
         """Find what the request continues and render what is new.
 
         Args:
@@ -198,17 +198,17 @@ class InteractionTree:
             variables: Further template variables.
 
         Raises:
-            TemplateRefusal: The template does not accept the messages.
+            ChatTemplateError: The template does not accept the messages.
         """
         context = _context_of(tools, variables)
         parent, known, forked = self._deepest(context, messages)
         if parent is not None:
             suffix = render_reply_suffix(template, messages, known - 1, tools, variables)
             if suffix is not None:
-                return Turn(parent, "spliced", context, list(messages[known:]), suffix, forked)
+                return TreeTurn(parent, "spliced", context, list(messages[known:]), suffix, forked)
         text = template.render(messages, tools=tools, variables=variables)
-        splice: Splice = "root" if parent is None else "retokenised"
-        return Turn(None, splice, context, list(messages), text, forked)
+        splice: PromptReuse = "root" if parent is None else "retokenised"
+        return TreeTurn(None, splice, context, list(messages), text, forked)
 
     def _deepest(
         self, context: bytes, messages: Sequence[Message]
@@ -243,7 +243,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            start = self._roots.setdefault(_canonical(interaction.context), _Node({}))
+            start = self._roots.setdefault(_canonical(interaction.context), _MessageNode({}))
         else:
             start = self._entries[interaction.parent_id].node
         node = start.descend([*interaction.new_messages, interaction.reply])
@@ -263,11 +263,11 @@ class InteractionTree:
         while interaction is not None:
             entry = self._entries[interaction.interaction_id]
             if entry.own_json is None:
-                own = ids_of(interaction.new_ids + interaction.output_ids)
-                entry.own_json = ids_json(own.tolist())
+                own = unpack_ids(interaction.new_ids + interaction.output_ids)
+                entry.own_json = encode_ids(own.tolist())
             parts.append(entry.own_json)
             interaction = self._parent(interaction)
-        return joined_json(*reversed(parts))
+        return join_ids_json(*reversed(parts))
 
     def path(self, interaction: Interaction) -> list[Interaction]:
         """The interactions whose sequences `interaction` extends, first to last, and itself."""
@@ -287,7 +287,7 @@ class InteractionTree:
         return [one for one in self if one.completed and one.interaction_id not in parents]
 
 
-def ids_of(packed: bytes) -> npt.NDArray[np.int32]:
+def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
     """Token ids of an `Interaction` field, [T]."""
     return np.frombuffer(packed, dtype="<i4")
 
@@ -302,12 +302,12 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
 
 
-def ids_json(ids: Sequence[int]) -> bytes:
+def encode_ids(ids: Sequence[int]) -> bytes:
     """Token ids as the inside of a JSON array."""
     return msgspec.json.encode(ids)[1:-1]
 
 
-def joined_json(*parts: bytes) -> bytes:
+def join_ids_json(*parts: bytes) -> bytes:
     """The insides of JSON arrays as that of one."""
     return b",".join(part for part in parts if part)
 

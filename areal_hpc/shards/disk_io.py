@@ -14,11 +14,11 @@ import numpy.typing as npt
 
 Buffer = bytes | memoryview | npt.NDArray[Any]
 
-_MOST_BUFFERS = 1024
+_MAX_BUFFERS = 1024
 """IOV_MAX of Linux: buffers one system call may take."""
 
 
-def write_whole(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
+def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = None) -> int:
     """Write all buffers one after another; return their bytes.
 
     The kernel may take less than it is given (Linux takes at most 2 GiB at a time, a full disk
@@ -37,7 +37,7 @@ def write_whole(descriptor: int, buffers: Iterable[Buffer], offset: int | None =
     waiting = deque(view.cast("B") for view in views if view.nbytes)
     total_bytes = 0
     while waiting:
-        batch = list(islice(waiting, _MOST_BUFFERS))
+        batch = list(islice(waiting, _MAX_BUFFERS))
         if offset is None:
             taken_bytes = os.writev(descriptor, batch)
         else:
@@ -53,7 +53,7 @@ def write_whole(descriptor: int, buffers: Iterable[Buffer], offset: int | None =
     return total_bytes
 
 
-def read_whole(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
+def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
     """Fill a contiguous array with the bytes at `offset`.
 
     Raises:

@@ -59,13 +59,17 @@ def group_tickets(
         rows_of.setdefault(key, []).append(row)
     return [
         ShardTicket(
-            ticket_id, attempt, rows, rewards[rows].tolist(), oldest_version(oldest_versions[rows])
+            ticket_id,
+            attempt,
+            rows,
+            rewards[rows].tolist(),
+            get_oldest_version(oldest_versions[rows]),
         )
         for (ticket_id, attempt), rows in rows_of.items()
     ]
 
 
-def oldest_version(versions: npt.NDArray[np.int64]) -> int:
+def get_oldest_version(versions: npt.NDArray[np.int64]) -> int:
     """The oldest of packed weight versions; -1 (nothing was sampled) counts only if all are."""
     sampled = versions[versions >= 0]
     return int(sampled.min()) if len(sampled) else -1
@@ -101,7 +105,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     return [shard for path in paths for shard in read_lines(path, SealedShard)]
 
 
-def last_sequence(index_dir: Path, writer: str) -> int:
+def read_last_sequence(index_dir: Path, writer: str) -> int:
     """The highest number among the writer's last indexed shards; -1 before the first.
 
     Reads the end of the index alone: an index grows as long as its run.
@@ -117,15 +121,17 @@ def last_sequence(index_dir: Path, writer: str) -> int:
             stream.seek(start)
             tail = stream.read()
             # Unless it is the file's first, the line that the tail begins in is not whole.
-            lines = decode_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], _Named)
+            lines = decode_lines(
+                tail if start == 0 else tail[tail.find(b"\n") + 1 :], _WriterPrefix
+            )
             sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
             if sequences or start == 0:
                 return max(sequences, default=-1)
             tail_bytes *= 4
 
 
-class _Named(msgspec.Struct):
-    """As much of a line as `last_sequence` needs."""
+class _WriterPrefix(msgspec.Struct):
+    """As much of a line as `read_last_sequence` needs."""
 
     file: str
 

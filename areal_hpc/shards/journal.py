@@ -31,12 +31,12 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.shards.disk_io import write_whole
+from areal_hpc.shards.disk_io import write_all
 
 _MAGIC = b"AHJ1"
 _HEADER = struct.Struct("<4sIII")
 _CHECKED = struct.Struct("<II")
-_MOST_PAYLOAD_BYTES = 1 << 30
+_MAX_PAYLOAD_BYTES = 1 << 30
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,16 +54,16 @@ def encode_header(kind: int, payload: bytes) -> bytes:
     Raises:
         ValueError: `kind` is not an unsigned 32-bit number, or the payload is above 1 GiB.
     """
-    if not 0 <= kind < 1 << 32 or len(payload) > _MOST_PAYLOAD_BYTES:
+    if not 0 <= kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
         raise ValueError(
-            f"a record has a kind of 32 bits and at most {_MOST_PAYLOAD_BYTES} bytes, "
+            f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
             f"got kind {kind} and {len(payload)} bytes"
         )
     crc = zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, len(payload))))
     return _HEADER.pack(_MAGIC, kind, len(payload), crc)
 
 
-class JournalReading:
+class JournalReader:
     """The whole records of a journal, in order, each time it is iterated.
 
     `whole_bytes` and `torn_bytes` describe the last complete iteration: what the records take,
@@ -88,9 +88,9 @@ class JournalReading:
         self.torn_bytes = size_bytes - self.whole_bytes
 
 
-def read_journal(path: Path) -> JournalReading:
+def read_journal(path: Path) -> JournalReader:
     """The journal's whole records; stops cleanly at a torn tail and counts its bytes."""
-    return JournalReading(path)
+    return JournalReader(path)
 
 
 def _record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
@@ -98,7 +98,7 @@ def _record_at(data: mmap.mmap, offset: int) -> JournalRecord | None:
     if begin > len(data):
         return None
     magic, kind, length, crc = _HEADER.unpack_from(data, offset)
-    if magic != _MAGIC or length > _MOST_PAYLOAD_BYTES or begin + length > len(data):
+    if magic != _MAGIC or length > _MAX_PAYLOAD_BYTES or begin + length > len(data):
         return None
     payload = data[begin : begin + length]
     if zlib.crc32(payload, zlib.crc32(_CHECKED.pack(kind, length))) != crc:
@@ -155,7 +155,7 @@ class JournalWriter:
                 record = header + payload
                 taken_bytes = os.write(self._descriptor, record)
                 if taken_bytes < len(record):
-                    write_whole(self._descriptor, (memoryview(record)[taken_bytes:],))
+                    write_all(self._descriptor, (memoryview(record)[taken_bytes:],))
             except OSError as error:
                 os.ftruncate(self._descriptor, self._size_bytes)
                 raise _disk_trouble(self.path, error) from error
@@ -228,7 +228,7 @@ class JournalWriter:
         for record in reading:
             if is_needed(record):
                 header = encode_header(record.kind, record.payload)
-                write_whole(target, (header, record.payload))
+                write_all(target, (header, record.payload))
         return reading.whole_bytes
 
     def _sync_loop(self) -> None:
@@ -273,7 +273,7 @@ def _cut_torn_tail(descriptor: int, path: Path) -> int:
 
 def _copy_range(source: int, offset: int, target: int) -> None:
     while block := os.pread(source, 1 << 20, offset):
-        write_whole(target, (block,))
+        write_all(target, (block,))
         offset += len(block)
 
 

@@ -20,11 +20,11 @@ from h5py import h5a, h5d, h5f, h5p, h5t
 
 from areal_hpc.errors import ShardError
 from areal_hpc.faults import fault_point
-from areal_hpc.shards.disk_io import read_whole
-from areal_hpc.shards.schema import DATASETS, FORMAT, VERSION, Axis, Dataset
+from areal_hpc.shards.disk_io import read_exact
+from areal_hpc.shards.schema import DATASETS, FORMAT, FORMAT_VERSION, Axis, DatasetSpec
 from areal_hpc.wire.trajectory import Trajectory
 
-Array = npt.NDArray[Any]
+NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
 """First element and the one behind the last, of pieces of a column."""
 
@@ -80,7 +80,7 @@ class ShardReader:
         """Tokens of all rows."""
         return self._places["input_ids"].length
 
-    def column(self, name: str) -> Array:
+    def column(self, name: str) -> NumpyArray:
         """A whole dataset by its name (`schema.DATASETS`).
 
         Raises:
@@ -125,13 +125,13 @@ class ShardReader:
             )
         ]
 
-    def _metas(self, rows: Array) -> Iterator[dict[str, Any]]:
+    def _metas(self, rows: NumpyArray) -> Iterator[dict[str, Any]]:
         bounds = self._rows["meta_offsets"]
         (content,) = self._read(["meta"], _spans(bounds, rows))
         for piece in _pieces(bounds, rows):
             yield msgspec.json.decode(content[piece].data)
 
-    def _read(self, names: Iterable[str], spans: Spans | None = None) -> list[Array]:
+    def _read(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
         """Of each column the elements within the spans, one after another; all without spans."""
         try:
             fault_point("shard.before_read")
@@ -163,7 +163,7 @@ class ShardReader:
             raise ShardError("; ".join(wrong), key=str(self.path))
 
 
-def _spans(bounds: Array, rows: Array) -> Spans:
+def _spans(bounds: NumpyArray, rows: NumpyArray) -> Spans:
     """Where the rows lie. Neighbours are one span: a ticket's rows, often the whole shard."""
     if not len(rows):
         return []
@@ -172,20 +172,20 @@ def _spans(bounds: Array, rows: Array) -> Spans:
     return list(zip(bounds[rows[first]].tolist(), bounds[rows[last] + 1].tolist(), strict=True))
 
 
-def _pieces(bounds: Array, rows: Array) -> list[slice]:
+def _pieces(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     """Where the rows lie once their spans stand one after another."""
     lengths = bounds[rows + 1] - bounds[rows]
     ends = np.cumsum(lengths)
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
 
 
-def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> Array:
+def _read_spans(descriptor: int, place: _Place, spans: Spans | None) -> NumpyArray:
     spans = [(0, place.length)] if spans is None else spans
     array = np.empty(sum(end - begin for begin, end in spans), place.dtype)
     at = 0
     for begin, end in spans:
         piece = array[at : at + end - begin]
-        read_whole(descriptor, piece, place.offset + begin * place.dtype.itemsize)
+        read_exact(descriptor, piece, place.offset + begin * place.dtype.itemsize)
         at += len(piece)
     return array
 
@@ -206,8 +206,8 @@ def _read_headers(path: Path) -> dict[str, _Place]:
         found, version = _attribute(file, b"format"), _attribute(file, b"version")
         if found != FORMAT.encode():
             raise ValueError(f"expected format {FORMAT!r}, got {found!r}")
-        if version is None or not 1 <= version <= VERSION:
-            raise ValueError(f"expected version 1 to {VERSION}, got {version!r}")
+        if version is None or not 1 <= version <= FORMAT_VERSION:
+            raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
         return {expected.name: _place(file, expected) for expected in DATASETS}
     finally:
         file.close()
@@ -223,7 +223,7 @@ def _attribute(file: h5f.FileID, name: bytes) -> Any:
     return value.item()
 
 
-def _place(file: h5f.FileID, expected: Dataset) -> _Place:
+def _place(file: h5f.FileID, expected: DatasetSpec) -> _Place:
     """The place of a dataset, which must be as the schema says."""
     dataset = h5d.open(file, expected.name.encode())
     shape = dataset.shape

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 FORMAT = "areal-hpc-shard"
-VERSION = 1
-SUFFIX = ".h5"
+FORMAT_VERSION = 1
+SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
 """Behind the name of a shard under construction. Readers never look at these."""
 
@@ -32,7 +32,7 @@ class Axis(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Dataset:
+class DatasetSpec:
     """One 1-D contiguous dataset, without chunks or filters."""
 
     name: str
@@ -42,19 +42,27 @@ class Dataset:
 
 
 DATASETS = (
-    Dataset("input_ids", np.dtype("<i4"), Axis.TOKEN, "token ids, all rows one after another"),
-    Dataset("loss_mask", np.dtype("u1"), Axis.TOKEN, "1 where the model sampled the token, else 0"),
-    Dataset("logprobs", np.dtype("<f4"), Axis.TOKEN, "log-probability of a sampled token, else 0"),
-    Dataset("versions", np.dtype("<i8"), Axis.TOKEN, "packed weight version, else -1"),
-    Dataset("offsets", np.dtype("<i8"), Axis.ROW_BOUND, "row r is tokens offsets[r]:offsets[r+1]"),
-    Dataset("ticket_id", np.dtype("<i8"), Axis.ROW, "the ticket the row belongs to"),
-    Dataset("attempt", np.dtype("<i4"), Axis.ROW, "which issue of the ticket"),
-    Dataset("episode", np.dtype("<i4"), Axis.ROW, "which episode of the ticket, from 0"),
-    Dataset("row", np.dtype("<i4"), Axis.ROW, "which row of the episode, from 0"),
-    Dataset("reward", np.dtype("<f4"), Axis.ROW, "finite reward"),
-    Dataset("temperature", np.dtype("<f4"), Axis.ROW, "sampling temperature"),
-    Dataset("meta", np.dtype("u1"), Axis.META_BYTE, "one UTF-8 JSON object a row, concatenated"),
-    Dataset(
+    DatasetSpec("input_ids", np.dtype("<i4"), Axis.TOKEN, "token ids, all rows one after another"),
+    DatasetSpec(
+        "loss_mask", np.dtype("u1"), Axis.TOKEN, "1 where the model sampled the token, else 0"
+    ),
+    DatasetSpec(
+        "logprobs", np.dtype("<f4"), Axis.TOKEN, "log-probability of a sampled token, else 0"
+    ),
+    DatasetSpec("versions", np.dtype("<i8"), Axis.TOKEN, "packed weight version, else -1"),
+    DatasetSpec(
+        "offsets", np.dtype("<i8"), Axis.ROW_BOUND, "row r is tokens offsets[r]:offsets[r+1]"
+    ),
+    DatasetSpec("ticket_id", np.dtype("<i8"), Axis.ROW, "the ticket the row belongs to"),
+    DatasetSpec("attempt", np.dtype("<i4"), Axis.ROW, "which issue of the ticket"),
+    DatasetSpec("episode", np.dtype("<i4"), Axis.ROW, "which episode of the ticket, from 0"),
+    DatasetSpec("row", np.dtype("<i4"), Axis.ROW, "which row of the episode, from 0"),
+    DatasetSpec("reward", np.dtype("<f4"), Axis.ROW, "finite reward"),
+    DatasetSpec("temperature", np.dtype("<f4"), Axis.ROW, "sampling temperature"),
+    DatasetSpec(
+        "meta", np.dtype("u1"), Axis.META_BYTE, "one UTF-8 JSON object a row, concatenated"
+    ),
+    DatasetSpec(
         "meta_offsets", np.dtype("<i8"), Axis.ROW_BOUND, "row r is meta[meta_offsets[r]:...[r+1]]"
     ),
 )
@@ -63,13 +71,13 @@ DATASETS = (
 _NAME = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")
 
 
-def shard_name(writer: str, sequence: int) -> str:
+def format_shard_name(writer: str, sequence: int) -> str:
     """The file name of a writer's n-th shard: `cell-0-000012.h5`.
 
     Raises:
         ValueError: The writer's name cannot be part of a file name.
     """
-    name = f"{writer}-{sequence:06d}{SUFFIX}"
+    name = f"{writer}-{sequence:06d}{SHARD_SUFFIX}"
     if not _NAME.fullmatch(name):
         raise ValueError(f"a writer is named by letters, digits, '_', '.' and '-', got {writer!r}")
     return name

@@ -17,19 +17,19 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
+    get_oldest_version,
     group_tickets,
-    oldest_version,
     read_index,
 )
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.schema import PARTIAL_SUFFIX, SUFFIX, parse_shard_name
+from areal_hpc.shards.schema import PARTIAL_SUFFIX, SHARD_SUFFIX, parse_shard_name
 from areal_hpc.shards.writer import format_digest
 
 _BLOCK_BYTES = 1 << 20
 _READERS = 4
 """Shards checked at a time: shared storage gives one reader a part of its speed alone."""
 
-Watch = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Told now and then how many bytes of how many are checked."""
 
 
@@ -54,7 +54,9 @@ class RepairReport:
     """Shards without index line that cannot be read; left as they are."""
 
 
-def verify_run(layout: RunPaths, watch: Watch = lambda done, total: None) -> VerifyReport:
+def verify_run(
+    layout: RunPaths, watch: ProgressCallback = lambda done, total: None
+) -> VerifyReport:
     """Check every index line against its file, and every file against the index.
 
     Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
@@ -142,7 +144,7 @@ def describe_shard(path: Path) -> SealedShard:
 
 def _describe(reader: ShardReader, size_bytes: int, digest: str) -> SealedShard:
     versions, bounds = reader.column("versions"), pairwise(reader.column("offsets").tolist())
-    oldest_versions = [oldest_version(versions[begin:end]) for begin, end in bounds]
+    oldest_versions = [get_oldest_version(versions[begin:end]) for begin, end in bounds]
     return SealedShard(
         file=reader.path.name,
         bytes=size_bytes,
@@ -180,7 +182,9 @@ def repair(layout: RunPaths, writer: str | None = None) -> RepairReport:
     return report
 
 
-def _shard_files(shards_dir: Path, writer: str | None = None, suffix: str = SUFFIX) -> list[Path]:
+def _shard_files(
+    shards_dir: Path, writer: str | None = None, suffix: str = SHARD_SUFFIX
+) -> list[Path]:
     if not shards_dir.is_dir():
         return []
     return [

@@ -24,32 +24,32 @@ from h5py import h5d, h5p, h5s, h5t
 from areal_hpc.errors import ClusterError
 from areal_hpc.faults import fault_point
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.shards.disk_io import write_whole
+from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
+    get_oldest_version,
     group_tickets,
-    last_sequence,
-    oldest_version,
     open_making_folders,
+    read_last_sequence,
 )
 from areal_hpc.shards.schema import (
     ALIGNMENT_BYTES,
     DATASETS,
     FORMAT,
+    FORMAT_VERSION,
     PARTIAL_SUFFIX,
-    VERSION,
     Axis,
-    shard_name,
+    format_shard_name,
 )
 from areal_hpc.wire.trajectory import Trajectory, find_defect
 
-Array = npt.NDArray[Any]
-Pieces = Mapping[str, Sequence[Array]]
+NumpyArray = npt.NDArray[Any]
+ColumnPieces = Mapping[str, Sequence[NumpyArray]]
 """Per dataset, the arrays whose concatenation is its content."""
 
 
-def seal(
+def seal_shard(
     trajectories: Sequence[Trajectory], shards_dir: Path, index_dir: Path, writer_name: str
 ) -> SealedShard:
     """Write the trajectories as rows 0..N-1 of a new shard; durable and indexed on return.
@@ -88,7 +88,7 @@ def seal(
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
-                np.array([oldest_version(piece) for piece in pieces["versions"]], np.int64),
+                np.array([get_oldest_version(piece) for piece in pieces["versions"]], np.int64),
             ),
         )
         fault_point("shard.before_index")
@@ -107,7 +107,7 @@ def format_digest(crc: int) -> str:
     return f"crc32:{crc:08x}"
 
 
-def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[Array]]:
+def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[NumpyArray]]:
     metas = [
         np.frombuffer(msgspec.json.encode(trajectory.meta), np.uint8) for trajectory in trajectories
     ]
@@ -115,7 +115,7 @@ def _pieces(trajectories: Sequence[Trajectory]) -> dict[str, list[Array]]:
         "offsets": [trajectory.num_tokens for trajectory in trajectories],
         "meta_offsets": [len(meta) for meta in metas],
     }
-    pieces: dict[str, list[Array]] = {"meta": list(metas)}
+    pieces: dict[str, list[NumpyArray]] = {"meta": list(metas)}
     for dataset in DATASETS:
         name, dtype = dataset.name, dataset.dtype
         if dataset.axis is Axis.TOKEN:
@@ -138,10 +138,10 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     While it exists nobody else can publish that number, so that even a writer believed dead
     never overwrites a shard. Shards that were never indexed are stepped over one by one.
     """
-    sequence = last_sequence(index_dir, writer)
+    sequence = read_last_sequence(index_dir, writer)
     while True:
         sequence += 1
-        path = shards_dir / shard_name(writer, sequence)
+        path = shards_dir / format_shard_name(writer, sequence)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
         try:
             os.close(open_making_folders(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -152,7 +152,7 @@ def _claim(shards_dir: Path, index_dir: Path, writer: str) -> Path:
         partial.unlink()
 
 
-def _lay_out(path: Path, pieces: Pieces, writer: str) -> dict[str, int]:
+def _lay_out(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
     """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)
@@ -164,7 +164,7 @@ def _lay_out(path: Path, pieces: Pieces, writer: str) -> dict[str, int]:
         path, "w", alignment_threshold=1, alignment_interval=ALIGNMENT_BYTES, locking=False
     ) as file:
         file.attrs["format"] = FORMAT
-        file.attrs["version"] = VERSION
+        file.attrs["version"] = FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         for dataset in DATASETS:
@@ -181,12 +181,12 @@ def _lay_out(path: Path, pieces: Pieces, writer: str) -> dict[str, int]:
     return offsets
 
 
-def _fill(path: Path, pieces: Pieces, offsets: Mapping[str, int]) -> tuple[int, str]:
+def _fill(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
     """Write the arrays, make the file durable, return its size in bytes and its digest."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         for name, offset in offsets.items():
-            write_whole(descriptor, pieces[name], offset)
+            write_all(descriptor, pieces[name], offset)
         size_bytes = os.fstat(descriptor).st_size
         # Both release the interpreter lock: the digest costs no time while the disk is busy.
         with ThreadPoolExecutor(1) as pool:
@@ -201,7 +201,7 @@ def _fill(path: Path, pieces: Pieces, offsets: Mapping[str, int]) -> tuple[int, 
 
 
 def _blocks(
-    descriptor: int, size_bytes: int, pieces: Pieces, offsets: Mapping[str, int]
+    descriptor: int, size_bytes: int, pieces: ColumnPieces, offsets: Mapping[str, int]
 ) -> Iterator[memoryview | bytes]:
     """The whole file in order: arrays as they are in memory, what lies between read back.
 

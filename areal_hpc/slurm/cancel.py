@@ -6,24 +6,24 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from areal_hpc.errors import ClusterError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.slurm.commands import ask_slurm, in_portions
-from areal_hpc.slurm.queue import Look, Queue, is_alive
-from areal_hpc.slurm.states import Phase
+from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
+from areal_hpc.slurm.commands import run_slurm_command, split_into_arguments
+from areal_hpc.slurm.queue import JobQueue, QueueSnapshot, is_alive
+from areal_hpc.slurm.states import JobPhase
 
 POLL_S = 2.0
 """Between two questions to Slurm; each is one for all jobs."""
-KILL_PATIENCE_S = 120.0
+KILL_TIMEOUT_S = 120.0
 """From scancel until Slurm must have cleaned up: KillWait, and nodes slow to answer."""
-SILENCE_PATIENCE_S = 600.0
+SLURM_TIMEOUT_S = 600.0
 """How long a Slurm that does not answer is waited for."""
 
 
-def take_back(job_ids: Sequence[str]) -> None:
+def cancel_submitted(job_ids: Sequence[str]) -> None:
     """Cancel jobs that have just been submitted, as well as that goes."""
     if job_ids:
         with contextlib.suppress(ClusterError):
-            ask_slurm("scancel", *job_ids)
+            run_slurm_command("scancel", *job_ids)
 
 
 def cancel_jobs(
@@ -51,7 +51,7 @@ def cancel_jobs(
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long.
     """
-    queue = Queue()
+    queue = JobQueue()
     asked: set[str] = set()
     seen: set[str] = set()
     began = time.monotonic()
@@ -59,7 +59,7 @@ def cancel_jobs(
         ids = job_ids()
         look = queue.look(ids).of(ids, label)
         if look.silence:
-            _bear_silence(look, queue.pause_s, say)
+            _wait_for_slurm(look, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s
             continue
         alive = sorted(key for key, job in look.jobs.items() if is_alive(job.state))
@@ -67,34 +67,34 @@ def cancel_jobs(
             return len(seen)
         seen |= set(alive)
         waited_s = time.monotonic() - began
-        if waited_s > grace_s + KILL_PATIENCE_S:
+        if waited_s > grace_s + KILL_TIMEOUT_S:
             raise ClusterError(
                 f"{len(alive)} jobs are left after {waited_s:.0f} s: {', '.join(alive)}",
                 hint=f"scancel {' '.join(alive)}; a node that does not answer keeps a job",
             )
-        running = [key for key in alive if look.state_of(key).phase is Phase.RUNNING]
+        running = [key for key in alive if look.state_of(key).phase is JobPhase.RUNNING]
         try:
             if waited_s >= grace_s:
-                _scancel([key for key in alive if look.state_of(key).phase is not Phase.ENDING])
+                _scancel([key for key in alive if look.state_of(key).phase is not JobPhase.ENDING])
             else:
-                _scancel([key for key in alive if look.state_of(key).phase is Phase.WAITING])
+                _scancel([key for key in alive if look.state_of(key).phase is JobPhase.WAITING])
                 fresh = [key for key in running if key not in asked]
                 if fresh:
                     say(f"SIGTERM to {len(fresh)} jobs; they have {grace_s:.0f} s to commit")
                 _scancel(fresh, "--signal=TERM")
                 asked |= set(fresh)
-        except SlurmSilentError:
+        except SlurmTimeoutError:
             continue  # the next look says so
         time.sleep(POLL_S)
 
 
-def _bear_silence(look: Look, pause_s: float, say: Callable[[str], None]) -> None:
+def _wait_for_slurm(look: QueueSnapshot, pause_s: float, say: Callable[[str], None]) -> None:
     """Wait for Slurm to answer.
 
     Raises:
         ClusterError: It has not for too long.
     """
-    if look.silent_s > SILENCE_PATIENCE_S:
+    if look.silent_s > SLURM_TIMEOUT_S:
         raise ClusterError(
             f"Slurm has not answered for {look.silent_s:.0f} s: {look.silence}",
             hint="the run is marked as cancelled; repeat the command when scontrol ping answers",
@@ -109,10 +109,10 @@ def _scancel(job_ids: Sequence[str], *options: str) -> None:
     With `--signal` it reaches the steps, and not the batch script, which would end the job before
     the tasks have had their grace.
     """
-    for ids in in_portions(job_ids):
+    for ids in split_into_arguments(job_ids):
         try:
-            ask_slurm("scancel", *options, *ids.split(","))
-        except SlurmRefusedError as error:
+            run_slurm_command("scancel", *options, *ids.split(","))
+        except SlurmCommandError as error:
             said = str(error).lower()
             if "already completing" not in said and "invalid job id" not in said:
                 raise

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.errors import SlurmMissingError, SlurmRefusedError, SlurmSilentError
+from areal_hpc.errors import SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 
 ANSWER_TIMEOUT_S = 15.0
 """Slurm's commands themselves wait for 10 s (MessageTimeout) and try twice."""
@@ -33,7 +33,7 @@ def has_slurm() -> bool:
     return shutil.which("squeue") is not None
 
 
-def ask_slurm(
+def run_slurm_command(
     *command: str,
     timeout_s: float = ANSWER_TIMEOUT_S,
     environ: Mapping[str, str] | None = None,
@@ -46,9 +46,9 @@ def ask_slurm(
         environ: What it sees; by default what this process sees.
 
     Raises:
-        SlurmSilentError: Its daemon did not answer.
-        SlurmRefusedError: It answered with an error.
-        SlurmMissingError: There is no such command on this machine.
+        SlurmTimeoutError: Its daemon did not answer.
+        SlurmCommandError: It answered with an error.
+        SlurmNotFoundError: There is no such command on this machine.
     """
     seen = os.environ if environ is None else environ
     # A user's own time format would make times unreadable here.
@@ -65,25 +65,25 @@ def ask_slurm(
             check=False,
         )
     except FileNotFoundError as error:
-        raise SlurmMissingError(
+        raise SlurmNotFoundError(
             f"there is no {command[0]} on this machine",
             hint="log in to a node of the cluster that has Slurm's commands",
         ) from error
     except subprocess.TimeoutExpired as error:
-        raise SlurmSilentError(
+        raise SlurmTimeoutError(
             f"{command[0]} had no answer within {timeout_s:.0f} s", hint="scontrol ping"
         ) from error
     if answer.returncode == 0:
         return answer.stdout
     said = answer.stderr.strip() or answer.stdout.strip() or "no output"
     kind = (
-        SlurmSilentError
+        SlurmTimeoutError
         if any(silence in said.lower() for silence in _SILENCE)
-        else SlurmRefusedError
+        else SlurmCommandError
     )
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
 
 
-def in_portions(items: Sequence[str], size: int = 500) -> list[str]:
+def split_into_arguments(items: Sequence[str], size: int = 500) -> list[str]:
     """Comma-separated lists of at most `size` items: one argument holds 128 KiB."""
     return [",".join(items[start : start + size]) for start in range(0, len(items), size)]

@@ -14,7 +14,7 @@ IMAGE_ROOT = Path("/opt/areal_hpc")
 
 
 @dataclass(frozen=True, slots=True)
-class Contained:
+class ContainerCommand:
     """How to start Python for a job."""
 
     python: str
@@ -23,7 +23,7 @@ class Contained:
     """What srun must know for it."""
 
 
-def contain(
+def build_container_command(
     container: ContainerConfig,
     role: str,
     python: str,
@@ -31,7 +31,7 @@ def contain(
     places: Sequence[Path],
     working_folder: Path,
     with_gpus: bool,
-) -> Contained:
+) -> ContainerCommand:
     """Python as the site's containers start it.
 
     Args:
@@ -43,7 +43,7 @@ def contain(
         with_gpus: Whether the job has any.
     """
     if container.kind == "none":
-        return Contained(shlex.quote(python))
+        return ContainerCommand(shlex.quote(python))
     image = container.train if role == "train" else container.serve
     here = sorted({str(place) for place in (*places, working_folder)})
     mounts = [*here, *container.mounts]
@@ -54,12 +54,12 @@ def contain(
             f"--container-mounts={','.join(pairs)}",
             f"--container-workdir={working_folder}",
         )
-        return Contained(shlex.quote(python), options)
+        return ContainerCommand(shlex.quote(python), options)
     command = ["apptainer", "exec", *(["--nv"] if with_gpus else [])]
     command += [f"--bind={mount}" for mount in mounts]
-    return Contained(shlex.join([*command, f"--pwd={working_folder}", image, python]))
+    return ContainerCommand(shlex.join([*command, f"--pwd={working_folder}", image, python]))
 
 
-def image_python(role: str) -> str:
+def get_image_python(role: str) -> str:
     """The interpreter of a role in the images of `slurm/containers`."""
     return str(IMAGE_ROOT / ".venvs" / role / "bin" / "python")

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from areal_hpc.errors import ClusterError, SlurmRefusedError, SlurmSilentError
-from areal_hpc.slurm.commands import ask_slurm, in_portions
-from areal_hpc.slurm.states import UNKNOWN, JobState, Phase, parse_state
+from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
+from areal_hpc.slurm.commands import run_slurm_command, split_into_arguments
+from areal_hpc.slurm.states import UNKNOWN, JobPhase, JobState, parse_state
 from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (
@@ -59,7 +59,7 @@ class QueuedJob:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class QueueSnapshot:
     """One answer about many jobs."""
 
     jobs: dict[str, QueuedJob] = field(default_factory=dict)
@@ -69,7 +69,7 @@ class Look:
     silent_s: float = 0.0
     """Since when there has been none."""
 
-    def of(self, job_ids: Iterable[str], label: str) -> Look:
+    def of(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
         """What this answer says of some jobs.
 
         Args:
@@ -82,7 +82,7 @@ class Look:
             for job_id in job_ids
             if (job := self.jobs.get(job_id)) and (not job.label or label in job.label)
         }
-        return Look(jobs, self.silence, self.silent_s)
+        return QueueSnapshot(jobs, self.silence, self.silent_s)
 
     def state_of(self, job_id: str) -> JobState:
         """The job's state; UNKNOWN if there was no answer or Slurm has forgotten it."""
@@ -173,7 +173,7 @@ def _unix_time(text: str) -> float | None:
         return None
 
 
-class Queue:
+class JobQueue:
     """Asks Slurm, remembers since when it has not answered, and says how long to leave it alone."""
 
     def __init__(self) -> None:
@@ -193,7 +193,7 @@ class Queue:
         """False once sacct has said that it has nothing to say."""
         return self._accounting is not False
 
-    def look(self, job_ids: Iterable[str]) -> Look:
+    def look(self, job_ids: Iterable[str]) -> QueueSnapshot:
         """All that Slurm knows of these jobs now. Silence is an answer, not an error.
 
         Raises:
@@ -201,13 +201,13 @@ class Queue:
         """
         wanted = sorted(set(job_ids))
         if not wanted:
-            return Look()
+            return QueueSnapshot()
         silence, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
             found = {job.job_id: job for job in _squeue(wanted)}
             self._silent_since, self._silences = None, 0
-        except SlurmSilentError as error:
+        except SlurmTimeoutError as error:
             silence = error.problems[0].message
             self._silences += 1
             self._silent_since = self._silent_since or asked_at
@@ -220,7 +220,7 @@ class Queue:
             self._settled |= past
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._silent_since
-        return Look(found, silence, time.monotonic() - began if began is not None else 0.0)
+        return QueueSnapshot(found, silence, time.monotonic() - began if began is not None else 0.0)
 
     def history(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""
@@ -230,10 +230,10 @@ class Queue:
         columns = ",".join(SACCT_COLUMNS)
         jobs: list[QueuedJob] = []
         try:
-            for ids in in_portions(wanted):
+            for ids in split_into_arguments(wanted):
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
-                jobs += parse_sacct(ask_slurm("sacct", *arguments, f"--jobs={ids}"))
-        except SlurmSilentError:
+                jobs += parse_sacct(run_slurm_command("sacct", *arguments, f"--jobs={ids}"))
+        except SlurmTimeoutError:
             return []  # asked again at the next look
         except ClusterError:  # it is off, or there is no sacct here
             self._accounting = False
@@ -242,12 +242,12 @@ class Queue:
         return jobs
 
 
-def live_jobs(job_ids: Iterable[str]) -> list[str]:
+def filter_live_jobs(job_ids: Iterable[str]) -> list[str]:
     """Those of the jobs that wait or run.
 
     Raises:
-        SlurmSilentError: slurmctld does not answer.
-        SlurmMissingError: Slurm's commands are not installed here.
+        SlurmTimeoutError: slurmctld does not answer.
+        SlurmNotFoundError: Slurm's commands are not installed here.
     """
     wanted = sorted(set(job_ids))
     return [job.job_id for job in _squeue(wanted) if is_alive(job.state)] if wanted else []
@@ -257,15 +257,15 @@ def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Jobs that slurmctld remembers.
 
     Raises:
-        SlurmSilentError: It does not answer.
+        SlurmTimeoutError: It does not answer.
     """
     columns = ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS)
     jobs: list[QueuedJob] = []
-    for ids in in_portions(job_ids):
+    for ids in split_into_arguments(job_ids):
         arguments = ("--noheader", "--all", "--array", "--states=all", f"--Format={columns}")
         try:
-            jobs += parse_squeue(ask_slurm("squeue", *arguments, f"--jobs={ids}"))
-        except SlurmRefusedError as error:
+            jobs += parse_squeue(run_slurm_command("squeue", *arguments, f"--jobs={ids}"))
+        except SlurmCommandError as error:
             # Asked for a single job that it has forgotten, squeue fails; among several it does not.
             if "invalid job id" not in str(error).lower():
                 raise
@@ -274,4 +274,4 @@ def _squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
 
 def is_alive(state: JobState) -> bool:
     """True of a job that Slurm still has to deal with."""
-    return state.phase in (Phase.WAITING, Phase.RUNNING, Phase.ENDING)
+    return state.phase in (JobPhase.WAITING, JobPhase.RUNNING, JobPhase.ENDING)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from areal_hpc.errors import SlurmRefusedError
+from areal_hpc.errors import SlurmCommandError
 from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
@@ -22,7 +22,7 @@ _AFTER_SUCCESS = re.compile(r"(afterok|aftercorr):([0-9]+)(?:_(\*|[0-9]+))?")
 
 
 @dataclass(frozen=True, slots=True)
-class NewNumber:
+class JobIdChange:
     """A job that had one number, or two, and has another."""
 
     old_ids: tuple[str, ...]
@@ -30,7 +30,7 @@ class NewNumber:
     job_id: str
 
 
-def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> NewNumber:
+def resubmit(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -> JobIdChange:
     """Submit the script of a job that runs, to start when this one has ended.
 
     A member of an array becomes an array of itself alone, under its index: who waits for what
@@ -43,11 +43,11 @@ def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -
         excluded: Slurm's notation of nodes that it must not get.
 
     Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
     """
     submissions = Path(slurm.submissions)
     before = latest_by_name(read_submissions(submissions)).get(job)
-    member = member_of(before.job_id) if before else ""
+    member = get_array_index(before.job_id) if before else ""
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]
     if member:
@@ -59,46 +59,48 @@ def submit_again(slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str) -
         new_id = f"{new_id}_{member}"
     attempt = before.attempt if before else 1
     record_submission(submissions, Submission(job, new_id, attempt, time.time(), slurm.script))
-    return NewNumber((job_id, before.job_id) if before else (job_id,), new_id)
+    return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
 
 
-def tell_who_waits(number: NewNumber) -> None:
+def update_dependents(number: JobIdChange) -> None:
     """Jobs that wait for the job's success would be cancelled at the end of its old number.
 
     Raises:
-        SlurmMissingError, SlurmSilentError, SlurmRefusedError: As their names say.
+        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
     """
-    waiting = scontrol.waiting_jobs()
+    waiting = scontrol.list_waiting_jobs()
     for old_id in number.old_ids:
         array = old_id.partition("_")[0]
         is_awaited_whole = any(f"afterok:{array}_*" in one for one in waiting.values())
         others = _other_members(old_id) if is_awaited_whole else []
         for waiting_id, dependency in waiting.items():
-            changed = depending_on(
+            changed = rewrite_dependency(
                 dependency, old_id, number.job_id, waiting_id=waiting_id, others=others
             )
             if changed != dependency:
-                scontrol.wait_for(waiting_id, changed)
+                scontrol.set_dependency(waiting_id, changed)
 
 
 def _other_members(job_id: str) -> list[str]:
     """The other members of a job's array. One that Slurm has forgotten is over.
 
     Raises:
-        SlurmMissingError, SlurmSilentError: As their names say.
+        SlurmNotFoundError, SlurmTimeoutError: As their names say.
     """
     try:
-        return [one for one in scontrol.members_of(job_id.partition("_")[0]) if one != job_id]
-    except SlurmRefusedError:
+        return [
+            one for one in scontrol.list_array_members(job_id.partition("_")[0]) if one != job_id
+        ]
+    except SlurmCommandError:
         return []
 
 
-def member_of(job_id: str) -> str:
+def get_array_index(job_id: str) -> str:
     """The index of an array's member, `4` for `123_4`; empty for a job that is none."""
     return job_id.partition("_")[2]
 
 
-def depending_on(
+def rewrite_dependency(
     dependency: str,
     old_id: str,
     new_id: str,
@@ -124,7 +126,7 @@ def depending_on(
         if number != array or index not in names_it:
             return found[0]
         if kind == "aftercorr":
-            return f"afterok:{new_id}" if member_of(waiting_id) == member else found[0]
+            return f"afterok:{new_id}" if get_array_index(waiting_id) == member else found[0]
         awaited = [*others, new_id] if index == "*" else [new_id]
         return ",".join(f"afterok:{one}" for one in awaited)
 

@@ -1,6 +1,6 @@
 """scontrol calls of a running job: show, requeue, hold, release, exclude.
 
-All that ask Slurm raise SlurmMissingError, SlurmSilentError or SlurmRefusedError of `commands`.
+All that ask Slurm raise SlurmNotFoundError, SlurmTimeoutError or SlurmCommandError of `commands`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from areal_hpc.slurm.commands import ask_slurm
+from areal_hpc.slurm.commands import run_slurm_command
 
 RUNNING = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
@@ -33,7 +33,7 @@ class JobFacts:
     """A job of higher priority gets its nodes when its grace is over."""
 
 
-def own_id(environ: Mapping[str, str]) -> str:
+def get_own_job_id(environ: Mapping[str, str]) -> str:
     """How a job is to name itself to Slurm's commands.
 
     The number of an array's last member is that of the array: who names it means all members.
@@ -73,14 +73,14 @@ def exclude(job_id: str, excluded_nodes: str) -> None:
     _ask("scontrol", "update", f"JobId={job_id}", f"ExcNodeList={excluded_nodes}")
 
 
-def waiting_jobs() -> dict[str, str]:
+def list_waiting_jobs() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
     shown = _ask("squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E")
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
     return dict(line.split(" ", 1) for line in plain.splitlines())
 
 
-def members_of(array_id: str) -> list[str]:
+def list_array_members(array_id: str) -> list[str]:
     """The members of a job array that Slurm still knows, `12_0` and so on."""
     shown = _ask(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
@@ -88,7 +88,7 @@ def members_of(array_id: str) -> list[str]:
     return shown.split()
 
 
-def wait_for(job_id: str, dependency: str) -> None:
+def set_dependency(job_id: str, dependency: str) -> None:
     """Change what a waiting job waits for."""
     _ask("scontrol", "update", f"JobId={job_id}", f"Dependency={dependency}")
 
@@ -108,7 +108,7 @@ def submit_script(script: Path, options: Iterable[str]) -> str:
     return _ask("sbatch", "--parsable", *options, str(script)).split(";")[0].strip()
 
 
-def joined_nodes(*lists: str) -> str:
+def join_node_lists(*lists: str) -> str:
     """Several of Slurm's lists of nodes as one."""
     return ",".join(dict.fromkeys(nodes for nodes in lists if nodes))
 
@@ -119,4 +119,4 @@ def _ask(*command: str) -> str:
         for name, value in os.environ.items()
         if name == "SLURM_CONF" or not name.startswith(_OWN_VARIABLES)
     }
-    return ask_slurm(*command, environ=environ)
+    return run_slurm_command(*command, environ=environ)

@@ -13,15 +13,15 @@ from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX
-from areal_hpc.slurm.container import contain
+from areal_hpc.slurm.container import build_container_command
 
 DEFAULT_TIME_MIN = 24 * 60
-PAYLOAD = "payload.pkl"
+PAYLOAD_FILE = "payload.pkl"
 """What submitit starts, kept for jobs that submit themselves again. It only names `launch.json`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class JobResources:
     """What a job takes of the cluster, at most until its time limit."""
 
     nodes: int
@@ -52,7 +52,7 @@ class JobRequest:
 
     job: str
     """Name within the run."""
-    shape: Shape
+    shape: JobResources
     folder: Path
     """Where submitit keeps the job's files. Without the job's number, which is known too late."""
     python: str
@@ -68,7 +68,7 @@ class JobRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class RunPlace:
+class RunContext:
     """What all jobs of a run have in common."""
 
     name: str
@@ -85,7 +85,9 @@ class RunPlace:
     """Every job is an array over several runs."""
 
 
-def request_all(jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunPlace) -> list[JobRequest]:
+def build_job_requests(
+    jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunContext
+) -> list[JobRequest]:
     """What to ask for, job by job.
 
     Raises:
@@ -95,7 +97,7 @@ def request_all(jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunPlace) ->
     for job in jobs:
         options = slurm.options_of(job.name)
         try:
-            requests.append(_request(job, shape_of(job, options), options, slurm, place))
+            requests.append(_request(job, compute_resources(job, options), options, slurm, place))
         except RecipeError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
@@ -103,7 +105,7 @@ def request_all(jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunPlace) ->
     return requests
 
 
-def shape_of(job: JobSpec, options: JobOptions) -> Shape:
+def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     """Nodes from the number of tasks, and what each node gives.
 
     Raises:
@@ -140,7 +142,7 @@ def shape_of(job: JobSpec, options: JobOptions) -> Shape:
         problems.append(Problem(message, f"{key}.tasks_per_node", hint))
     if problems:
         raise RecipeError.of(problems)
-    return Shape(
+    return JobResources(
         nodes=job.tasks // tasks_per_node,
         tasks_per_node=tasks_per_node,
         gpus_per_node=gpus_per_node,
@@ -149,9 +151,9 @@ def shape_of(job: JobSpec, options: JobOptions) -> Shape:
 
 
 def _request(
-    job: JobSpec, shape: Shape, options: JobOptions, slurm: SlurmConfig, place: RunPlace
+    job: JobSpec, shape: JobResources, options: JobOptions, slurm: SlurmConfig, place: RunContext
 ) -> JobRequest:
-    contained = contain(
+    contained = build_container_command(
         slurm.container,
         job.role,
         place.pythons[job.role],
@@ -191,7 +193,7 @@ def _request(
     return JobRequest(job.name, shape, folder, contained.python, given | {"wckey": None})
 
 
-def _further(options: JobOptions, slurm: SlurmConfig, place: RunPlace) -> dict[str, Any]:
+def _further(options: JobOptions, slurm: SlurmConfig, place: RunContext) -> dict[str, Any]:
     """Options that submitit has no name for."""
     asked: dict[str, Any] = {
         "requeue" if slurm.requeue else "no-requeue": True,
@@ -206,13 +208,13 @@ def _further(options: JobOptions, slurm: SlurmConfig, place: RunPlace) -> dict[s
     return asked
 
 
-def _setup(options: JobOptions, folder: Path, place: RunPlace) -> list[str]:
+def _setup(options: JobOptions, folder: Path, place: RunContext) -> list[str]:
     """Shell lines before the tasks start."""
     lines = list(options.setup or ())
     if not place.is_array:  # a job that submits this script again gets another number
         link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
         lines += [
             "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",
-            f"ln -s {PAYLOAD} {link} 2>/dev/null || true",
+            f"ln -s {PAYLOAD_FILE} {link} 2>/dev/null || true",
         ]
     return lines

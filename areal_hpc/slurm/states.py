@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Phase(StrEnum):
+class JobPhase(StrEnum):
     """Where a job is in its life, however Slurm calls it."""
 
     WAITING = "waiting"
@@ -23,7 +23,7 @@ class Phase(StrEnum):
     """Slurm does not answer, or does not know the job."""
 
 
-class Return(StrEnum):
+class RequeueBehavior(StrEnum):
     """Will the same job id run again without anybody's doing?"""
 
     YES = "yes"
@@ -38,59 +38,59 @@ class JobState:
 
     name: str
     """Slurm's word, without what it may add to it."""
-    phase: Phase
-    comes_back: Return
+    phase: JobPhase
+    comes_back: RequeueBehavior
     is_failure: bool
     meaning: str
     """For people, to follow "the job"."""
 
 
-def _over(name: str, meaning: str, comes_back: Return = Return.NO) -> JobState:
-    return JobState(name, Phase.OVER, comes_back, is_failure=True, meaning=meaning)
+def _over(name: str, meaning: str, comes_back: RequeueBehavior = RequeueBehavior.NO) -> JobState:
+    return JobState(name, JobPhase.OVER, comes_back, is_failure=True, meaning=meaning)
 
 
-def _alive(name: str, phase: Phase, meaning: str) -> JobState:
-    comes_back = Return.PERHAPS if phase is Phase.ENDING else Return.YES
+def _alive(name: str, phase: JobPhase, meaning: str) -> JobState:
+    comes_back = RequeueBehavior.PERHAPS if phase is JobPhase.ENDING else RequeueBehavior.YES
     return JobState(name, phase, comes_back, is_failure=False, meaning=meaning)
 
 
 _STATES = (
-    _alive("PENDING", Phase.WAITING, "waits in the queue"),
-    _alive("REQUEUED", Phase.WAITING, "was put back into the queue"),
-    _alive("REQUEUE_FED", Phase.WAITING, "was put back into the queue of its federation"),
+    _alive("PENDING", JobPhase.WAITING, "waits in the queue"),
+    _alive("REQUEUED", JobPhase.WAITING, "was put back into the queue"),
+    _alive("REQUEUE_FED", JobPhase.WAITING, "was put back into the queue of its federation"),
     JobState(
         "REQUEUE_HOLD",
-        Phase.WAITING,
-        Return.PERHAPS,
+        JobPhase.WAITING,
+        RequeueBehavior.PERHAPS,
         is_failure=False,
         meaning="was put back into the queue and is held until it is released",
     ),
     JobState(
         "SPECIAL_EXIT",
-        Phase.WAITING,
-        Return.PERHAPS,
+        JobPhase.WAITING,
+        RequeueBehavior.PERHAPS,
         is_failure=False,
         meaning="was put back into the queue in a special state and is held until it is released",
     ),
     JobState(
         "RESV_DEL_HOLD",
-        Phase.WAITING,
-        Return.PERHAPS,
+        JobPhase.WAITING,
+        RequeueBehavior.PERHAPS,
         is_failure=False,
         meaning="is held because its reservation was deleted",
     ),
-    _alive("CONFIGURING", Phase.WAITING, "has its nodes, which are being made ready"),
-    _alive("RUNNING", Phase.RUNNING, "runs"),
-    _alive("RESIZING", Phase.RUNNING, "runs and is about to change its size"),
-    _alive("SIGNALING", Phase.RUNNING, "runs and is being sent a signal"),
-    _alive("SUSPENDED", Phase.RUNNING, "is suspended: it keeps its nodes and does nothing"),
-    _alive("STOPPED", Phase.RUNNING, "is stopped (SIGSTOP): it keeps its nodes and processors"),
-    _alive("COMPLETING", Phase.ENDING, "is being cleaned up on its nodes"),
-    _alive("STAGE_OUT", Phase.ENDING, "copies its files out of the burst buffer"),
+    _alive("CONFIGURING", JobPhase.WAITING, "has its nodes, which are being made ready"),
+    _alive("RUNNING", JobPhase.RUNNING, "runs"),
+    _alive("RESIZING", JobPhase.RUNNING, "runs and is about to change its size"),
+    _alive("SIGNALING", JobPhase.RUNNING, "runs and is being sent a signal"),
+    _alive("SUSPENDED", JobPhase.RUNNING, "is suspended: it keeps its nodes and does nothing"),
+    _alive("STOPPED", JobPhase.RUNNING, "is stopped (SIGSTOP): it keeps its nodes and processors"),
+    _alive("COMPLETING", JobPhase.ENDING, "is being cleaned up on its nodes"),
+    _alive("STAGE_OUT", JobPhase.ENDING, "copies its files out of the burst buffer"),
     JobState(
         "COMPLETED",
-        Phase.OVER,
-        Return.NO,
+        JobPhase.OVER,
+        RequeueBehavior.NO,
         is_failure=False,
         meaning="ended by itself with exit code 0",
     ),
@@ -99,15 +99,17 @@ _STATES = (
     _over("TIMEOUT", "was ended at its time limit"),
     _over("DEADLINE", "was ended at its deadline"),
     _over("OUT_OF_MEMORY", "used more memory than it had asked for"),
-    _over("PREEMPTED", "was ended for a job of higher priority", Return.PERHAPS),
-    _over("NODE_FAIL", "lost a node", Return.PERHAPS),
-    _over("BOOT_FAIL", "got a node that did not boot", Return.PERHAPS),
+    _over("PREEMPTED", "was ended for a job of higher priority", RequeueBehavior.PERHAPS),
+    _over("NODE_FAIL", "lost a node", RequeueBehavior.PERHAPS),
+    _over("BOOT_FAIL", "got a node that did not boot", RequeueBehavior.PERHAPS),
     _over("REVOKED", "runs on another cluster of the federation"),
 )
 STATES = {state.name: state for state in _STATES}
 """Every state that Slurm documents, by its name."""
 
-UNKNOWN = JobState("UNKNOWN", Phase.UNKNOWN, Return.PERHAPS, is_failure=False, meaning="is unknown")
+UNKNOWN = JobState(
+    "UNKNOWN", JobPhase.UNKNOWN, RequeueBehavior.PERHAPS, is_failure=False, meaning="is unknown"
+)
 
 
 def parse_state(text: str) -> JobState:
@@ -127,8 +129,8 @@ def parse_state(text: str) -> JobState:
             return found[0]
     return JobState(
         word or UNKNOWN.name,
-        Phase.UNKNOWN,
-        Return.PERHAPS,
+        JobPhase.UNKNOWN,
+        RequeueBehavior.PERHAPS,
         is_failure=False,
         meaning=f"is in a state that is not known here: {text.strip() or 'none'}",
     )

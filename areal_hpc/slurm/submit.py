@@ -16,12 +16,12 @@ import submitit
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.script import PAYLOAD, JobRequest
+from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 
 Entry: TypeAlias = Callable[[str], None]
 """What submitit calls in every task, with the path of the job's `launch.json`: the supervisor's `run_job`."""
 
-FOREVER_MIN = 60 * 24 * 365
+NO_TIME_LIMIT_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
@@ -76,7 +76,7 @@ def submit_local(launch: LaunchFile, entry: Entry) -> JobHandle:
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
-    executor.update_parameters(timeout_min=FOREVER_MIN, tasks_per_node=launch.job.tasks)
+    executor.update_parameters(timeout_min=NO_TIME_LIMIT_MIN, tasks_per_node=launch.job.tasks)
     with _interrupts_ignored():
         return JobHandle(launch, executor.submit(entry, str(launch_path)))
 
@@ -106,7 +106,7 @@ def _executor(request: JobRequest) -> _SlurmExecutor:
     return executor
 
 
-def script_of(request: JobRequest, members: int | None = None) -> str:
+def render_script(request: JobRequest, members: int | None = None) -> str:
     """The sbatch script of a job, or of an array of `members` jobs, to the letter."""
     executor = _executor(request)
     if members is not None:
@@ -115,15 +115,17 @@ def script_of(request: JobRequest, members: int | None = None) -> str:
     return text
 
 
-def write_job(request: JobRequest, launch: LaunchFile, entry: Entry) -> JobPaths:
+def write_job_files(request: JobRequest, launch: LaunchFile, entry: Entry) -> JobPaths:
     """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
     launch_path = _write_launch(launch)
     request.folder.mkdir(parents=True, exist_ok=True)
-    submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(request.folder / PAYLOAD)
-    launch.paths.script.write_text(script_of(request))
+    submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
+        request.folder / PAYLOAD_FILE
+    )
+    launch.paths.script.write_text(render_script(request))
     return launch.paths
 
 
@@ -134,8 +136,8 @@ def submit_slurm(request: JobRequest, launch: LaunchFile, entry: Entry) -> str:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch.
     """
-    job = write_job(request, launch, entry)
-    with _refusals_explained(request.job):
+    job = write_job_files(request, launch, entry)
+    with _explain_sbatch_errors(request.job):
         return str(_executor(request).submit(entry, str(job.launch)).job_id)
 
 
@@ -158,15 +160,15 @@ def submit_array(
         ClusterError: There is no sbatch.
     """
     pairs = zip(alone, launches, strict=True)
-    paths = [str(write_job(request, launch, entry).launch) for request, launch in pairs]
+    paths = [str(write_job_files(request, launch, entry).launch) for request, launch in pairs]
     array.folder.mkdir(parents=True, exist_ok=True)
-    JobPaths(array.folder.parent).script.write_text(script_of(array, len(paths)))
-    with _refusals_explained(array.job):
+    JobPaths(array.folder.parent).script.write_text(render_script(array, len(paths)))
+    with _explain_sbatch_errors(array.job):
         return [str(job.job_id) for job in _executor(array).map_array(entry, paths)]
 
 
 @contextmanager
-def _refusals_explained(job: str) -> Iterator[None]:
+def _explain_sbatch_errors(job: str) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:

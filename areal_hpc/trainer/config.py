@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from areal_hpc.jobs.config import JobConfig
-from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig, WarmupConfig
+from areal_hpc.recipe.sections.trainer import ParallelConfig, SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
 
@@ -81,7 +81,7 @@ class SftJobConfig(RankJobConfig):
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    warmup: WarmupConfig
+    warmup: SftConfig
     """How long and how fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are split."""

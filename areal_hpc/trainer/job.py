@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.restarts import own_stop_note
+from areal_hpc.jobs.restarts import read_own_stop_notice
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
@@ -143,7 +143,7 @@ def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
     kill_at = time.time() + grace_s
     while time.time() < kill_at - STOP_MARGIN_S:
         time.sleep(STOP_POLL_S)
-        if (note := own_stop_note()) is not None:
+        if (note := read_own_stop_notice()) is not None:
             kill_at = note.kill_at
     logger.warning("the step in flight is given up; the last commit stands")
     os._exit(STOPPED_EXIT_CODE)

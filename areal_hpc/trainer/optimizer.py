@@ -10,12 +10,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from areal_hpc.recipe.sections.trainer import OptimizerConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.policy import Policy
 
 
-def compute_learning_rate(step: int, total_steps: int, config: OptimizerConfig) -> float:
+def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
     """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
     warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
     last = max(1, total_steps - 1 - config.warmup_steps)
@@ -27,7 +27,7 @@ def compute_learning_rate(step: int, total_steps: int, config: OptimizerConfig) 
     return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
+def build_optimizer(policy: Policy, config: AdamConfig) -> Any:
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
 
     Moments exist from the start because Megatron's loader reads their step count before it
@@ -60,7 +60,7 @@ def build_optimizer(policy: Policy, config: OptimizerConfig) -> Any:
     return optimizer
 
 
-def apply_settings(optimizer: Any, config: OptimizerConfig) -> None:
+def apply_settings(optimizer: Any, config: AdamConfig) -> None:
     """Give AdamW the recipe's settings: a checkpoint brings those it was written with."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:

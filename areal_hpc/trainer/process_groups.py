@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.gpus import visible_gpus
-from areal_hpc.jobs.topology import TaskPosition, advertised_host
+from areal_hpc.jobs.topology import TaskPosition, get_advertised_host
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir import rendezvous
 
@@ -102,7 +102,7 @@ def _join_store(
     if task.num_tasks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
     if task.is_first:
-        host = advertised_host()
+        host = get_advertised_host()
         listener = socket.create_server((host, 0), family=_family(host))
         port = listener.getsockname()[1]
         # The store takes the descriptor over, so it listens on this address only.

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import current_task
+from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.collectives import report_first_failure
@@ -39,7 +39,7 @@ def run_rank(
     """
     megatron_cpu.patch_megatron_for_cpu()
     own = init_process_groups(
-        current_task(), parallel, device, rendezvous_dir, is_cancelled=lambda: stop.requested
+        get_task_position(), parallel, device, rendezvous_dir, is_cancelled=lambda: stop.requested
     )
     with report_first_failure():
         finished = train(own)

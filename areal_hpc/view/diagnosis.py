@@ -10,18 +10,18 @@ from datetime import datetime
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError, ShardError
 from areal_hpc.slurm.queue import QueuedJob
-from areal_hpc.slurm.reasons import GAVE_NODES_BACK, explain_reason
-from areal_hpc.slurm.states import Phase
-from areal_hpc.view.inspection import Evidence, LastWord, Stack, speaks_of_memory
-from areal_hpc.view.jobs import state_of_run, state_text
-from areal_hpc.view.tables import clock
+from areal_hpc.slurm.reasons import HELD_WHILE_IDLE, explain_reason
+from areal_hpc.slurm.states import JobPhase
+from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
+from areal_hpc.view.jobs import format_state, get_run_state
+from areal_hpc.view.tables import format_time
 
-CASCADE_S = 120.0
+CASCADE_WINDOW_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
-OUTLIVED_S = 30.0
+RECOVERED_WINDOW_S = 30.0
 """The same where a run goes on: what came later did not come of it."""
-MOST_FRAMES = 12
+MAX_FRAMES = 12
 """Lines of a traceback that are shown."""
 
 _CODES = {
@@ -33,7 +33,7 @@ _CODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class FailureEvent:
     """One thing that happened."""
 
     at: float | None
@@ -50,19 +50,19 @@ class Diagnosis:
     """What `areal-hpc why` says."""
 
     headline: str
-    chain: tuple[Finding, ...]
+    chain: tuple[FailureEvent, ...]
     """Of the last failure, oldest first."""
     hint: str
     is_well: bool
     """True if nobody needs to do anything."""
 
 
-def diagnose(evidence: Evidence) -> Diagnosis:
+def diagnose(evidence: RunInspection) -> Diagnosis:
     """The cause of the state that a run is in."""
-    state = state_of_run(evidence.run)
-    within_s = OUTLIVED_S if state.startswith("running") else CASCADE_S
+    state = get_run_state(evidence.run)
+    within_s = RECOVERED_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
     findings = sorted(_findings(evidence), key=lambda finding: finding.at or 0.0)
-    chain = last_failure(findings, within_s)
+    chain = find_last_failure(findings, within_s)
     cause = min(chain, key=lambda finding: finding.rank) if chain else None
     if state == "finished":
         return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
@@ -99,12 +99,12 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None:
+def _waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
     """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.queued, job.waits_for or explain_reason(job.queued.reason))
         for job in evidence.run.jobs
-        if job.queued and job.queued.state.phase is Phase.WAITING
+        if job.queued and job.queued.state.phase is JobPhase.WAITING
     ]
     if not reasons:
         return None
@@ -112,8 +112,8 @@ def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
     )
-    start = f"; Slurm expects it to start at {clock(queued.start)}" if queued.start else ""
-    held = reason is not GAVE_NODES_BACK and queued.state.name in _HELD_STATES
+    start = f"; Slurm expects it to start at {format_time(queued.start)}" if queued.start else ""
+    held = reason is not HELD_WHILE_IDLE and queued.state.name in _HELD_STATES
     what = queued.state.meaning if held else f"waits: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
@@ -123,9 +123,11 @@ def _waiting(evidence: Evidence, chain: tuple[Finding, ...]) -> Diagnosis | None
     )
 
 
-def last_failure(findings: Sequence[Finding], within_s: float) -> tuple[Finding, ...]:
+def find_last_failure(
+    findings: Sequence[FailureEvent], within_s: float
+) -> tuple[FailureEvent, ...]:
     """The last findings that follow one another within so many seconds, oldest first."""
-    chain: list[Finding] = []
+    chain: list[FailureEvent] = []
     for finding in reversed(findings):
         if (
             chain
@@ -138,20 +140,20 @@ def last_failure(findings: Sequence[Finding], within_s: float) -> tuple[Finding,
     return tuple(reversed(chain))
 
 
-def _findings(evidence: Evidence) -> Iterator[Finding]:
+def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
     yield from _of_slurm(evidence)
     for stack in evidence.stacks[:1]:
         yield _of_stack(stack, len(evidence.stacks))
     for row in evidence.events:
         if row["event"] == "process_died":
-            yield Finding(
+            yield FailureEvent(
                 row["time"],
                 f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",
                 rank=5,
             )
         elif row["event"] in _AGAIN:
             why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
-            yield Finding(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
+            yield FailureEvent(row["time"], f"{row['role']} {_AGAIN[row['event']]}{why}", rank=8)
     told = {stack.lines[-1] for stack in evidence.stacks[:1]}
     for word in evidence.last_words:
         if word.outcome.is_crash:
@@ -159,7 +161,7 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
             yield _of_outcome(word, [] if told.intersection(reason[-1:]) else reason)
             told.update(reason[-1:])  # tasks of a job repeat the one that decided
     for row in evidence.excluded:
-        yield Finding(
+        yield FailureEvent(
             row.get("at"),
             f"node {row['node']} failed its check: {row['reason']}",
             rank=1,
@@ -167,7 +169,7 @@ def _findings(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
+def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
     current = {job.queued.job_id: job for job in evidence.run.jobs if job.queued}
     told = set()
@@ -186,11 +188,13 @@ def _of_slurm(evidence: Evidence) -> Iterator[Finding]:
     for name, line in evidence.slurm_lines:
         written = _WRITTEN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
-        if speaks_of_memory(line):
-            yield Finding(at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY)
+        if mentions_oom(line):
+            yield FailureEvent(
+                at, f"{name} ran out of memory", rank=0, details=(line,), hint=_MEMORY
+            )
         else:
             rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
-            yield Finding(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
+            yield FailureEvent(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
 
 
 _WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
@@ -212,7 +216,7 @@ _STATE_HINTS = {
 }
 
 
-def _of_state(name: str, start: QueuedJob) -> Finding:
+def _of_state(name: str, start: QueuedJob) -> FailureEvent:
     """A start of a job that Slurm ended, or saw fail."""
     state = start.state
     out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.bad_steps
@@ -221,37 +225,37 @@ def _of_state(name: str, start: QueuedJob) -> Finding:
     # FAILED is but the echo of an exit code, and a job is also cancelled because another failed.
     rank = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
-    return Finding(
+    return FailureEvent(
         start.end,
-        f"{name} (job {start.job_id}){place} {meaning}: {state_text(start)}{reason}",
+        f"{name} (job {start.job_id}){place} {meaning}: {format_state(start)}{reason}",
         rank=rank,
         hint=_MEMORY if out_of_memory else _STATE_HINTS.get(state.name, ""),
     )
 
 
-def _of_stack(stack: Stack, others: int) -> Finding:
+def _of_stack(stack: LogTraceback, others: int) -> FailureEvent:
     shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
-    if len(shown) > MOST_FRAMES:
-        shown = (shown[0], "  ...", *shown[-(MOST_FRAMES - 2) :])
+    if len(shown) > MAX_FRAMES:
+        shown = (shown[0], "  ...", *shown[-(MAX_FRAMES - 2) :])
     more = f" (the first of {others} tracebacks)" if others > 1 else ""
-    return Finding(
+    return FailureEvent(
         stack.at,
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
-        rank=0 if speaks_of_memory(stack.lines[-1]) else 3,
+        rank=0 if mentions_oom(stack.lines[-1]) else 3,
         details=(*shown, f"at: {stack.file.path}"),
-        hint=_MEMORY if speaks_of_memory(stack.lines[-1]) else f"read {stack.file.path}",
+        hint=_MEMORY if mentions_oom(stack.lines[-1]) else f"read {stack.file.path}",
     )
 
 
-def _of_outcome(word: LastWord, reason: Sequence[str]) -> Finding:
+def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
     outcome = word.outcome
     is_recipe = outcome.exit_code == RecipeError.exit_code
-    return Finding(
+    return FailureEvent(
         word.at,
         f"task {word.rank} of {word.job} gave up: "
         f"{outcome.process or 'the supervisor'}: {_code(outcome.exit_code)}",
         rank=1 if is_recipe else 4,
-        details=tuple(reason[-MOST_FRAMES:]),
+        details=tuple(reason[-MAX_FRAMES:]),
         hint="change the recipe as it says, then areal-hpc resume RUN key=value"
         if is_recipe
         else f"read {outcome.log}"
@@ -274,11 +278,11 @@ def _code(code: int) -> str:
     return f"exit code {code}"
 
 
-def describe_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
+def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
     """The diagnosis as lines for people; `run` stands where a command needs the directory."""
     lines = [diagnosis.headline]
     for finding in diagnosis.chain:
-        when = clock(finding.at) if finding.at is not None else "at an unknown time"
+        when = format_time(finding.at) if finding.at is not None else "at an unknown time"
         lines.append(f"  {when}  {finding.text}")
         lines += [f"      {detail}" for detail in finding.details]
     if diagnosis.hint:

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.script import JobRequest
-from areal_hpc.slurm.submit import script_of
+from areal_hpc.slurm.submit import render_script
 
 
-def describe_requests(
+def format_requests(
     layout: RunPaths, requests: Sequence[JobRequest], members: int | None = None
 ) -> str:
     """Every job's script to the letter, what would be written, and the most it can cost.
@@ -22,7 +22,7 @@ def describe_requests(
     parts = []
     for request in requests:
         where = layout.job(request.job).script
-        parts.append(f"==> {where} ({request.shape}) <==\n{script_of(request, members)}")
+        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
     return "\n".join([*parts, _written(layout), _cost(requests, members or 1)])
 
 

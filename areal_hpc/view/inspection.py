@@ -14,9 +14,9 @@ from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import Queue, QueuedJob
+from areal_hpc.slurm.queue import JobQueue, QueuedJob
 from areal_hpc.view.jobs import RunJobs, read_jobs
-from areal_hpc.view.logs import LogFile, log_files, records_of, tail
+from areal_hpc.view.logs import LogFile, log_files, parse_records, read_tail
 
 TRACEBACK = "Traceback (most recent call last):"
 LOG_BYTES = 64 * 1024
@@ -27,7 +27,7 @@ _SLURM_LINE = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)"
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class LogTraceback:
     """One traceback in a log."""
 
     at: float | None
@@ -38,7 +38,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
+class TaskExitRecord:
     """An outcome file and when it was written."""
 
     job: str
@@ -48,7 +48,7 @@ class LastWord:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class RunInspection:
     """Everything that `causes.py` judges by."""
 
     run: RunJobs
@@ -58,8 +58,8 @@ class Evidence:
     """Name of the job behind an id of Slurm."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
-    last_words: tuple[LastWord, ...]
-    stacks: tuple[Stack, ...]
+    last_words: tuple[TaskExitRecord, ...]
+    stacks: tuple[LogTraceback, ...]
     """Of processes that died, oldest first."""
     slurm_lines: tuple[tuple[str, str], ...]
     """(job, line): what Slurm itself wrote into the jobs' output."""
@@ -67,7 +67,7 @@ class Evidence:
     """Nodes on the run's exclude list."""
 
 
-def gather(layout: RunPaths, queue: Queue) -> Evidence:
+def inspect_run(layout: RunPaths, queue: JobQueue) -> RunInspection:
     """Read what a run left behind, and ask Slurm twice: what is, and what was.
 
     Raises:
@@ -78,7 +78,7 @@ def gather(layout: RunPaths, queue: Queue) -> Evidence:
     since = _launched_at(layout)
     events = tuple(row for row in read_recent_events(layout.events) if row["time"] >= since)
     last_words = tuple(word for word in _last_words(run) if word.at >= since)
-    return Evidence(
+    return RunInspection(
         run=run,
         past=tuple(queue.history(submissions)),
         names={job_id: submission.job for job_id, submission in submissions.items()},
@@ -98,16 +98,16 @@ def _launched_at(layout: RunPaths) -> float:
     return datetime.fromisoformat(newest["time"]).timestamp()
 
 
-def _last_words(run: RunJobs) -> Iterator[LastWord]:
+def _last_words(run: RunJobs) -> Iterator[TaskExitRecord]:
     for job in run.jobs:
         for rank, outcome in job.outcomes.items():
             path = run.layout.job(job.name).task_exit(rank)
-            yield LastWord(job.name, rank, path.stat().st_mtime, outcome)
+            yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 
 
 def _stacks(
-    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[LastWord]
-) -> list[Stack]:
+    layout: RunPaths, events: Sequence[dict[str, Any]], last_words: Sequence[TaskExitRecord]
+) -> list[LogTraceback]:
     """The last traceback of every log whose process died, the oldest first.
 
     When one rank fails, the collectives of the others break a moment later: the oldest is the one
@@ -121,19 +121,19 @@ def _stacks(
     found = []
     for file in log_files(layout, attempts[-1]):
         if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
-            stack = last_stack(file, tail(file.path, LOG_BYTES))
+            stack = find_last_traceback(file, read_tail(file.path, LOG_BYTES))
             found += [stack] if stack else []
     return sorted(found, key=lambda stack: (stack.at is None, stack.at or 0.0, stack.file.path))
 
 
-def last_stack(file: LogFile, text: str) -> Stack | None:
+def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     """The last traceback in a piece of a log; of chained ones the first, which is the cause."""
-    for record in reversed(records_of(text)):
+    for record in reversed(parse_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK in line]
         if begins:
             lines = _one_stack(record.lines[begins[0] :])
             at = datetime.fromisoformat(record.time).timestamp() if record.time else None
-            return Stack(at, file, lines)
+            return LogTraceback(at, file, lines)
     return None
 
 
@@ -150,15 +150,15 @@ def _one_stack(lines: Sequence[str]) -> tuple[str, ...]:
 def _slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, str]]:
     """What slurmstepd and srun wrote into the output of the jobs: they name OOM kills and nodes."""
     for submission in submissions:
-        for path in output_files(submission):
+        for path in find_output_files(submission):
             seen = set()
-            for line in tail(path, LOG_BYTES).splitlines():
+            for line in read_tail(path, LOG_BYTES).splitlines():
                 if (_SLURM_LINE.match(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line
 
 
-def output_files(submission: Submission) -> list[Path]:
+def find_output_files(submission: Submission) -> list[Path]:
     """Where Slurm put what the tasks of a job wrote, by the options in its script."""
     script = Path(submission.script)
     if not script.exists():
@@ -175,6 +175,6 @@ def output_files(submission: Submission) -> list[Path]:
     return sorted(path for path in found if path.is_file())
 
 
-def speaks_of_memory(text: str) -> bool:
+def mentions_oom(text: str) -> bool:
     """True if a line says that memory ran out."""
     return _MEMORY.search(text) is not None

@@ -19,10 +19,10 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import Look, Queue, QueuedJob, is_alive
-from areal_hpc.slurm.reasons import GAVE_NODES_BACK, Reason, explain_reason
-from areal_hpc.slurm.states import Phase
-from areal_hpc.view.tables import aligned, clock, span
+from areal_hpc.slurm.queue import JobQueue, QueuedJob, QueueSnapshot, is_alive
+from areal_hpc.slurm.reasons import HELD_WHILE_IDLE, PendingReason, explain_reason
+from areal_hpc.slurm.states import JobPhase
+from areal_hpc.view.tables import format_duration, format_table, format_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,17 @@ class JobView:
     @property
     def has_failed(self) -> bool:
         """True if it is over and should not be."""
-        if self.queued is not None and self.queued.state.phase is not Phase.UNKNOWN:
+        if self.queued is not None and self.queued.state.phase is not JobPhase.UNKNOWN:
             return self.queued.state.is_failure
         return any(outcome.is_crash for outcome in self.outcomes.values())
 
     @property
-    def waits_for(self) -> Reason | None:
+    def waits_for(self) -> PendingReason | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
-        if self.queued is None or self.queued.state.phase is not Phase.WAITING:
+        if self.queued is None or self.queued.state.phase is not JobPhase.WAITING:
             return None
         if self.gave_nodes_back:
-            return GAVE_NODES_BACK
+            return HELD_WHILE_IDLE
         return explain_reason(self.queued.reason) if self.queued.state.name == "PENDING" else None
 
 
@@ -68,7 +68,7 @@ class RunJobs:
     layout: RunPaths
     jobs: tuple[JobView, ...]
     """The trainer first, then by name."""
-    look: Look
+    look: QueueSnapshot
     ids: tuple[str, ...]
     """Every id that was ever given out, oldest first."""
 
@@ -78,30 +78,30 @@ class RunJobs:
         return not self.ids
 
 
-def label_of(layout: RunPaths) -> str:
+def get_job_label(layout: RunPaths) -> str:
     """What the name or the comment of every Slurm job of a run holds."""
     return layout.root.parent.name
 
 
-def read_jobs(layout: RunPaths, queue: Queue) -> RunJobs:
+def read_jobs(layout: RunPaths, queue: JobQueue) -> RunJobs:
     """Ask Slurm once about everything this run ever submitted, and read what its jobs left.
 
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    return judge_jobs(layout, queue.look(ids_of(layout)))
+    return build_run_jobs(layout, queue.look(list_job_ids(layout)))
 
 
-def ids_of(layout: RunPaths) -> tuple[str, ...]:
+def list_job_ids(layout: RunPaths) -> tuple[str, ...]:
     """Every id that Slurm ever gave to a job of this run, oldest first."""
     return tuple(submission.job_id for submission in read_submissions(layout.submissions))
 
 
-def judge_jobs(layout: RunPaths, answer: Look) -> RunJobs:
+def build_run_jobs(layout: RunPaths, answer: QueueSnapshot) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(layout.submissions)
     ids = tuple(submission.job_id for submission in submissions)
-    look = answer.of(ids, label_of(layout))
+    look = answer.of(ids, get_job_label(layout))
     newest, held = (
         latest_by_name(submissions),
         {job.root.name for job in list_held_jobs(layout.jobs_dir)},
@@ -137,7 +137,7 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
     )
 
 
-def state_of_run(run: RunJobs) -> str:
+def get_run_state(run: RunJobs) -> str:
     """One word, or a few: finished, running, waiting, ending, failed, cancelled, stopped."""
     layout = run.layout
     alive = [job for job in run.jobs if job.is_alive]
@@ -149,7 +149,7 @@ def state_of_run(run: RunJobs) -> str:
         return "running here" if is_lock_held(layout.lock) else _ended(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
-        named = (("running", Phase.RUNNING), ("waiting", Phase.WAITING))
+        named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
     return "unknown" if run.look.silence else _ended(run)
 
@@ -162,9 +162,9 @@ def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
     rows += [_row(job, run.look) for job in run.jobs]
-    lines = aligned(rows)
+    lines = format_table(rows)
     for job in run.jobs:
-        if job.queued is None or job.queued.state.phase is not Phase.WAITING:
+        if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
             continue
         if (reason := job.waits_for) is not None:
             lines.append(f"{job.name} waits: {reason.meaning}")
@@ -174,13 +174,13 @@ def describe_jobs(run: RunJobs) -> list[str]:
             lines.append(f"{job.name} {job.queued.state.meaning}")
     if run.look.silence:
         lines.append(
-            f"Slurm has not answered for {span(run.look.silent_s)} ({run.look.silence}); "
+            f"Slurm has not answered for {format_duration(run.look.silent_s)} ({run.look.silence}); "
             "jobs run on without it"
         )
     return lines
 
 
-def _row(job: JobView, look: Look) -> tuple[str, str, str, str, str, str]:
+def _row(job: JobView, look: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.queued
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
@@ -191,17 +191,17 @@ def _row(job: JobView, look: Look) -> tuple[str, str, str, str, str, str]:
     return (
         job.name,
         job_id,
-        state_text(queued),
+        format_state(queued),
         queued.nodes or "-",
         attempt,
         _time_text(queued),
     )
 
 
-def state_text(queued: QueuedJob) -> str:
+def format_state(queued: QueuedJob) -> str:
     """Slurm's word, and why."""
     state = queued.state
-    if state.phase is Phase.WAITING and queued.reason:
+    if state.phase is JobPhase.WAITING and queued.reason:
         return f"{state.name} ({queued.reason})"
     if queued.signal:
         return f"{state.name} (signal {queued.signal})"
@@ -210,7 +210,7 @@ def state_text(queued: QueuedJob) -> str:
     return state.name
 
 
-def _unknown(job: JobView, look: Look) -> str:
+def _unknown(job: JobView, look: QueueSnapshot) -> str:
     if look.silence:
         return "? (Slurm does not answer)"
     codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
@@ -222,17 +222,17 @@ def _unknown(job: JobView, look: Look) -> str:
 def _time_text(queued: QueuedJob) -> str:
     now, start, end = time.time(), queued.start, queued.end
     match queued.state.phase:
-        case Phase.WAITING:
-            return f"expected at {clock(start)}" if start else "start unknown"
-        case Phase.RUNNING | Phase.ENDING if start:
-            left = f", {span(end - now)} left" if end and end > now else ""
-            return f"for {span(now - start)}{left}"
-        case Phase.OVER if end:
-            return f"ended at {clock(end)}"
+        case JobPhase.WAITING:
+            return f"expected at {format_time(start)}" if start else "start unknown"
+        case JobPhase.RUNNING | JobPhase.ENDING if start:
+            left = f", {format_duration(end - now)} left" if end and end > now else ""
+            return f"for {format_duration(now - start)}{left}"
+        case JobPhase.OVER if end:
+            return f"ended at {format_time(end)}"
     return "-"
 
 
-def submitted_from(submission: Submission) -> Path | None:
+def find_submit_dir(submission: Submission) -> Path | None:
     """The folder in which a job starts, by its script; None if the script does not say."""
     script = Path(submission.script)
     if not script.exists():
@@ -241,7 +241,7 @@ def submitted_from(submission: Submission) -> Path | None:
     return Path(found[1].strip("'\"")) if found else None
 
 
-def refuse_local(ids: Sequence[str], program: str) -> None:
+def require_slurm_run(ids: Sequence[str], program: str) -> None:
     """Refuse what only a run that went to Slurm can do.
 
     Raises:

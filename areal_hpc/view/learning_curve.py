@@ -8,12 +8,12 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_hpc.view.run_state import Snapshot
+from areal_hpc.view.run_state import RunState
 
 matplotlib.use("Agg")
 
 
-def draw_curve(snapshot: Snapshot, title: str, out: Path) -> None:
+def plot_learning_curve(snapshot: RunState, title: str, out: Path) -> None:
     """Draw training and held-out reward over steps, with the reply length below."""
     trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
     figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")

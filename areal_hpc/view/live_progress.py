@@ -12,13 +12,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from areal_hpc.metrics.step_metrics import EVALUATION
+from areal_hpc.metrics.step_metrics import EVAL_REWARD
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.run_state import Snapshot, read_snapshot
+from areal_hpc.view.run_state import RunState, read_run_state
 
-WARMUP_LINES = 10
+SFT_LINES = 10
 """Lines a warm-up prints."""
-LATE = ("step", EVALUATION)
+EVAL_ONLY_KEYS = ("step", EVAL_REWARD)
 """Of a step that was told before its evaluation was over."""
 REFRESH_S = 1.0
 """Shortest time between two looks at the run."""
@@ -38,7 +38,7 @@ class PlainReporter:
         self._total_steps = total_steps
         self._warmup_steps = warmup_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
-        before = read_snapshot(layout)
+        before = read_run_state(layout)
         self._last_step = _last_step(before.steps)
         self._last_warmup = _last_step(before.warmup)
         self._evaluated = {step for step, _ in before.evaluations}
@@ -57,20 +57,24 @@ class PlainReporter:
 
     def report_new_steps(self) -> None:
         """Print what is new, without waiting."""
-        snapshot = read_snapshot(self._layout)
+        snapshot = read_run_state(self._layout)
         # Both fall back when a run starts anew or resumes from a commit.
         self._last_step = min(self._last_step, _last_step(snapshot.steps))
         self._last_warmup = min(self._last_warmup, _last_step(snapshot.warmup))
         for row in snapshot.warmup:
-            if row["step"] >= self._last_warmup + self._warmup_steps / WARMUP_LINES:
+            if row["step"] >= self._last_warmup + self._warmup_steps / SFT_LINES:
                 self._last_warmup = row["step"]
-                self.say(warmup_line(row, self._warmup_steps))
+                self.say(format_sft_line(row, self._warmup_steps))
         for row in snapshot.steps:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
-                self.say(step_line(row, self._total_steps))
-            elif EVALUATION in row and row["step"] not in self._evaluated:
-                self.say(step_line({name: row[name] for name in LATE}, self._total_steps))
+                self.say(format_step_line(row, self._total_steps))
+            elif EVAL_REWARD in row and row["step"] not in self._evaluated:
+                self.say(
+                    format_step_line(
+                        {name: row[name] for name in EVAL_ONLY_KEYS}, self._total_steps
+                    )
+                )
         self._evaluated = {step for step, _ in snapshot.evaluations}
 
     def close(self) -> None:
@@ -101,7 +105,7 @@ class LiveReporter:
             return
         self._looked_at = time.monotonic()
         self._plain.report_new_steps()
-        snapshot = read_snapshot(self._layout, ask_ledger=stage == "train")
+        snapshot = read_run_state(self._layout, ask_ledger=stage == "train")
         self._live.update(self._panel(stage, snapshot))
 
     def close(self) -> None:
@@ -109,7 +113,7 @@ class LiveReporter:
         self._plain.report_new_steps()
         self._live.stop()
 
-    def _panel(self, stage: str, snapshot: Snapshot) -> Group:
+    def _panel(self, stage: str, snapshot: RunState) -> Group:
         rows = snapshot.warmup if stage == "warmup" else snapshot.steps
         total = self._warmup_steps if stage == "warmup" else self._total_steps
         done = rows[-1]["step"] if rows else 0
@@ -121,40 +125,42 @@ class LiveReporter:
             f"step {done}/{total}",
             f"{elapsed_s:.0f} s",
         )
-        return Group(head, Text(queue_line(snapshot), style="dim"))
+        return Group(head, Text(format_queue_line(snapshot), style="dim"))
 
 
 def _last_step(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1]["step"]) if rows else -1
 
 
-def shown(number: float | None, form: str) -> str:
+def format_metric(number: float | None, form: str) -> str:
     """A metric for people; None stands for one that is not finite."""
     return "not finite" if number is None else format(number, form)
 
 
-def warmup_line(row: dict[str, Any], total: int) -> str:
+def format_sft_line(row: dict[str, Any], total: int) -> str:
     """One step of the supervised warm-up, for people."""
-    return f"warm-up  {row['step']:>5}/{total}  loss {shown(row['loss'], '.4f')}"
+    return f"warm-up  {row['step']:>5}/{total}  loss {format_metric(row['loss'], '.4f')}"
 
 
-def step_line(row: dict[str, Any], total: int) -> str:
+def format_step_line(row: dict[str, Any], total: int) -> str:
     """One trained step, for people."""
-    evaluated = f"  held-out {shown(row[EVALUATION], '.3f')}" if EVALUATION in row else ""
+    evaluated = f"  held-out {format_metric(row[EVAL_REWARD], '.3f')}" if EVAL_REWARD in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
     metered = row["logprob/metered_tokens"]
-    gap = shown(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
+    gap = (
+        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
+    )
     return (
         f"step  {row['step']:>5}/{total}"
-        f"  reward {shown(row['reward/mean'], '.3f')}{evaluated}"
-        f"  {shown(row['tokens_per_s'], '.0f')} tok/s"
-        f"  staleness {shown(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
+        f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"
+        f"  {format_metric(row['tokens_per_s'], '.0f')} tok/s"
+        f"  staleness {format_metric(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
         f"  engine-trainer {gap}"
     )
 
 
-def queue_line(snapshot: Snapshot) -> str:
+def format_queue_line(snapshot: RunState) -> str:
     """What the ledger's tickets are doing."""
     ledger = snapshot.ledger
     if ledger is None:

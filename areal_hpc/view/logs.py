@@ -44,7 +44,7 @@ class LogFile:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Record:
+class LogRecord:
     """A line that bears a time, with the lines below it that bear none."""
 
     time: str
@@ -97,25 +97,25 @@ def choose_attempt(layout: RunPaths, attempt: int | None) -> int:
     return attempts[-1] if attempt is None else attempt
 
 
-def records_of(text: str) -> list[Record]:
+def parse_records(text: str) -> list[LogRecord]:
     """The records of a piece of a log, oldest first; one that goes back in time stays in place."""
-    records: list[Record] = []
+    records: list[LogRecord] = []
     now, lines = "", list[str]()
     for line in text.splitlines():
         found = _TIME.match(line)
         if found:
             if lines:
-                records.append(Record(now, tuple(lines)))
+                records.append(LogRecord(now, tuple(lines)))
             fraction = (found[3] or "").ljust(6, "0")
             now, lines = max(now, f"{found[1]} {found[2]}.{fraction}"), [line]
         else:
             lines.append(line)
     if lines:
-        records.append(Record(now, tuple(lines)))
+        records.append(LogRecord(now, tuple(lines)))
     return records
 
 
-def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
+def read_tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
     """The end of a file, from the beginning of a line."""
     with path.open("rb") as stream:
         size = stream.seek(0, 2)
@@ -124,24 +124,24 @@ def tail(path: Path, size_bytes: int = TAIL_BYTES) -> str:
     return text if size <= size_bytes else text.partition("\n")[2]
 
 
-def merged(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFile, Record]]:
+def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> Iterator[tuple[LogFile, LogRecord]]:
     """Records of several files in the order of their times."""
     streams = [
-        [(record.time, number, record) for record in records_of(text)]
+        [(record.time, number, record) for record in parse_records(text)]
         for number, (_, text) in enumerate(pieces)
     ]
     for _, number, record in heapq.merge(*streams, key=lambda item: item[:2]):
         yield pieces[number][0], record
 
 
-def last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
+def read_last_lines(files: Sequence[LogFile], lines: int) -> list[tuple[LogFile, str]]:
     """The newest lines of all files together, in the order of time."""
-    pieces = [(file, tail(file.path)) for file in files]
-    flat = [(file, line) for file, record in merged(pieces) for line in record.lines]
+    pieces = [(file, read_tail(file.path)) for file in files]
+    flat = [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
     return flat[-lines:] if lines else []
 
 
-class Follower:
+class LogFollower:
     """What is added to the logs of a run, those of later attempts, restarts and jobs included."""
 
     def __init__(self, layout: RunPaths, wanted: Sequence[str]) -> None:
@@ -164,7 +164,7 @@ class Follower:
         if self._folders_changed():
             self._find()
         pieces = [(file, self._news(path)) for path, file in self._files.items()]
-        return [(file, line) for file, record in merged(pieces) for line in record.lines]
+        return [(file, line) for file, record in merge_by_time(pieces) for line in record.lines]
 
     def wait(self) -> None:
         """Sleep until it is time for another look."""

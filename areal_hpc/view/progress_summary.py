@@ -10,17 +10,17 @@ import yaml
 
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import shown
-from areal_hpc.view.run_state import Snapshot, read_snapshot
-from areal_hpc.view.tables import span
+from areal_hpc.view.live_progress import format_metric
+from areal_hpc.view.run_state import RunState, read_run_state
+from areal_hpc.view.tables import format_duration
 
 
 @dataclass(frozen=True, slots=True)
-class Advance:
+class RunProgress:
     """Where a run stands, from its directory alone."""
 
     recipe: dict[str, Any]
-    snapshot: Snapshot
+    snapshot: RunState
     committed_step: int | None
     """None before the first commit."""
     committed_s_ago: float
@@ -38,32 +38,36 @@ class Advance:
         return int(self.snapshot.steps[-1]["step"]) if self.snapshot.steps else 0
 
 
-def read_advance(layout: RunPaths) -> Advance:
+def read_run_progress(layout: RunPaths) -> RunProgress:
     """Look at a run without touching it."""
     found = list_checkpoints(layout.checkpoints_dir, problems=[])  # audit tells of damaged ones
     commit = found[-1] if found else None
     now = time.time()
-    return Advance(
+    return RunProgress(
         recipe=yaml.safe_load(layout.recipe.read_text()),
-        snapshot=read_snapshot(layout),
+        snapshot=read_run_state(layout),
         committed_step=commit.state.step if commit else None,
         committed_s_ago=now - commit.written_at if commit else 0.0,
         metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else None,
     )
 
 
-def describe_advance(advance: Advance) -> list[str]:
+def format_run_progress(advance: RunProgress) -> list[str]:
     """Step, speed, staleness and last commit, for people."""
     rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
     lines = [f"  step              {advance.step} of {advance.total_steps}"]
     if rows:
         last = rows[-1]
-        since = f", {span(advance.metrics_s_ago)} ago" if advance.metrics_s_ago is not None else ""
+        since = (
+            f", {format_duration(advance.metrics_s_ago)} ago"
+            if advance.metrics_s_ago is not None
+            else ""
+        )
         lines[0] += since
         lines += [
-            f"  reward            {shown(last['reward/mean'], '.3f')}",
-            f"  training phase    {shown(last['tokens_per_s'], '.0f')} tokens/s",
-            f"  staleness         {shown(last['staleness/mean'], '.1f')} mean, "
+            f"  reward            {format_metric(last['reward/mean'], '.3f')}",
+            f"  training phase    {format_metric(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]
     elif advance.snapshot.warmup:
@@ -73,6 +77,6 @@ def describe_advance(advance: Advance) -> list[str]:
     else:
         lines.append(
             f"  last commit       step {advance.committed_step}, "
-            f"{span(advance.committed_s_ago)} ago"
+            f"{format_duration(advance.committed_s_ago)} ago"
         )
     return lines

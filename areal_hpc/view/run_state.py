@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.metrics.step_metrics import EVALUATION, read_step_lines
+from areal_hpc.metrics.step_metrics import EVAL_REWARD, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -15,7 +15,7 @@ from areal_hpc.wire.ledger import Empty, LedgerStatus
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class RunState:
     """Everything a progress display needs."""
 
     steps: tuple[dict[str, Any], ...]
@@ -28,14 +28,14 @@ class Snapshot:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
-        rows = [(row["step"], row.get(EVALUATION)) for row in self.steps]
+        rows = [(row["step"], row.get(EVAL_REWARD)) for row in self.steps]
         return [(step, reward) for step, reward in rows if reward is not None]
 
 
-def read_snapshot(layout: RunPaths, *, ask_ledger: bool = False) -> Snapshot:
+def read_run_state(layout: RunPaths, *, ask_ledger: bool = False) -> RunState:
     """Look at a run without touching it."""
-    return Snapshot(
-        tuple(read_step_lines(layout.metrics)),
+    return RunState(
+        tuple(read_metrics(layout.metrics)),
         tuple(read_lines(layout.sft_metrics)),
         _ledger_status(layout) if ask_ledger else None,
     )

@@ -35,7 +35,7 @@ def list_shards(layout: RunPaths, version_text: VersionText = str) -> str:
     return f"{_in_columns([head, *lines])}\n{total}"
 
 
-def shards_as_json(layout: RunPaths, version_text: VersionText = str) -> str:
+def format_shards_json(layout: RunPaths, version_text: VersionText = str) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     return "\n".join(
         msgspec.json.encode(
@@ -48,7 +48,7 @@ def shards_as_json(layout: RunPaths, version_text: VersionText = str) -> str:
     )
 
 
-def rows_of_ticket(path: Path, ticket_id: int) -> list[int]:
+def find_ticket_rows(path: Path, ticket_id: int) -> list[int]:
     """The rows of all issues of a ticket, as `show_trajectory` counts them.
 
     Args:
@@ -119,7 +119,7 @@ def show_trajectory(
     return f"{title}\n{_in_columns([head, *lines])}"
 
 
-def describe_verification(report: VerifyReport) -> str:
+def format_verification(report: VerifyReport) -> str:
     """One line per problem, then `N shards, M rows verified, K problems`."""
     lines = [f"{problem.key}: {problem.message}" for problem in report.problems]
     lines.append(

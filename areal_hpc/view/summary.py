@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.view.live_progress import shown
-from areal_hpc.view.run_state import Snapshot
+from areal_hpc.view.live_progress import format_metric
+from areal_hpc.view.run_state import RunState
 
 
-def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:
+def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
     """Start and end reward, speed, exactness, and where everything lies.
 
     Args:
@@ -34,8 +34,8 @@ def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:
     spanning = sum(row["versions/multi"] for row in trained)
     lines = [
         f"{layout.root.parent.name}/{layout.root.name}: {last['step']} steps",
-        f"  training reward   {shown(trained[0]['reward/mean'], '.3f')} -> "
-        f"{shown(last['reward/mean'], '.3f')}",
+        f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
+        f"{format_metric(last['reward/mean'], '.3f')}",
     ]
     if evaluations:
         lines.append(
@@ -45,9 +45,9 @@ def summarise(layout: RunPaths, snapshot: Snapshot, program: str) -> str:
     lines += [
         f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s over all phases, "
         f"{seconds / len(trained):.1f} s per step",
-        f"  engine vs trainer {shown(worst, '.1e')} largest log-probability difference "
+        f"  engine vs trainer {format_metric(worst, '.1e')} largest log-probability difference "
         f"over {metered} tokens",
-        f"  staleness         {shown(last['staleness/mean'], '.2f')} mean, {oldest} max; "
+        f"  staleness         {format_metric(last['staleness/mean'], '.2f')} mean, {oldest} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",
         *(

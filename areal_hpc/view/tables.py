@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows of one length as lines, every column as wide as its longest cell."""
     if not rows:
         return []
@@ -17,7 +17,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """A length of time in its two largest units: `45 s`, `12 min`, `3 h 05 min`, `2 d 4 h`."""
     whole = max(0, round(seconds))
     if whole < 120:
@@ -29,7 +29,7 @@ def span(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
-def clock(unix_s: float) -> str:
+def format_time(unix_s: float) -> str:
     """Local time of the day; with the date if that is another day."""
     then, today = time.localtime(unix_s), time.localtime()
     form = "%H:%M:%S" if then[:3] == today[:3] else "%Y-%m-%d %H:%M:%S"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.plan import fused_name
+from areal_hpc.weights.buckets.plan import get_fused_name
 
 _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_parallel_embedding.py
 _SHOWN = 4
@@ -29,7 +29,7 @@ Digests = dict[str, frozenset[str]]
 """For each of the server's tensors the acceptable hashes (several where KV heads are repeated)."""
 
 
-def rank_digests(
+def compute_rank_digests(
     tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int, replica_device: str
 ) -> Digests:
     """Hashes that one tensor-parallel rank must report after loading `tensors`.
@@ -42,8 +42,8 @@ def rank_digests(
     """
     fused: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
-        if not is_expert(name):
-            fused.setdefault(fused_name(name), []).append((name, tensor))
+        if not is_expert_parameter(name):
+            fused.setdefault(get_fused_name(name), []).append((name, tensor))
     return {
         name: frozenset(
             _hash(pieces, replica_device) for pieces in _held_by(name, parts, tp_rank, tp)
@@ -52,18 +52,18 @@ def rank_digests(
     }
 
 
-def is_expert(name: str) -> bool:
+def is_expert_parameter(name: str) -> bool:
     """True for the parameters of one expert of a mixture."""
     return ".experts." in name
 
 
-def compare(expected: Digests, reported: Mapping[str, str], who: str) -> None:
+def compare_checksums(expected: Digests, reported: Mapping[str, str], who: str) -> None:
     """Check one rank's report.
 
     Raises:
         WeightSyncError: A tensor differs, or only one side has it.
     """
-    server_names = {name for name in reported if not is_expert(name)}
+    server_names = {name for name in reported if not is_expert_parameter(name)}
     missing = sorted(expected.keys() - server_names)
     unsent = sorted(server_names - expected.keys())
     different = sorted(
@@ -126,11 +126,13 @@ def _pad_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
 def _hash(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
-    value = sha_hash(*flats) if replica_device == "cpu" else word_hash(torch.cat(flats))
+    value = (
+        hash_cpu_tensor(*flats) if replica_device == "cpu" else hash_gpu_tensor(torch.cat(flats))
+    )
     return f"{value:016x}"
 
 
-def sha_hash(*flats: torch.Tensor) -> int:
+def hash_cpu_tensor(*flats: torch.Tensor) -> int:
     """The first eight bytes of SHA-256 of uint8 vectors end to end, as a big-endian number."""
     digest = hashlib.sha256()
     for flat in flats:
@@ -138,7 +140,7 @@ def sha_hash(*flats: torch.Tensor) -> int:
     return int.from_bytes(digest.digest()[:8], "big")
 
 
-def word_hash(flat: torch.Tensor, *, seed: int = 0x243F6A88, tile_words: int = 8192) -> int:
+def hash_gpu_tensor(flat: torch.Tensor, *, seed: int = 0x243F6A88, tile_words: int = 8192) -> int:
     """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat` is.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;

@@ -11,12 +11,12 @@ GIVE_UP_S = 2.0
 """Replicas that are given up are told so once, and mostly cannot hear it."""
 
 
-def prompt_s(update_timeout_s: float) -> float:
+def get_control_deadline_s(update_timeout_s: float) -> float:
     """Deadline of a call that moves no weights."""
     return min(30.0, update_timeout_s)
 
 
-def step_s(update_timeout_s: float) -> float:
+def get_step_deadline_s(update_timeout_s: float) -> float:
     """How long a group may take for one step of an update, while the other groups stand still.
 
     Longer than any single wait, so that what is reported is which wait was in vain.
@@ -24,7 +24,7 @@ def step_s(update_timeout_s: float) -> float:
     return update_timeout_s + CONNECT_S
 
 
-def silence_s(update_timeout_s: float) -> float:
+def get_sender_timeout_s(update_timeout_s: float) -> float:
     """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
 
     Groups take the steps of an update together. A replica that is done with one waits until the
@@ -33,4 +33,4 @@ def silence_s(update_timeout_s: float) -> float:
     steps the sender gathers, packs and hashes the next bucket, which may take as long as sending
     one.
     """
-    return step_s(update_timeout_s) + 2 * GIVE_UP_S + update_timeout_s
+    return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_S + update_timeout_s

@@ -19,16 +19,16 @@ from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
 log = logging.getLogger(__name__)
 
-Found = list[tuple[ReplicaKey, ReplicaView]]
+DiscoveredReplicas = list[tuple[ReplicaKey, ReplicaView]]
 
-_PATIENCE_S = 1.0
+_WAIT_S = 1.0
 """How long a cell that answered last time may take."""
 _TIMEOUT_S = 3.0
 """How long a cell that has vanished is listened for, while nobody waits."""
-_QUESTIONS_AT_ONCE = 32
+_MAX_CONCURRENT_QUERIES = 32
 
 
-class Census:
+class ReplicaDiscovery:
     """Asks relays without letting one that has vanished delay its caller.
 
     Args:
@@ -46,12 +46,12 @@ class Census:
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
         self._client = WireClient("", admin_key, timeout_s=_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
-            min(_QUESTIONS_AT_ONCE, max(1, len(self._cells))), thread_name_prefix="census"
+            min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="census"
         )
-        self._questions: dict[str, Future[Found | None]] = {}
+        self._questions: dict[str, Future[DiscoveredReplicas | None]] = {}
         self._vanished: set[str] = set()
 
-    def take(self) -> Found:
+    def take(self) -> DiscoveredReplicas:
         """Every replica of the cells that answer; takes a second at most.
 
         A cell that does not answer is left out, and not waited for again until it has.
@@ -61,9 +61,9 @@ class Census:
                 self._questions[cell] = self._pool.submit(self._ask, cell)
         wait(
             [asked for cell, asked in self._questions.items() if cell not in self._vanished],
-            timeout=_PATIENCE_S,
+            timeout=_WAIT_S,
         )
-        replicas: Found = []
+        replicas: DiscoveredReplicas = []
         for cell in self._cells:
             asked = self._questions[cell]
             found = self._questions.pop(cell).result() if asked.done() else None
@@ -82,7 +82,7 @@ class Census:
             log.warning("%s does not answer: it gets no weights until it does", cell)
             self._vanished.add(cell)
 
-    def _ask(self, cell: str) -> Found | None:
+    def _ask(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
         endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
         if endpoint is None:

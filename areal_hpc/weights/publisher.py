@@ -10,17 +10,17 @@ import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
-from areal_hpc.weights.discovery import Census, Found
+from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
+from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.transports.broadcast import Broadcast
-from areal_hpc.weights.transports.disk import Disk
-from areal_hpc.weights.transports.transport import Order, Transport
-from areal_hpc.wire.replicas import Stall
+from areal_hpc.weights.transports.broadcast import BroadcastTransport
+from areal_hpc.weights.transports.disk import DiskTransport
+from areal_hpc.weights.transports.transport import Transport, UpdateOrder
+from areal_hpc.wire.replicas import UpdatePause
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-def lacking(found: Found, version: WeightVersion) -> list[ReplicaKey]:
+def find_outdated(found: DiscoveredReplicas, version: WeightVersion) -> list[ReplicaKey]:
     """The replicas that are up and do not serve `version`. Pure."""
     return [
         key
@@ -55,17 +55,19 @@ class Publisher:
         evaluation_cell: bool = False,
     ) -> None:
         self._bucket_bytes = config.bucket_bytes
-        self._census = Census(rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell)
+        self._census = ReplicaDiscovery(
+            rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell
+        )
         self._transport: Transport[Any] = (
-            Disk(config, admin_key, device, weights_dir)
+            DiskTransport(config, admin_key, device, weights_dir)
             if config.transport == "disk"
-            else Broadcast(config, admin_key, device, backend)
+            else BroadcastTransport(config, admin_key, device, backend)
         )
         self._planned: tuple[TensorSpec, ...] = ()
-        self._buckets: list[Bucket] = []
-        self.stalls: list[Stall] = []
+        self._buckets: list[BucketPlan] = []
+        self.stalls: list[UpdatePause] = []
         """What the last update of each replica cost, as known when `outdated` was last asked."""
-        self.evaluation_replicas: Found = []
+        self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
     def outdated(self, version: WeightVersion) -> list[ReplicaKey]:
@@ -77,7 +79,7 @@ class Publisher:
         self.evaluation_replicas = [one for one in found if one[0].cell == EVALUATION_CELL]
         found = [one for one in found if one[0].cell != EVALUATION_CELL]
         self.stalls = [view.stall for _, view in found if view.stall is not None]
-        return lacking(found, version)
+        return find_outdated(found, version)
 
     def publish(
         self,
@@ -105,12 +107,14 @@ class Publisher:
         """
         arrivals = iter(parameters)
         try:
-            return self._transport.update(Order(version, self._plan(specs), arrivals, replicas))
+            return self._transport.update(
+                UpdateOrder(version, self._plan(specs), arrivals, replicas)
+            )
         finally:
             for _ in arrivals:
                 pass
 
-    def _plan(self, specs: Sequence[TensorSpec]) -> list[Bucket]:
+    def _plan(self, specs: Sequence[TensorSpec]) -> list[BucketPlan]:
         """The buckets of all updates: they follow from the specs, which stay as they are."""
         if self._planned != (held := tuple(specs)):
             self._buckets = plan_buckets(held, self._bucket_bytes)

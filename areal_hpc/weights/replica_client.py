@@ -10,11 +10,11 @@ import msgspec
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights import deadlines
-from areal_hpc.weights.buckets.plan import Bucket
+from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import (
     DEADLINE_HEADER,
-    EPOCH_HEADER,
+    GENERATION_HEADER,
     INCARNATION_HEADER,
     FenceRequest,
     LoadRequest,
@@ -23,10 +23,10 @@ from areal_hpc.wire.replicas import (
 )
 from areal_hpc.wire.weight_version import WeightVersion
 
-Reply = TypeVar("Reply")
+ReplyT = TypeVar("ReplyT")
 
 
-class _ModelInfo(msgspec.Struct):
+class _WeightVersionInfo(msgspec.Struct):
     weight_version: str
 
 
@@ -43,7 +43,7 @@ class _CheckReply(msgspec.Struct):
     ranks: list[_RankChecksums]
 
 
-class ReplicaControl:
+class ReplicaClient:
     """One replica seen from the trainer.
 
     All methods raise WeightSyncError, naming the replica, when the replica refuses, has been
@@ -59,13 +59,13 @@ class ReplicaControl:
             headers={
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
-                EPOCH_HEADER: str(epoch),
-                DEADLINE_HEADER: str(deadlines.silence_s(update_timeout_s)),
+                GENERATION_HEADER: str(epoch),
+                DEADLINE_HEADER: str(deadlines.get_sender_timeout_s(update_timeout_s)),
             },
             trust_env=False,
         )
         self._update_timeout_s = update_timeout_s
-        self._prompt_s = deadlines.prompt_s(update_timeout_s)
+        self._prompt_s = deadlines.get_control_deadline_s(update_timeout_s)
 
     def fence(self) -> None:
         """Take the replica out of service. Asks the relay alone, so a stuck SGLang is fenced."""
@@ -114,7 +114,7 @@ class ReplicaControl:
         self._post("destroy_weights_update_group", {"group_name": name}, self._prompt_s)
 
     def receive(
-        self, bucket: Bucket, group_name: str, version: WeightVersion | None, *, packed: bool
+        self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
     ) -> None:
         """Receive and load one bucket. Returns when it is loaded.
 
@@ -149,7 +149,9 @@ class ReplicaControl:
 
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        return self._decode(self._post("model_info", {}, self._prompt_s), _ModelInfo).weight_version
+        return self._decode(
+            self._post("model_info", {}, self._prompt_s), _WeightVersionInfo
+        ).weight_version
 
     def checksums(self) -> Sequence[tuple[int, dict[str, str]]]:
         """(tensor-parallel rank, hash by tensor name) of everything the server holds."""
@@ -196,7 +198,7 @@ class ReplicaControl:
                 hint="read that cell's log in logs/latest",
             ) from error
 
-    def _decode(self, body: bytes, reply: type[Reply]) -> Reply:
+    def _decode(self, body: bytes, reply: type[ReplyT]) -> ReplyT:
         try:
             return msgspec.json.decode(body, type=reply)
         except msgspec.DecodeError as error:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire import backoff
 
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 1800.0
-LONGEST_URGENT_PAUSE_S = 30.0
+MIN_PAUSE_S = 1.0
+MAX_PAUSE_S = 1800.0
+MAX_URGENT_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class _Failures:
     ended_at: float
 
 
-class Backoff:
+class UpdateBackoff:
     """Keeps replicas that cannot be updated from stopping those that can, and the training.
 
     The first failure is forgiven: a resend usually mends it. From the second on, a replica is
@@ -44,7 +44,7 @@ class Backoff:
             now: A time of `time.monotonic`.
             is_urgent: No replica has the weights, so there is nothing that a try would hold up.
         """
-        longest_s = LONGEST_URGENT_PAUSE_S if is_urgent else LONGEST_PAUSE_S
+        longest_s = MAX_URGENT_PAUSE_S if is_urgent else MAX_PAUSE_S
         return [key for key in keys if now >= self._not_before(key, longest_s)]
 
     def note(
@@ -63,5 +63,5 @@ class Backoff:
         if past is None:
             return 0.0
         is_costly = past.in_a_row > 1 and key == past.key
-        first_s = max(past.cost_s, FIRST_PAUSE_S) if is_costly else FIRST_PAUSE_S
+        first_s = max(past.cost_s, MIN_PAUSE_S) if is_costly else MIN_PAUSE_S
         return past.ended_at + backoff.Backoff(first_s, longest_s).get_pause_s(past.in_a_row - 1)

@@ -10,20 +10,20 @@ from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.update_session import Swap
+from areal_hpc.weights.update_session import UpdateSession
 
 log = logging.getLogger(__name__)
 
-SwapT = TypeVar("SwapT", bound=Swap)
-Step = Callable[[SwapT], None]
+SessionT = TypeVar("SessionT", bound=UpdateSession)
+SessionStep = Callable[[SessionT], None]
 
 
-class Attempt(Generic[SwapT]):
+class GroupUpdate(Generic[SessionT]):
     """One update under way: the groups that still take part, and why others do not.
 
     Args:
         pool: Has a thread for each group.
-        step_s: What a group may take for one step; one that takes longer drops out.
+        get_step_deadline_s: What a group may take for one step; one that takes longer drops out.
     """
 
     def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
@@ -31,22 +31,22 @@ class Attempt(Generic[SwapT]):
         self._step_s = step_s
         self._step_name = ""
         self._step_ends_at = 0.0
-        self.live: list[SwapT] = []
+        self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def each(self, name: str, step: Step[SwapT]) -> None:
+    def each(self, name: str, step: SessionStep[SessionT]) -> None:
         """Take one step with all groups at once; those that fail it drop out."""
         self.settle(self.start(name, step))
 
-    def start(self, name: str, step: Step[SwapT]) -> list[tuple[SwapT, Future[None]]]:
+    def start(self, name: str, step: SessionStep[SessionT]) -> list[tuple[SessionT, Future[None]]]:
         """Begin one step with all groups; `settle` ends it."""
         self._step_name = name
         self._step_ends_at = time.monotonic() + self._step_s
         return [(swap, self._pool.submit(step, swap)) for swap in self.live]
 
-    def settle(self, steps: list[tuple[SwapT, Future[None]]]) -> None:
+    def settle(self, steps: list[tuple[SessionT, Future[None]]]) -> None:
         """Wait for the step of each group; those that failed, or are late, drop out."""
-        failures: dict[SwapT, WeightSyncError] = {}
+        failures: dict[SessionT, WeightSyncError] = {}
         for swap, step in steps:
             try:
                 step.result(max(0.0, self._step_ends_at - time.monotonic()))
@@ -62,7 +62,7 @@ class Attempt(Generic[SwapT]):
         """The sender itself failed: nobody got complete weights."""
         self._drop({swap: WeightSyncError("the sender failed") for swap in self.live})
 
-    def _drop(self, failures: Mapping[SwapT, WeightSyncError]) -> None:
+    def _drop(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
         for swap, error in failures.items():
             log.warning("left out of this update: %s", error)
             self.live.remove(swap)

@@ -19,16 +19,16 @@ from typing import Any
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.checksum import Digests, compare
-from areal_hpc.weights.replica_client import ReplicaControl
+from areal_hpc.weights.checksum import Digests, compare_checksums
+from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
-Call = Callable[[ReplicaControl], object]
+ReplicaCall = Callable[[ReplicaClient], object]
 
 
-class Swap:
+class UpdateSession:
     """Some replicas that take the steps of an update together.
 
     Every method raises WeightSyncError when a member fails or a deadline passes; the object is
@@ -40,7 +40,7 @@ class Swap:
         name: For its threads.
     """
 
-    def __init__(self, members: Sequence[ReplicaControl], config: WeightsConfig, name: str) -> None:
+    def __init__(self, members: Sequence[ReplicaClient], config: WeightsConfig, name: str) -> None:
         self._members = members
         self._config = config
         self.load_s = 0.0
@@ -68,7 +68,7 @@ class Swap:
             expected: Hashes by (tensor-parallel size, rank); None checks the version alone.
         """
 
-        def check(member: ReplicaControl) -> None:
+        def check(member: ReplicaClient) -> None:
             found = member.weight_version()
             if found != str(version):
                 raise WeightSyncError(f"{member.key}: expected version {version}, got {found!r}")
@@ -81,7 +81,7 @@ class Swap:
                     )
                 for rank, checksums in reported.items():
                     who = f"{member.key}, rank {rank}"
-                    compare(expected[member.key.tp, rank], checksums, who)
+                    compare_checksums(expected[member.key.tp, rank], checksums, who)
 
         self._all(check)
 
@@ -93,7 +93,7 @@ class Swap:
     def resume(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
-        def release(member: ReplicaControl) -> None:
+        def release(member: ReplicaClient) -> None:
             member.resume()
             member.serve(version)
 
@@ -111,7 +111,7 @@ class Swap:
     def give_up(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
-        def tell(member: ReplicaControl) -> None:
+        def tell(member: ReplicaClient) -> None:
             try:
                 member.give_up()
             except WeightSyncError as error:
@@ -130,7 +130,7 @@ class Swap:
         for member in self._members:
             member.close()
 
-    def _all(self, call: Call) -> None:
+    def _all(self, call: ReplicaCall) -> None:
         """Make one call to every member at once."""
         for future in [self._calls.submit(call, member) for member in self._members]:
             future.result()

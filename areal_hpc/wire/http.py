@@ -12,12 +12,12 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.wire.backoff import Backoff
 
-Reply = TypeVar("Reply")
+ReplyT = TypeVar("ReplyT")
 
 KEEP_ALIVE_S = 75
 """For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
 aiohttp after 15), or a request meets the closing of its connection."""
-RETRIED_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
+RETRYABLE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the tries of a call."""
 
@@ -73,11 +73,11 @@ class WireClient:
         self,
         route: str,
         request: msgspec.Struct,
-        reply: type[Reply],
+        reply: type[ReplyT],
         *,
         patience_s: float = 0.0,
         timeout_s: float | None = None,
-    ) -> Reply:
+    ) -> ReplyT:
         """POST `request` and decode the reply.
 
         The call is repeated for `patience_s` while the peer refuses connections or is busy;
@@ -95,7 +95,7 @@ class WireClient:
                 answer = self._client.post(
                     url, content=body, timeout=timeout_s or self._client.timeout
                 )
-                if answer.status_code not in RETRIED_STATUSES:
+                if answer.status_code not in RETRYABLE_STATUSES:
                     return _decode(answer.status_code, url, answer.content, reply)
                 trouble = f"answered {answer.status_code}: {answer.text[:200]}"
             except httpx.TransportError as error:
@@ -107,7 +107,7 @@ class WireClient:
                 )
             time.sleep(next(pauses))
 
-    def get(self, route: str, reply: type[Reply]) -> Reply:
+    def get(self, route: str, reply: type[ReplyT]) -> ReplyT:
         """GET and decode.
 
         Raises:
@@ -139,11 +139,11 @@ class AsyncWireClient:
         self,
         route: str,
         request: msgspec.Struct,
-        reply: type[Reply],
+        reply: type[ReplyT],
         *,
         key: str | None = None,
         timeout_s: float | None = None,
-    ) -> Reply:
+    ) -> ReplyT:
         """POST `request` once and decode the reply.
 
         A `key` replaces the client's own (a session's); `timeout_s` limits this call.
@@ -155,7 +155,7 @@ class AsyncWireClient:
         body = msgspec.json.encode(request)
         return await self._exchange("POST", route, reply, key, timeout_s, body)
 
-    async def get(self, route: str, reply: type[Reply]) -> Reply:
+    async def get(self, route: str, reply: type[ReplyT]) -> ReplyT:
         """GET and decode. Raises as `call` does."""
         return await self._exchange("GET", route, reply)
 
@@ -163,11 +163,11 @@ class AsyncWireClient:
         self,
         method: str,
         route: str,
-        reply: type[Reply],
+        reply: type[ReplyT],
         key: str | None = None,
         timeout_s: float | None = None,
         body: bytes | None = None,
-    ) -> Reply:
+    ) -> ReplyT:
         url = f"{self._base_url}{route}"
         headers = {"Authorization": f"Bearer {key or self._key}"}
         limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -189,7 +189,7 @@ class AsyncWireClient:
             self._session = None
 
 
-def _decode(status: int, url: str, content: bytes, reply: type[Reply]) -> Reply:
+def _decode(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
     if status >= 400:
         raise HttpRefused(status, url, content.decode(errors="replace"))
     return msgspec.json.decode(content, type=reply)

@@ -8,8 +8,8 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 | /lease       | LeaseRequest     | LeaseReply     | driver        |
 | /settle      | SettleRequest    | Acknowledged   | proxy         |
 | /drop        | DropRequest      | Acknowledged   | driver, proxy |
-| /evaluated   | EvaluatedRequest | Acknowledged   | driver        |
-| /open_epoch  | OpenEpochRequest | Acknowledged   | trainer       |
+| /evaluated   | EvaluationResultRequest | Acknowledged   | driver        |
+| /open_epoch  | OpenGenerationRequest | Acknowledged   | trainer       |
 | /batch       | BatchRequest     | BatchReply     | trainer       |
 | /publish     | PublishRequest   | Acknowledged   | trainer       |
 | /evaluate    | EvaluateRequest  | EvaluateReply  | trainer       |
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct, field
 
-Split = Literal["train", "valid"]
+TaskSplit = Literal["train", "valid"]
 """A task set: of training tickets, or of evaluation tickets."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
@@ -68,7 +68,7 @@ class LeaseRequest(Struct, frozen=True):
     job_start: int = 0
     """Which start of its job the cell is in, as Slurm may leave an older one alive on a node that
     it lost; 0 where starts are not counted."""
-    splits: tuple[Split, ...] = ("train", "valid")
+    splits: tuple[TaskSplit, ...] = ("train", "valid")
     """What the driver takes tickets of."""
 
 
@@ -117,7 +117,7 @@ class DropRequest(Struct, frozen=True):
     """Of the episodes of a `filtered` group."""
 
 
-class EvaluatedRequest(Struct, frozen=True):
+class EvaluationResultRequest(Struct, frozen=True):
     """The rewards of one evaluation ticket."""
 
     cell: str
@@ -125,7 +125,7 @@ class EvaluatedRequest(Struct, frozen=True):
     rewards: list[float]
 
 
-class OpenEpochRequest(Struct, frozen=True):
+class OpenGenerationRequest(Struct, frozen=True):
     """A trainer took `epoch` and resumes after `base_step` committed steps."""
 
     epoch: int

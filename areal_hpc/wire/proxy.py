@@ -11,12 +11,12 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
 | /rl/record         | session | RecordRequest       | RecordReply         |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
-| /rl/offer_session  | admin   | OfferRequest        | OfferReply          |
+| /rl/offer_session  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
 | /rl/seal           | admin   | Empty               | SealReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
-| /grant_capacity    | admin   | Empty               | GrantReply          |
+| /grant_capacity    | admin   | Empty               | GrantCapacityReply          |
 | /healthz (GET)     | none    |                     | ProxyHealth         |
 """
 
@@ -89,7 +89,7 @@ class StartSessionReply(Struct, frozen=True, omit_defaults=True):
     """In an online run: the task that the run would like to be tried."""
 
 
-class OfferRequest(Struct, frozen=True):
+class OfferEpisodeRequest(Struct, frozen=True):
     """Let the next program that opens a session play this episode of a ticket."""
 
     session: StartSessionRequest
@@ -98,7 +98,7 @@ class OfferRequest(Struct, frozen=True):
     """How long the request may be kept until a program comes."""
 
 
-class OfferReply(Struct, frozen=True):
+class OfferEpisodeReply(Struct, frozen=True):
     """The session that a program opened; None if nobody came."""
 
     session_id: str | None
@@ -198,7 +198,7 @@ class ExportReply(Struct, frozen=True):
     interactions: dict[str, ExportedInteraction]
 
 
-class GrantReply(Struct, frozen=True):
+class GrantCapacityReply(Struct, frozen=True):
     """How many sessions may be open at once now."""
 
     capacity: int

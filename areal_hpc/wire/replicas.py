@@ -11,11 +11,11 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | route                           | reply       | meaning                                        |
 |---------------------------------|-------------|------------------------------------------------|
 | GET  /replicas                  | ReplicaList | every replica of the cell and its state        |
-| POST /follow                    | FollowReply | FollowRequest: from other nodes of the cell    |
+| POST /follow                    | NodePartReply | NodePartRequest: from other nodes of the cell    |
 | POST /replicas/<i>/fence        | ReplicaView | FenceRequest: out of service, SGLang not asked |
 | POST /replicas/<i>/serve        | ReplicaView | ServeRequest: weights verified, open to agents |
 | POST /replicas/<i>/load         | as SGLang   | LoadRequest: all weights, from the run directory |
-| POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of RELAYED_ROUTES  |
+| POST /replicas/<i>/<sglang route>| as SGLang  | relayed if the route is one of FORWARDED_ROUTES  |
 
 When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
 any other is restarted, and waits for a full resend.
@@ -27,7 +27,7 @@ from typing import Literal
 
 from msgspec import Struct
 
-RELAYED_ROUTES = frozenset(
+FORWARDED_ROUTES = frozenset(
     {
         "pause_generation",
         "continue_generation",
@@ -44,14 +44,14 @@ RELAYED_ROUTES = frozenset(
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
 
 INCARNATION_HEADER = "x-areal-incarnation"
-EPOCH_HEADER = "x-areal-epoch"
+GENERATION_HEADER = "x-areal-epoch"
 DEADLINE_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
 """`ready`: up, but its weights are unknown; `serving`: weights verified, agents may be routed."""
 
 
-class Stall(Struct, frozen=True):
+class UpdatePause(Struct, frozen=True):
     """What one update cost the requests that were in flight at a replica, by its cell's clock."""
 
     version: str
@@ -79,7 +79,7 @@ class ReplicaView(Struct, frozen=True):
     """`epoch.step` while serving."""
     tp: int = 1
     """Tensor-parallel ranks: members it brings into an update group."""
-    stall: Stall | None = None
+    stall: UpdatePause | None = None
     """That of its last update."""
 
 
@@ -90,7 +90,7 @@ class ReplicaList(Struct, frozen=True):
     replicas: list[ReplicaView]
 
 
-class FollowRequest(Struct, frozen=True):
+class NodePartRequest(Struct, frozen=True):
     """A further node of a cell whose replica spans nodes asks what to run, several times a second.
 
     Not heard of for `inference.span.SILENCE_S`, it is lost, and with it the replica's incarnation.
@@ -102,7 +102,7 @@ class FollowRequest(Struct, frozen=True):
     """Whose part runs there; 0: none."""
 
 
-class FollowReply(Struct, frozen=True):
+class NodePartReply(Struct, frozen=True):
     """What a further node is to run."""
 
     incarnation: int

@@ -18,7 +18,7 @@ from areal_hpc.trainer.model.hf_weights import export_hf, list_hf_specs
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import word_hash
+from areal_hpc.weights.checksum import hash_gpu_tensor
 from benchmarks import _learning as learning
 from benchmarks._pairs import (
     Side,
@@ -65,7 +65,7 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            word_hash(self.buffers.open(bucket).flat)
+            hash_gpu_tensor(self.buffers.open(bucket).flat)
 
     def add_up(self) -> None:
         self.source.sum().item()

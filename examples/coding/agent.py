@@ -8,7 +8,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.reward.answer_extraction import fenced
+from areal_hpc.reward.answer_extraction import extract_code
 from areal_hpc.reward.code import code_reward
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from areal_hpc.sandbox.run import run_program
@@ -52,7 +52,7 @@ class CodeAgent:
 
 def tried(text: str) -> str:
     """What the model is told of its program."""
-    source = fenced(text)
+    source = extract_code(text)
     if source is None:
         return "There is no ```python block in your reply. Write the program in one."
     outcome = run_program(source)

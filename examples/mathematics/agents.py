@@ -7,7 +7,7 @@ from typing import Any
 
 from openai import AsyncOpenAI
 
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 
 MATH = "areal_hpc.reward.math:math_reward"
@@ -18,7 +18,7 @@ class MathAgent:
     """Asks once. `request` goes into the model call, such as `temperature: 0.7`."""
 
     def __init__(self, reward: str = MATH, **request: Any) -> None:
-        self.reward = AsyncRewardWrapper(load_function(reward, "rollout.workflow_kwargs"))
+        self.reward = AsyncRewardWrapper(load_user_function(reward, "rollout.workflow_kwargs"))
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

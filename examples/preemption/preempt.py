@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 
@@ -25,7 +25,7 @@ def newest_step(layout: RunPaths) -> int:
 
 
 def main(recipe: Path, overrides: list[str]) -> None:
-    layout = RunPaths(load(recipe, overrides).run_dir.resolve())
+    layout = RunPaths(load_recipe(recipe, overrides).run_dir.resolve())
     command = [*COMMAND, "run", str(recipe), *overrides]
     running = subprocess.Popen(command)
     while newest_step(layout) < 1:

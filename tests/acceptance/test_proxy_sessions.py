@@ -14,11 +14,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from areal_hpc.proxy.http.driver_api import exported_interactions
+from areal_hpc.proxy.http.driver_api import export_interactions
 from areal_hpc.proxy.sessions.events import decode_event
-from areal_hpc.proxy.sessions.store import SessionBook
+from areal_hpc.proxy.sessions.store import SessionStore
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
-from areal_hpc.session.tree import ids_of
+from areal_hpc.session.tree import unpack_ids
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportReply, ExportRequest
 from tests.support.prompt_audit import audit_prompt, prompt_ids
@@ -90,10 +90,10 @@ async def end_all(agents: list[Agent], url: str) -> None:
         await asyncio.gather(*(agent.end(http, url) for agent in agents))
 
 
-def remembered(stage: Stage) -> SessionBook:
+def remembered(stage: Stage) -> SessionStore:
     """What the journal holds."""
     (journal,) = stage.journal_dir.glob("*/journal")
-    book = SessionBook()
+    book = SessionStore()
     for record in read_journal(journal):
         book.apply(decode_event(record.payload))
     return book
@@ -143,7 +143,7 @@ def test_a_thousand_sessions_at_once_lose_nothing_and_mistake_no_token(tmp_path:
                     read = prompt_ids(tree, one)
                     mismatches += tuple(read) not in sent
                     mismatches += bool(audit_prompt(tree, one, template, encoder))
-                    said = [*ids_of(one.output_ids)]
+                    said = [*unpack_ids(one.output_ids)]
                     if one.closed:
                         said.pop()
                     mismatches += encoder.decode(said) != agent.seen[one.interaction_id]
@@ -206,7 +206,7 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
         asyncio.run(end_all(agents, stage.url))
         for agent in agents:
             tree = book.sessions[agent.session_id].tree
-            expected = exported_interactions(tree, ExportRequest(agent.session_id))
+            expected = export_interactions(tree, ExportRequest(agent.session_id))
             assert export(stage, agent).interactions == expected
     finally:
         stage.close()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.run_state import read_snapshot
+from areal_hpc.view.run_state import read_run_state
 from tests.support.environments import CHECKOUT, python_of
 
 DOCUMENT = (CHECKOUT / "docs" / "tutorial.md").read_text()
@@ -39,6 +39,6 @@ def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
             check=False,
         )
         assert done.returncode == 0, done.stdout + done.stderr
-    evaluations = read_snapshot(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
+    evaluations = read_run_state(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
     assert evaluations[0][1] <= 0.3
     assert evaluations[-1][1] >= 0.9

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.slurm.container import IMAGE_ROOT, image_python
+from areal_hpc.slurm.container import IMAGE_ROOT, get_image_python
 from tests.support.environments import CHECKOUT
 
 CONTAINERS = CHECKOUT / "slurm" / "containers"
@@ -46,7 +46,7 @@ def test_every_role_gets_an_environment_from_its_lock(tmp_path: Path, roles: lis
     code, asked = install(tmp_path, *roles)
     assert code == 0
     for role in roles:
-        assert (tmp_path / Path(image_python(role)).relative_to(IMAGE_ROOT)).is_file()
+        assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_ROOT)).is_file()
         pins = tmp_path / (
             ".venvs/serve/pins.txt" if role == "serve" else f"requirements/{role}.txt"
         )

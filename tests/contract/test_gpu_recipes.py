@@ -14,10 +14,10 @@ import pytest
 
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.devices import shortages
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import DatasetConfig
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from tests.support.environments import CHECKOUT
@@ -78,7 +78,7 @@ def planned(name: str, cache: Path, *overrides: str, gpus: str = "") -> str:
     return done.stdout
 
 
-def datasets(recipe: Recipe) -> list[DatasetConfig]:
+def datasets(recipe: Recipe) -> list[TaskSetConfig]:
     parts = [part for part, _ in recipe.train_dataset.parts("")]
     return parts + ([recipe.valid_dataset] if recipe.valid_dataset else [])
 
@@ -102,7 +102,7 @@ def test_it_plans_and_its_model_fits(name: str, cache: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
-    recipe = load(recipe_path(name))
+    recipe = load_recipe(recipe_path(name))
     serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
     assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
     assert recipe.model.hub is not None
@@ -116,7 +116,7 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if NODES[name] == 1])
 def test_a_recipe_for_one_node_runs_on_a_machine_like_it_and_on_none_smaller(name: str) -> None:
-    recipe = load(recipe_path(name))
+    recipe = load_recipe(recipe_path(name))
     assert shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
     (problem,) = shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
     assert "it needs 8 at once" in problem.message
@@ -132,7 +132,7 @@ def test_the_plan_shares_the_gpus_of_this_machine_out(cache: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
-    recipe = load(recipe_path(name))
+    recipe = load_recipe(recipe_path(name))
     workflow, kwargs = recipe.rollout.workflow, recipe.rollout.workflow_kwargs
     python = recipe.cluster.agents.python
     if python != "auto":
@@ -144,15 +144,15 @@ def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
     elif recipe.rollout.agent.mode != "online":
         load_agent(workflow, kwargs)  # raises for what is not there
     if recipe.rollout.should_accept:
-        assert callable(load_function(recipe.rollout.should_accept, "should_accept"))
+        assert callable(load_user_function(recipe.rollout.should_accept, "should_accept"))
     for part in datasets(recipe):
         if part.generator:
-            made = load_function(part.generator, "generator")(**part.kwargs)
+            made = load_user_function(part.generator, "generator")(**part.kwargs)
             assert "messages" in next(iter(made))
         else:
             assert part.hub
             assert part.to_task
-            assert callable(load_function(part.to_task, "to_task"))
+            assert callable(load_user_function(part.to_task, "to_task"))
 
 
 def test_what_does_not_fit_is_warned_of(cache: Path) -> None:

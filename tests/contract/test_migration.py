@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.areal.config.translation import RULES
-from areal_hpc.recipe.base import section_of
+from areal_hpc.recipe.base import get_section_class
 from areal_hpc.recipe.recipe import Recipe
 
 FOLDER = Path(__file__).parent
@@ -35,7 +35,7 @@ def is_a_key(name: str) -> bool:
     *sections, last = name.split(".")
     for section in sections:
         field = model.model_fields.get(section)  # type: ignore[attr-defined]
-        found = field and section_of(field.annotation)
+        found = field and get_section_class(field.annotation)
         if not found:
             return bool(field) and section == sections[-1]  # a free mapping
         model = found

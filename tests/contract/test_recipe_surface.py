@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from areal_hpc.recipe.reference import describe_keys
+from areal_hpc.recipe.reference import render_key_table
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
 
 def test_the_key_reference_is_current() -> None:
-    assert REFERENCE.read_text() == describe_keys(), "run: areal-hpc keys > docs/recipe.md"
+    assert REFERENCE.read_text() == render_key_table(), "run: areal-hpc keys > docs/recipe.md"
 
 
 def test_every_key_is_documented() -> None:
-    assert "| None |" not in describe_keys()
+    assert "| None |" not in render_key_table()

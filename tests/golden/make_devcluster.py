@@ -4,13 +4,20 @@ import sys
 from pathlib import Path
 
 from areal_hpc.slurm.devcluster import node_main
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
-from areal_hpc.slurm.devcluster.plan import Daemon, Facts, Node, Plan, Settings, plan
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from areal_hpc.slurm.devcluster.plan import (
+    Daemon,
+    DevclusterNode,
+    DevclusterPlan,
+    DevclusterSettings,
+    HostFacts,
+    plan_devcluster,
+)
 from areal_hpc.slurm.devcluster.state import read_templates
 
 GOLDEN = Path(__file__).with_name("devcluster")
 
-FACTS = Facts(
+FACTS = HostFacts(
     hostname="login",
     user="ada",
     memory_mib=24000,
@@ -19,25 +26,25 @@ FACTS = Facts(
     limits_memory=True,
 )
 
-VARIANTS = {"namespaces": Settings(), "loopback": Settings(namespaces=False)}
+VARIANTS = {"namespaces": DevclusterSettings(), "loopback": DevclusterSettings(namespaces=False)}
 
 
-def plan_variant(settings: Settings) -> Plan:
+def plan_variant(settings: DevclusterSettings) -> DevclusterPlan:
     """Four nodes on a machine of 24 GB. On loopback memory is not limited."""
     facts = FACTS if settings.namespaces else without_networks(FACTS)
-    return plan(settings, facts, ClusterPaths(Path("/run/dev")), read_templates())
+    return plan_devcluster(settings, facts, DevclusterPaths(Path("/run/dev")), read_templates())
 
 
-def without_networks(facts: Facts) -> Facts:
-    return Facts(
+def without_networks(facts: HostFacts) -> HostFacts:
+    return HostFacts(
         facts.hostname, facts.user, facts.memory_mib, facts.first_port, 0, limits_memory=False
     )
 
 
-def describe(made: Plan) -> str:
+def describe(made: DevclusterPlan) -> str:
     """Every file and every process, without what differs between checkouts."""
     parts = [f"==> {path} <==\n{text}" for path, text in made.files.items()]
-    commands: list[Daemon | Node] = [*made.daemons, *made.nodes]
+    commands: list[Daemon | DevclusterNode] = [*made.daemons, *made.nodes]
     lines = [f"{part.name}: {' '.join(part.command)}" for part in commands]
     shown = (
         "\n".join(lines).replace(sys.executable, "PYTHON").replace(node_main.__file__, "node.py")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.trajectory import Trajectory
 
 GOLDEN = Path(__file__).with_name("shard_v1.h5")
@@ -60,5 +60,5 @@ def golden_rows() -> list[Trajectory]:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         shards_dir = Path(folder)
-        shard = seal(golden_rows(), shards_dir, shards_dir / "index", WRITER)
+        shard = seal_shard(golden_rows(), shards_dir, shards_dir / "index", WRITER)
         GOLDEN.write_bytes((shards_dir / shard.file).read_bytes())

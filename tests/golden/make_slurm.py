@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.slurm_launcher import requests_of
-from areal_hpc.recipe.loading import load
+from areal_hpc.launch.slurm_launcher import build_requests
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.dry_run import describe_requests
+from areal_hpc.view.dry_run import format_requests
 
 CHECKOUT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).with_name("slurm")
@@ -21,9 +21,9 @@ NARROWER = {
 def describe(site: str) -> str:
     """What `areal-hpc submit --dry-run` prints for a site."""
     where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
-    recipe = load(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
+    recipe = load_recipe(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
     layout = RunPaths(recipe.run_dir.resolve())
-    return describe_requests(layout, requests_of(recipe, WORKING_FOLDER))
+    return format_requests(layout, build_requests(recipe, WORKING_FOLDER))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import LossStats, MicroBatch, run_forward_backward
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import word_hash
+from areal_hpc.weights.checksum import hash_gpu_tensor
 from benchmarks._learning import (
     QWEN_HALF_BILLION,
     Sizes,
@@ -236,7 +236,7 @@ def codec(trainee: Trainee) -> dict[str, Any]:
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
-            hashes.append(word_hash(packed.flat) == word_hash(packed.flat.cpu()))
+            hashes.append(hash_gpu_tensor(packed.flat) == hash_gpu_tensor(packed.flat.cpu()))
     return {
         "buckets": len(buckets),
         "bytes": sum(bucket.size_bytes for bucket in buckets),

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import httpx
 
-from areal_hpc.inference.command import replica_command
-from areal_hpc.inference.sglang_server import environment_with, free_ports
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.inference.command import build_replica_command
+from areal_hpc.inference.sglang_server import build_environment, find_free_ports
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 START_TIMEOUT_S = 110.0
@@ -25,10 +25,10 @@ def serving(
     model_dir: Path, log_path: Path, *extra_args: str, context_tokens: int = 1024
 ) -> Iterator[str]:
     """The address of a server of that model, in float32, ready for requests."""
-    ports = free_ports()
-    command = replica_command(
+    ports = find_free_ports()
+    command = build_replica_command(
         InferenceConfig(dtype="float32", context_tokens=context_tokens, extra_args=extra_args),
-        python=interpreter_of("serve", "auto"),
+        python=get_interpreter("serve", "auto"),
         model_path=str(model_dir),
         device="cpu",
         index=0,
@@ -39,7 +39,7 @@ def serving(
     with log_path.open("wb") as log_file:
         process = subprocess.Popen(
             command.argv,
-            env=environment_with(str(log_path.parent)) | command.environment,
+            env=build_environment(str(log_path.parent)) | command.environment,
             stdout=log_file,
             stderr=log_file,
             start_new_session=True,

@@ -6,8 +6,8 @@ import time
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.restarts import own_stop_note
-from areal_hpc.jobs.time_limit import note_save
+from areal_hpc.jobs.restarts import read_own_stop_notice
+from areal_hpc.jobs.time_limit import record_save_time
 
 
 def _note(config: dict[str, str], word: str) -> None:
@@ -31,11 +31,11 @@ def steady(config: dict[str, str]) -> None:
 
 def slow_saver(config: dict[str, str]) -> None:
     """Say that a save takes eight seconds; when told to stop, say how much time there is."""
-    note_save(8.0)
+    record_save_time(8.0)
 
     def look(number: int, frame: object) -> None:
         _note(config, "stopped")
-        while (note := own_stop_note()) is None:
+        while (note := read_own_stop_notice()) is None:
             time.sleep(0.1)
         _note(config, f"{note.reason}: {note.kill_at - time.time():.0f} s")
         raise SystemExit(143)

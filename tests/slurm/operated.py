@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -42,7 +42,7 @@ class OperatedRun:
         cls, cluster: Devcluster, fileroot: Path, trial: str, *overrides: str
     ) -> "OperatedRun":
         names = [f"cluster.fileroot={fileroot}", f"trial_name={trial}", "cluster.stop_grace_s=6"]
-        recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [*names, *overrides])
+        recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [*names, *overrides])
         layout = RunPaths(recipe.run_dir.resolve())
         layout.log_dir(1).mkdir(parents=True)
         layout.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))

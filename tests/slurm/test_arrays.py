@@ -8,7 +8,7 @@ import pytest
 
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.recipe.sections.cluster import SlurmConfig
-from areal_hpc.slurm.script import JobRequest, RunPlace, request_all
+from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster, devcluster
@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
 
 
 def request(job: SupervisedJob, root: Path, site: SlurmConfig, *, is_array: bool) -> JobRequest:
-    place = RunPlace(
+    place = RunContext(
         name=root.name,
         run_dir=root,
         jobs_dir=root / "jobs",
@@ -44,7 +44,7 @@ def request(job: SupervisedJob, root: Path, site: SlurmConfig, *, is_array: bool
         working_folder=CHECKOUT,
         is_array=is_array,
     )
-    return request_all([job.launch("wait_to_go").job], site, place)[0]
+    return build_job_requests([job.launch("wait_to_go").job], site, place)[0]
 
 
 def submit_together(

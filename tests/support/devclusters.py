@@ -13,7 +13,7 @@ import psutil
 
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.devcluster.host import choosing
+from areal_hpc.slurm.devcluster.host import reserve_resources
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
@@ -98,7 +98,9 @@ class Devcluster:
         if not self._made_of.exists():
             return
         its_own = self.links_and_groups()
-        with choosing():  # another cluster could have its network before the look at what is left
+        with (
+            reserve_resources()
+        ):  # another cluster could have its network before the look at what is left
             self.done("down")
             assert [one for one in its_own if one.exists()] == []
         wait_for(lambda: self.traces() == [], 60)  # an srun of ours ends with its job, not with it

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
@@ -226,7 +226,7 @@ def running_cell(
         "cell": name,
         "inference": {"device": "cpu", "dtype": "float32", **inference},
         "model_path": str(layout.tiny_model_dir),
-        "serve_python": interpreter_of("serve", "auto"),
+        "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / f"{name}.json").write_text(json.dumps(config))
     cell = Cell(layout, name)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.recipe.sections.trainer import OptimizerConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.rundir.checkpoints import TrainerState, find_latest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
@@ -124,7 +124,7 @@ class Case:
     def build(self) -> tuple[Policy, Any]:
         policy = build_policy(self.arch, self.parallel, torch.float32, torch.device("cpu"))
         load_hf(policy, lambda tensor, part: torch.zeros(tensor.shape)[part])
-        config = OptimizerConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
+        config = AdamConfig(lr=LR, weight_decay=0.1, clip_grad=1.0)
         return policy, build_optimizer(policy, config)
 
     def batches(self, policy: Policy, rows: list[TrainingRow]) -> list[MicroBatch]:

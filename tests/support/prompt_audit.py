@@ -15,7 +15,7 @@ import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 from areal_hpc.session.completion_prompts import RAW_CONTEXT
-from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
+from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +33,8 @@ class TokenDifference:
 def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
     """The whole prompt of an interaction, as the model read it."""
     *before, last = tree.path(interaction)
-    parts = [ids_of(part) for one in before for part in (one.new_ids, one.output_ids)]
-    ids: list[int] = np.concatenate([*parts, ids_of(last.new_ids)]).tolist()
+    parts = [unpack_ids(part) for one in before for part in (one.new_ids, one.output_ids)]
+    ids: list[int] = np.concatenate([*parts, unpack_ids(last.new_ids)]).tolist()
     return ids
 
 
@@ -44,7 +44,7 @@ def rendered_ids(
     """What the prompt would be if the conversation were rendered and tokenised anew.
 
     Raises:
-        TemplateRefusal: The template does not accept the conversation.
+        ChatTemplateError: The template does not accept the conversation.
     """
     path = tree.path(interaction)
     if any(one.context == RAW_CONTEXT for one in path):  # a text, not a conversation
@@ -62,7 +62,7 @@ def audit_prompt(
     """Every place where an interaction's prompt is not what rendering would give.
 
     Raises:
-        TemplateRefusal: The template does not accept the conversation.
+        ChatTemplateError: The template does not accept the conversation.
     """
     recorded = prompt_ids(tree, interaction)
     rendered = rendered_ids(tree, interaction, template, encoder)

@@ -20,7 +20,7 @@ import msgspec
 from openai import OpenAI
 
 from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
-from areal_hpc.proxy.sessions.store import key_digest
+from areal_hpc.proxy.sessions.store import hash_key
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
@@ -159,7 +159,7 @@ class Stage:
         """The interactions of a session that are in the journal by now."""
         (journal,) = self.journal_dir.glob("*/journal")
         events = [decode_event(record.payload) for record in read_journal(journal)]
-        digest = key_digest(key)
+        digest = hash_key(key)
         (session_id,) = (
             one.session_id
             for one in events

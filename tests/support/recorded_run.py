@@ -17,7 +17,7 @@ from areal_hpc.rundir.manifests import read_manifest, write_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import describe_shard
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 from areal_hpc.wire.trajectory import Trajectory
 from areal_hpc.wire.weight_version import WeightVersion
@@ -69,7 +69,7 @@ def record_run(
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
-        shard = seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+        shard = seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
         tickets = [
             SettledTicket(
                 TicketRef((step - 1) * TICKETS + ticket, 0),

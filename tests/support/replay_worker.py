@@ -31,7 +31,7 @@ from areal_hpc.errors import ArealError
 from areal_hpc.faults import VARIABLE
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.jobs.topology import current_task
+from areal_hpc.jobs.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.paths import RunPaths
@@ -139,7 +139,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     report.unlink(missing_ok=True)
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        init_process_groups(current_task(), parallel, "cpu", layout.rendezvous_dir)
+        init_process_groups(get_task_position(), parallel, "cpu", layout.rendezvous_dir)
         with report_first_failure():
             found = act(scenario, layout)
         report.write_text(json.dumps(found))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.dataset.materialize import count_rows, materialise
-from areal_hpc.dataset.sources import rows
+from areal_hpc.dataset.materialize import count_rows, materialize
+from areal_hpc.dataset.sources import iterate_rows
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.dataset import DatasetConfig, TrainDatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 
 
 @pytest.fixture
@@ -26,10 +26,14 @@ def generators(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_generator_is_written_as_json_lines(generators: None, tmp_path: Path) -> None:
     out = tmp_path / "data" / "train.jsonl"
-    config = DatasetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
-    assert materialise([(config, "train_dataset")], out) == [3]
+    config = TaskSetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
+    assert materialize([(config, "train_dataset")], out) == [3]
     assert count_rows(out) == 3
-    assert list(rows(DatasetConfig(path=out), "train_dataset")) == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert list(iterate_rows(TaskSetConfig(path=out), "train_dataset")) == [
+        {"n": 0},
+        {"n": 1},
+        {"n": 2},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +52,7 @@ def test_a_broken_generator_is_named_and_leaves_no_file(
 ) -> None:
     out = tmp_path / "train.jsonl"
     with pytest.raises(RecipeError, match=complaint):
-        materialise([(DatasetConfig(generator=generator), "train_dataset")], out)
+        materialize([(TaskSetConfig(generator=generator), "train_dataset")], out)
     assert not out.exists()
 
 
@@ -60,9 +64,9 @@ def test_a_row_that_does_not_pass_is_named_and_leaves_no_file(
             raise RecipeError("it is two", key="n")
 
     out = tmp_path / "train.jsonl"
-    config = DatasetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
+    config = TaskSetConfig(generator="made_up_tasks:good", kwargs={"size": 3})
     with pytest.raises(RecipeError, match="row 2, n: it is two") as refusal:
-        materialise([(config, "train_dataset")], out, check)
+        materialize([(config, "train_dataset")], out, check)
     assert refusal.value.problems[0].key == "train_dataset"
     assert not out.exists()
 
@@ -74,32 +78,32 @@ def test_a_broken_line_is_named(tmp_path: Path, content: str, complaint: str) ->
     path = tmp_path / "bad.jsonl"
     path.write_text(content)
     with pytest.raises(RecipeError, match=complaint):
-        list(rows(DatasetConfig(path=path), "train_dataset"))
+        list(iterate_rows(TaskSetConfig(path=path), "train_dataset"))
 
 
 def test_exactly_one_source_is_demanded() -> None:
     with pytest.raises(ValueError, match="exactly one"):
-        DatasetConfig()
+        TaskSetConfig()
     for wrong in ({}, {"generator": "a:b", "sources": [{"generator": "c:d"}]}):
         with pytest.raises(ValueError, match="exactly one"):
-            TrainDatasetConfig.model_validate(wrong)
+            TrainTaskSetConfig.model_validate(wrong)
 
 
 def test_several_sources_are_written_one_after_another(generators: None, tmp_path: Path) -> None:
     good = {"generator": "made_up_tasks:good"}
     sources = [{**good, "kwargs": {"size": 2}}, {**good, "kwargs": {"size": 1}, "weight": 3.0}]
-    config = TrainDatasetConfig.model_validate({"sources": sources})
+    config = TrainTaskSetConfig.model_validate({"sources": sources})
     out = tmp_path / "train.jsonl"
-    assert materialise(config.parts("train_dataset"), out) == [2, 1]
-    assert list(rows(DatasetConfig(path=out), "")) == [{"n": 0}, {"n": 1}, {"n": 0}]
+    assert materialize(config.parts("train_dataset"), out) == [2, 1]
+    assert list(iterate_rows(TaskSetConfig(path=out), "")) == [{"n": 0}, {"n": 1}, {"n": 0}]
 
 
 def test_the_source_at_fault_is_named(generators: None, tmp_path: Path) -> None:
     good = {"generator": "made_up_tasks:good", "kwargs": {"size": 2}}
-    config = TrainDatasetConfig.model_validate(
+    config = TrainTaskSetConfig.model_validate(
         {"sources": [good, {"generator": "made_up_tasks:empty"}]}
     )
     out = tmp_path / "train.jsonl"
     with pytest.raises(RecipeError, match=r"train_dataset\.sources\.1"):
-        materialise(config.parts("train_dataset"), out)
+        materialize(config.parts("train_dataset"), out)
     assert list(tmp_path.glob("*.jsonl*")) == []

@@ -9,9 +9,9 @@ from typing import Any
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.dataset.sources import files_of, rows
+from areal_hpc.dataset.sources import iterate_rows, list_source_files
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.dataset import DatasetConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
 SAMPLES = Path(__file__).parents[1] / "samples"
 """Made by `datasets` 5.2: `save_to_disk` and `to_parquet` of the same two rows."""
@@ -20,7 +20,7 @@ COMMIT = "5f1e7ac0" * 5
 
 
 def read(**config: Any) -> list[dict[str, Any]]:
-    return list(rows(DatasetConfig(**config), "train_dataset"))
+    return list(iterate_rows(TaskSetConfig(**config), "train_dataset"))
 
 
 @pytest.fixture
@@ -60,7 +60,9 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path: Path) -> None:
 def test_the_files_of_a_hub_data_set_are_read_in_order(cache: Path, revision: str | None) -> None:
     config = {"hub": "someone/sums", "files": "main/train-*.parquet", "revision": revision}
     assert len(read(**config)) == 4
-    names = [path.name[:11] for path in files_of(DatasetConfig.model_validate(config), "x")]
+    names = [
+        path.name[:11] for path in list_source_files(TaskSetConfig.model_validate(config), "x")
+    ]
     assert names == ["train-00000", "train-00001"]
 
 
@@ -98,7 +100,7 @@ def test_reasoning_gym_is_a_source_by_name() -> None:
 )
 def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError):
-        DatasetConfig.model_validate(wrong)
+        TaskSetConfig.model_validate(wrong)
 
 
 def test_rows_pass_the_function_that_makes_tasks_of_them(

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from examples.coding.agent import tried
 from examples.custom import sorting
 from examples.search.agent import CORPUS, Index, hotpot
@@ -86,7 +86,7 @@ def test_a_shard_is_read_by_the_script(tmp_path: Path) -> None:
         head_dim=16,
     )
     rows = [trajectory(number, tokens=6) for number in range(2)]
-    shard = seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+    shard = seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
     done = subprocess.run(
         [
             sys.executable,

@@ -9,8 +9,8 @@ import pytest
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
-from areal_hpc.view.run_state import read_snapshot
-from areal_hpc.view.summary import summarise
+from areal_hpc.view.run_state import read_run_state
+from areal_hpc.view.summary import summarize
 
 STEP = {
     "reward/mean": 0.5,
@@ -61,7 +61,7 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     assert steps_in("\n".join(told)) == [1, 2, 1, 3]
     assert told[2].split() == ["step", "1/3", "held-out", "0.250"]
     assert "reward 0.500  held-out 0.750" in told[3]
-    snapshot = read_snapshot(layout)
+    snapshot = read_run_state(layout)
     assert snapshot.evaluations == [(1, 0.25), (3, 0.75)]
     assert snapshot.steps[-1]["step"] == 3
 
@@ -97,4 +97,4 @@ def test_a_difference_that_is_not_finite_is_said_in_words(
     append_line(layout.metrics, line | sizes)
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
-    assert "not finite largest" in summarise(layout, read_snapshot(layout), program="areal-hpc")
+    assert "not finite largest" in summarize(layout, read_run_state(layout), program="areal-hpc")

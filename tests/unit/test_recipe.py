@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
@@ -16,19 +16,21 @@ QUICKSTART = RECIPES / "quickstart.yaml"
 
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
 def test_every_shipped_recipe_parses(path: Path) -> None:
-    recipe = load(path)
+    recipe = load_recipe(path)
     assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
 
 
 def test_overrides_reach_any_depth_and_keep_their_types() -> None:
-    recipe = load(QUICKSTART, ["trainer.optimizer.lr=1e-3", "rollout.max_head_offpolicyness=2"])
+    recipe = load_recipe(
+        QUICKSTART, ["trainer.optimizer.lr=1e-3", "rollout.max_head_offpolicyness=2"]
+    )
     assert recipe.trainer.optimizer.lr == 1e-3
     assert recipe.rollout.max_head_offpolicyness == 2
 
 
 def test_unknown_key_names_the_nearest_known_one() -> None:
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, ["trainer.totl_steps=3"])
+        load_recipe(QUICKSTART, ["trainer.totl_steps=3"])
     assert "unknown key 'totl_steps'" in str(caught.value)
     assert "at: trainer.totl_steps" in str(caught.value)
     assert "did you mean total_steps?" in str(caught.value)
@@ -37,19 +39,21 @@ def test_unknown_key_names_the_nearest_known_one() -> None:
 
 def test_unknown_key_inside_an_optional_section_is_explained() -> None:
     with pytest.raises(RecipeError, match="did you mean batch_size"):
-        load(QUICKSTART, ["warmup.batch_sise=3"])
+        load_recipe(QUICKSTART, ["warmup.batch_sise=3"])
 
 
 def test_wrong_type_says_expected_and_got() -> None:
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, ["trainer.total_steps=many"])
+        load_recipe(QUICKSTART, ["trainer.total_steps=many"])
     assert "valid integer" in str(caught.value)
     assert "'many'" in str(caught.value)
 
 
 def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, ["trainer.total_steps=0", "rollout.nonsense=1", "inference.cells=none"])
+        load_recipe(
+            QUICKSTART, ["trainer.total_steps=0", "rollout.nonsense=1", "inference.cells=none"]
+        )
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {"trainer.total_steps", "rollout.nonsense", "inference.cells"}
 
@@ -58,7 +62,7 @@ def test_values_that_do_not_fit_together_are_all_reported() -> None:
     parallel = ["trainer.parallel.dp=3", "trainer.parallel.ep=2"]
     overrides = ["trainer.minibatches=5", "rollout.n_samples=1", *parallel]
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, overrides)
+        load_recipe(QUICKSTART, overrides)
     message = str(caught.value)
     assert "batch_size=32 tickets do not divide into minibatches=5" in message
     assert "dp=3" in message
@@ -68,14 +72,14 @@ def test_values_that_do_not_fit_together_are_all_reported() -> None:
 
 def test_an_agent_is_named_unless_programs_come() -> None:
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, ["rollout.workflow=''"])
+        load_recipe(QUICKSTART, ["rollout.workflow=''"])
     assert [problem.key for problem in caught.value.problems] == ["rollout.workflow"]
     online = "rollout.agent.mode=online"
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, [online])
+        load_recipe(QUICKSTART, [online])
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["rollout.workflow", "valid_dataset"]
-    recipe = load(QUICKSTART, [online, "rollout.workflow=''", "valid_dataset=null"])
+    recipe = load_recipe(QUICKSTART, [online, "rollout.workflow=''", "valid_dataset=null"])
     assert recipe.rollout.workflow == ""
 
 
@@ -84,7 +88,7 @@ def test_an_evaluation_job_needs_tasks_to_play(mode: str) -> None:
     overrides = ["valid_dataset=null", "evaluation.separate_job=true"]
     overrides += ["rollout.agent.mode=online", "rollout.workflow=''"] if mode == "online" else []
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, overrides)
+        load_recipe(QUICKSTART, overrides)
     assert [problem.key for problem in caught.value.problems] == ["evaluation.separate_job"]
     assert "no held-out tasks" in str(caught.value)
 
@@ -101,29 +105,29 @@ def test_files_that_are_no_recipe_are_refused(tmp_path: Path, content: str, expe
     path = tmp_path / "broken.yaml"
     path.write_text(content)
     with pytest.raises(RecipeError, match=expected):
-        load(path)
+        load_recipe(path)
 
 
 def test_missing_recipe_is_named() -> None:
     with pytest.raises(RecipeError, match="there is no recipe at"):
-        load(Path("no/such.yaml"))
+        load_recipe(Path("no/such.yaml"))
 
 
 def test_override_without_a_value_is_refused() -> None:
     with pytest.raises(RecipeError, match="expected key=value, got 'trainer'"):
-        load(QUICKSTART, ["trainer"])
+        load_recipe(QUICKSTART, ["trainer"])
 
 
 def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
-    recipe = load(QUICKSTART)
+    recipe = load_recipe(QUICKSTART)
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    assert load(path) == recipe
+    assert load_recipe(path) == recipe
 
 
 def test_engine_and_trainer_must_hold_the_same_bits() -> None:
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, ["inference.dtype=bfloat16", "trainer.device=cuda"])
+        load_recipe(QUICKSTART, ["inference.dtype=bfloat16", "trainer.device=cuda"])
     assert {problem.key for problem in caught.value.problems} == {
         "inference.dtype",
         "inference.device",
@@ -133,22 +137,22 @@ def test_engine_and_trainer_must_hold_the_same_bits() -> None:
 @pytest.mark.parametrize("name", ["..", ".hidden", "a/b", ""])
 def test_names_that_would_leave_the_file_root_are_refused(name: str) -> None:
     with pytest.raises(RecipeError, match="trial_name"):
-        load(QUICKSTART, [f"trial_name='{name}'"])
+        load_recipe(QUICKSTART, [f"trial_name='{name}'"])
 
 
 def test_sessions_must_outlive_their_episodes() -> None:
     with pytest.raises(RecipeError, match="session_timeout_s=3600 is less than the 7200 s"):
-        load(QUICKSTART, ["rollout.episode_timeout_s=2400"])
+        load_recipe(QUICKSTART, ["rollout.episode_timeout_s=2400"])
 
 
 def test_a_partial_group_is_no_larger_than_the_whole() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.min_samples"):
-        load(QUICKSTART, ["rollout.min_samples=100"])
+        load_recipe(QUICKSTART, ["rollout.min_samples=100"])
 
 
 def test_extra_episodes_take_part_of_the_concurrency() -> None:
     with pytest.raises(RecipeError, match=r"rollout\.max_concurrent_rollouts"):
-        load(QUICKSTART, ["rollout.extra_samples=10000"])
+        load_recipe(QUICKSTART, ["rollout.extra_samples=10000"])
 
 
 def test_a_curriculum_and_weights_of_sources_do_not_mix() -> None:
@@ -157,11 +161,11 @@ def test_a_curriculum_and_weights_of_sources_do_not_mix() -> None:
         "train_dataset.kwargs={}",
         "train_dataset.sources=[{path: a.jsonl, weight: 3}, {path: b.jsonl}]",
     ]
-    assert load(QUICKSTART, overrides).train_dataset.sources[0].weight == 3
+    assert load_recipe(QUICKSTART, overrides).train_dataset.sources[0].weight == 3
     with pytest.raises(RecipeError, match="the weights of sources have no say"):
-        load(QUICKSTART, [*overrides, "rollout.curriculum=my.tasks:weigh"])
+        load_recipe(QUICKSTART, [*overrides, "rollout.curriculum=my.tasks:weigh"])
 
 
 def test_groups_of_replicas_are_for_broadcasts() -> None:
     with pytest.raises(RecipeError, match="from disk every replica loads by itself"):
-        load(QUICKSTART, ["weights.transport=disk", "weights.replicas_per_group=2"])
+        load_recipe(QUICKSTART, ["weights.transport=disk", "weights.replicas_per_group=2"])

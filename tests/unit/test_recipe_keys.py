@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from areal_hpc.recipe.reference import describe_keys, kind_of
+from areal_hpc.recipe.reference import describe_type, render_key_table
 
 
 @pytest.mark.parametrize(
@@ -29,11 +29,11 @@ from areal_hpc.recipe.reference import describe_keys, kind_of
     ],
 )
 def test_a_type_is_shown_in_words(annotation: Any, shown: str) -> None:
-    assert kind_of(annotation) == shown
+    assert describe_type(annotation) == shown
 
 
 def test_the_reference_shows_values_as_recipes_state_them() -> None:
-    lines = describe_keys().splitlines()
+    lines = render_key_table().splitlines()
     rows = {line.split(" | ")[0].strip("|` "): line for line in lines}
     assert "| int >= 1 or null | `null` |" in rows["cluster.slurm.time_min"]
     assert "| bool | `true` |" in rows["cluster.slurm.requeue"]

@@ -33,7 +33,7 @@ from typing import Any
 from areal_hpc.jobs.die_with_parent import die_with_parent
 
 
-class _Placeholder:
+class _StubObject:
     """A name that can be imported, called as a decorator, nested and inherited from."""
 
     def __init__(self, name: str) -> None:
@@ -44,10 +44,10 @@ class _Placeholder:
             return args[0]  # used as `@triton.jit`
         return lambda function: function  # used as `@triton.jit(...)`
 
-    def __getattr__(self, name: str) -> _Placeholder:
+    def __getattr__(self, name: str) -> _StubObject:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _Placeholder(f"{self.__name__}.{name}")
+        return _StubObject(f"{self.__name__}.{name}")
 
     def __getitem__(self, grid: object) -> Any:
         raise NotImplementedError(f"{self.__name__} is a GPU kernel and was launched on a CPU")
@@ -55,7 +55,7 @@ class _Placeholder:
     def __mro_entries__(self, bases: tuple[object, ...]) -> tuple[type, ...]:
         return (object,)
 
-    def __or__(self, other: object) -> _Placeholder:
+    def __or__(self, other: object) -> _StubObject:
         return self  # in annotations
 
     __ror__ = __or__
@@ -72,11 +72,11 @@ def _triton_name(name: str) -> Any:
     # torch asks isinstance(x, triton.runtime.JITFunction): such names must be classes.
     last = name.rpartition(".")[2]
     if not last[:1].isupper():
-        return _Placeholder(name)
+        return _StubObject(name)
     return type(last, (), {"__init__": lambda self, *args, **options: None})
 
 
-class _StandIn(types.ModuleType):
+class _StubModule(types.ModuleType):
     """A module, with any submodule, whose attributes a factory makes on demand."""
 
     def __init__(self, name: str, make: Callable[[str], Any]) -> None:
@@ -108,20 +108,20 @@ class _StandInFinder:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # by protocol
 
     def create_module(self, spec: ModuleSpec) -> types.ModuleType:
-        return _StandIn(spec.name, self._roots[spec.name.partition(".")[0]])
+        return _StubModule(spec.name, self._roots[spec.name.partition(".")[0]])
 
     def exec_module(self, module: types.ModuleType) -> None:
         """A stand-in has no code."""
 
 
-def install_stand_ins() -> None:
+def install_stubs() -> None:
     """Make SGLang importable here."""
-    kernels = _StandIn("sgl_kernel", _kernel)
+    kernels = _StubModule("sgl_kernel", _kernel)
     # No finder: SGLang guards imports of submodules (`sgl_kernel.<x>`), and those must fail.
     kernels.__spec__ = ModuleSpec("sgl_kernel", None, is_package=True)
     kernels.__version__ = "0.4.10"  # SGLang refuses to start beside another version
     sys.modules["sgl_kernel"] = kernels
-    makers: dict[str, Callable[[str], Any]] = {"torchvision": _Placeholder, "triton": _triton_name}
+    makers: dict[str, Callable[[str], Any]] = {"torchvision": _StubObject, "triton": _triton_name}
     absent = {name: make for name, make in makers.items() if not PathFinder.find_spec(name)}
     sys.meta_path.insert(0, _StandInFinder(absent))
     if "triton" in absent:
@@ -172,7 +172,7 @@ def main() -> None:
         kill_process_tree(os.getpid(), include_parent=False)
 
 
-install_stand_ins()
+install_stubs()
 
 if __name__ == "__main__":
     main()

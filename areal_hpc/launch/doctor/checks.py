@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Verdict(StrEnum):
+class CheckStatus(StrEnum):
     """How bad it is."""
 
     OK = "ok"
@@ -17,32 +17,32 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckResult:
     """One thing that was looked at."""
 
     name: str
-    verdict: Verdict
+    verdict: CheckStatus
     finding: str
     hint: str = ""
     """What to try; empty if all is well."""
 
 
-def ok(name: str, finding: str) -> Check:
+def ok(name: str, finding: str) -> CheckResult:
     """All is well."""
-    return Check(name, Verdict.OK, finding)
+    return CheckResult(name, CheckStatus.OK, finding)
 
 
-def warn(name: str, finding: str, hint: str) -> Check:
+def warn(name: str, finding: str, hint: str) -> CheckResult:
     """Worth knowing."""
-    return Check(name, Verdict.WARN, finding, hint)
+    return CheckResult(name, CheckStatus.WARN, finding, hint)
 
 
-def fail(name: str, finding: str, hint: str) -> Check:
+def fail(name: str, finding: str, hint: str) -> CheckResult:
     """A run would not work."""
-    return Check(name, Verdict.FAIL, finding, hint)
+    return CheckResult(name, CheckStatus.FAIL, finding, hint)
 
 
-def describe_checks(checks: Sequence[Check]) -> list[str]:
+def format_checks(checks: Sequence[CheckResult]) -> list[str]:
     """A line for each check, and one more for each that is not well; then the sum."""
     width = max((len(check.name) for check in checks), default=0)
     lines = []
@@ -52,6 +52,6 @@ def describe_checks(checks: Sequence[Check]) -> list[str]:
         lines += [f"{'':<{width + 8}}{line}" for line in more]
         if check.hint:
             lines.append(f"{'':<{width + 8}}try: {check.hint}")
-    counts = [sum(check.verdict is verdict for check in checks) for verdict in Verdict]
+    counts = [sum(check.verdict is verdict for check in checks) for verdict in CheckStatus]
     lines.append(f"{counts[0]} ok, {counts[1]} to know of, {counts[2]} failed")
     return lines

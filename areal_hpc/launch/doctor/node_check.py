@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.checks import Check, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.commands import ask_slurm
-from areal_hpc.slurm.queue import Queue, is_alive
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.queue import JobQueue, is_alive
 from areal_hpc.slurm.reasons import explain_reason
 
 POLL_S = 2.0
-PATIENCE_S = 300.0
+JOB_TIMEOUT_S = 300.0
 """For the job to start and end."""
-VISIBLE_WITHIN_S = 60
+MAX_VISIBILITY_S = 60
 """For a file to be seen on another node: NFS caches directories for up to a minute."""
 
 _SCRIPT = """#!/bin/bash
@@ -34,9 +34,12 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 """
 
 
-def check_from_a_job(
-    fileroot: Path, options: JobOptions, say: Callable[[str], None], patience_s: float = PATIENCE_S
-) -> Check:
+def check_storage_from_node(
+    fileroot: Path,
+    options: JobOptions,
+    say: Callable[[str], None],
+    patience_s: float = JOB_TIMEOUT_S,
+) -> CheckResult:
     """Submit the job, wait for its answer, and leave neither job nor file."""
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
     token = secrets.token_hex(16)
@@ -45,13 +48,13 @@ def check_from_a_job(
         (folder / "question").write_text(f"{token}\n")
         script = JobPaths(folder).script
         script.write_text(
-            _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=VISIBLE_WITHIN_S)
+            _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_S)
         )
         named = ("partition", "account", "qos", "constraint", "reservation")
         values = {name: getattr(options, name) for name in named}
         flags = [f"--{name}={value}" for name, value in values.items() if value]
         flags += options.sbatch_flags or ()
-        job_id = ask_slurm(
+        job_id = run_slurm_command(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
             *(*flags, f"--output={folder}/output", str(script)),
         ).split(";")[0]
@@ -67,8 +70,8 @@ def check_from_a_job(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await(folder: Path, job_id: str, token: str, patience_s: float) -> Check:
-    queue, give_up_at, waits_for = Queue(), time.monotonic() + patience_s, "it did not start"
+def _await(folder: Path, job_id: str, token: str, patience_s: float) -> CheckResult:
+    queue, give_up_at, waits_for = JobQueue(), time.monotonic() + patience_s, "it did not start"
     ended_at: float | None = None
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():
@@ -77,7 +80,7 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> Check:
         found = look.jobs.get(job_id)
         if found and not is_alive(found.state):
             ended_at = ended_at or time.monotonic()
-        if found and ended_at and time.monotonic() - ended_at > VISIBLE_WITHIN_S:
+        if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_S:
             return fail(
                 "shared",
                 f"job {job_id} ran on {found.nodes or 'no node'} and its answer did not come: "
@@ -87,12 +90,12 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> Check:
         if found and found.reason:
             waits_for = explain_reason(found.reason).meaning
         time.sleep(max(POLL_S, queue.pause_s if look.silence else 0.0))
-    ask_slurm("scancel", job_id)
+    run_slurm_command("scancel", job_id)
     hint = "try again when nodes are free"
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
 
 
-def _judge(words: list[str], token: str) -> Check:
+def _judge(words: list[str], token: str) -> CheckResult:
     node = words[1] if len(words) > 1 else "?"
     if not words or words[0] != token:
         return fail("shared", f"{node} sees other content", "use another file system")

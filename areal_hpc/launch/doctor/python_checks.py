@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from areal_hpc.launch.doctor.checks import Check, fail, ok
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
 
 PACKAGES = {
     "serve": ("sglang",),
@@ -15,7 +15,7 @@ PACKAGES = {
     "agents": ("areal-hpc", "openai"),
 }
 """Distributions that a role cannot do without."""
-LONGEST_START_S = 60.0
+MAX_START_S = 60.0
 """A cold interpreter on busy shared storage takes that long, no more."""
 
 _VERSIONS = """
@@ -30,13 +30,13 @@ print(json.dumps(found))
 """
 
 
-def check_pythons(pythons: Mapping[str, str]) -> Iterator[Check]:
+def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
     """Ask every role's interpreter for the versions of its packages; nothing heavy is imported."""
     for role, python in pythons.items():
         yield _check(role, python)
 
 
-def _check(role: str, python: str) -> Check:
+def _check(role: str, python: str) -> CheckResult:
     name, key = f"python {role}", f"cluster.{role}.python"
     if shutil.which(python) is None:
         return fail(name, f"there is none at {python}", f"make setup, or {key}=/path/to/python")
@@ -45,12 +45,12 @@ def _check(role: str, python: str) -> Check:
             [python, "-c", _VERSIONS, *PACKAGES[role]],
             capture_output=True,
             text=True,
-            timeout=LONGEST_START_S,
+            timeout=MAX_START_S,
             check=False,
         )
     except subprocess.TimeoutExpired:
         hint = "put the environment on faster storage"
-        return fail(name, f"{python} did not start within {LONGEST_START_S:.0f} s", hint)
+        return fail(name, f"{python} did not start within {MAX_START_S:.0f} s", hint)
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
         return fail(name, f"{python} does not start: {last}", f"mend it, or name another by {key}")

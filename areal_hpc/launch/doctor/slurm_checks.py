@@ -9,32 +9,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.checks import Check, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
-from areal_hpc.slurm.commands import ask_slurm
+from areal_hpc.slurm.commands import run_slurm_command
 
-NEEDED = ("sbatch", "srun", "squeue", "scontrol", "scancel")
+REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 JOB_KINDS = ("trainer", format_cell_name(0))
 """A job of each kind that has options of its own."""
 
 
-def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Check]:
+def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
     """Everything that can be asked of Slurm without submitting a job.
 
     Args:
         slurm: The site's options.
         scripts: The sbatch scripts of a run by the names of their jobs; without a recipe none.
     """
-    missing = [name for name in NEEDED if shutil.which(name) is None]
+    missing = [name for name in REQUIRED_COMMANDS if shutil.which(name) is None]
     if missing:
         hint = "run this on a login node of the cluster; module load slurm on some"
         yield fail("commands", f"not found: {', '.join(missing)}", hint)
         return
     try:
-        version = ask_slurm("sbatch", "--version").strip()
-        yield ok("commands", f"{version}: {', '.join(NEEDED)}")
-        config = ask_slurm("scontrol", "show", "config")
+        version = run_slurm_command("sbatch", "--version").strip()
+        yield ok("commands", f"{version}: {', '.join(REQUIRED_COMMANDS)}")
+        config = run_slurm_command("scontrol", "show", "config")
     except ClusterError as error:
         hint = "scontrol ping; Slurm's commands find the cluster by SLURM_CONF or /etc/slurm"
         yield fail("slurmctld", error.problems[0].message, hint)
@@ -46,7 +46,7 @@ def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
     yield from _container(slurm)
 
 
-def _accounting(config: str) -> Check:
+def _accounting(config: str) -> CheckResult:
     found = re.search(r"^AccountingStorageType\s*= (\S+)", config, re.MULTILINE)
     if found and found[1].endswith("slurmdbd") and shutil.which("sacct"):
         return ok("accounting", "on: sacct tells what happened to jobs of long ago")
@@ -67,7 +67,7 @@ def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
     )
 
 
-def _partitions(slurm: SlurmConfig) -> Iterator[Check]:
+def _partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
     limits: dict[str, int] = {}
     for options in _options(slurm).values():
         for name in (options.partition or "").split(","):
@@ -77,14 +77,14 @@ def _partitions(slurm: SlurmConfig) -> Iterator[Check]:
         yield ok("partition", "none named: Slurm's default")
     for name, time_min in limits.items():
         try:
-            shown = ask_slurm("scontrol", "show", "partition", name, "--oneliner")
+            shown = run_slurm_command("scontrol", "show", "partition", name, "--oneliner")
         except ClusterError:
             yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
             continue
         yield _partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_min)
 
 
-def _partition(name: str, facts: Mapping[str, str], time_min: int) -> Check:
+def _partition(name: str, facts: Mapping[str, str], time_min: int) -> CheckResult:
     what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
     if facts.get("State") != "UP":
         return fail(
@@ -106,7 +106,7 @@ def _minutes(text: str) -> int | None:
     return (days * 24 + hours) * 60 + minutes
 
 
-def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Check]:
+def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
     """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
     asked: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -118,7 +118,7 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
             asked = {job: _flags(options) for job, options in _options(slurm).items()}
         for job, arguments in asked.items():
             try:
-                ask_slurm("sbatch", "--test-only", *arguments)
+                run_slurm_command("sbatch", "--test-only", *arguments)
             except ClusterError as error:
                 said = error.problems[0].message.removeprefix("sbatch: ")
                 yield fail(
@@ -137,7 +137,7 @@ def _flags(options: JobOptions) -> tuple[str, ...]:
     return (*told, *(options.sbatch_flags or ()), "--wrap=true")
 
 
-def _container(slurm: SlurmConfig) -> Iterator[Check]:
+def _container(slurm: SlurmConfig) -> Iterator[CheckResult]:
     container = slurm.container
     if container.kind == "none":
         return
@@ -152,7 +152,7 @@ def _container(slurm: SlurmConfig) -> Iterator[Check]:
                 "srun -n1 which apptainer; a module load among slurm.setup",
             )
         )
-    elif "--container-image" in ask_slurm("srun", "--help"):
+    elif "--container-image" in run_slurm_command("srun", "--help"):
         yield ok("pyxis", "srun knows --container-image")
     else:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"

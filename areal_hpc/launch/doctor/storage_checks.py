@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from areal_hpc.launch.doctor.checks import Check, fail, ok, warn
+from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 
-LEAST_FREE_BYTES = 1 << 30
-COMFORTABLE_BYTES = 50 << 30
+MIN_FREE_BYTES = 1 << 30
+RECOMMENDED_FREE_BYTES = 50 << 30
 """Below it a run of a real model has room for a few commits only."""
-LEAST_FREE_INODES = 10_000
-MOST_SKEW_S = 2.0
+MIN_FREE_INODES = 10_000
+MAX_CLOCK_SKEW_S = 2.0
 """Between a file's time and this node's clock."""
 LOCAL_KINDS = {"ext2/ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlayfs", "overlay", "zfs"}
 """File systems that other nodes see only if this node exports them."""
 
 
-def check_storage(fileroot: Path) -> Iterator[Check]:
+def check_storage(fileroot: Path) -> Iterator[CheckResult]:
     """Look at the file root from this node, in a folder that is removed again."""
     try:
         fileroot.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def check_storage(fileroot: Path) -> Iterator[Check]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _kind(fileroot: Path) -> Check:
+def _kind(fileroot: Path) -> CheckResult:
     """What file system it is. Whether it is shared only another node can tell."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],
@@ -62,7 +62,7 @@ def _kind(fileroot: Path) -> Check:
     return warn("shared", f"{kind}: this node alone cannot tell", "--from-a-job asks a node")
 
 
-def _promises(folder: Path) -> Iterator[Check]:
+def _promises(folder: Path) -> Iterator[CheckResult]:
     """Rename over a file, fsync, exclusive creation, locks, and the time of files."""
     old, new = folder / "old", folder / "new"
     try:
@@ -95,7 +95,7 @@ def _promises(folder: Path) -> Iterator[Check]:
     skew_s = old.stat().st_mtime - time.time()
     yield (
         ok("clock", f"files are {abs(skew_s):.1f} s off this node's time")
-        if abs(skew_s) <= MOST_SKEW_S
+        if abs(skew_s) <= MAX_CLOCK_SKEW_S
         else warn(
             "clock",
             f"files are {skew_s:+.1f} s off this node's time",
@@ -104,7 +104,7 @@ def _promises(folder: Path) -> Iterator[Check]:
     )
 
 
-def _locks(path: Path) -> Check:
+def _locks(path: Path) -> CheckResult:
     first, second = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -120,20 +120,20 @@ def _locks(path: Path) -> Check:
     return warn("locks", "flock lets two in at once", "do not start the same run twice")
 
 
-def _room(fileroot: Path) -> Check:
+def _room(fileroot: Path) -> CheckResult:
     facts = os.statvfs(fileroot)
     free_bytes = facts.f_bavail * facts.f_frsize
     room = f"{free_bytes / (1 << 30):.0f} GiB free"
-    if facts.f_files and facts.f_favail < LEAST_FREE_INODES:
+    if facts.f_files and facts.f_favail < MIN_FREE_INODES:
         return fail("room", f"{room}, but {facts.f_favail} inodes", "remove small files")
-    if free_bytes < LEAST_FREE_BYTES:
+    if free_bytes < MIN_FREE_BYTES:
         return fail("room", room, "free some space, or choose another cluster.fileroot")
-    if free_bytes < COMFORTABLE_BYTES:
+    if free_bytes < RECOMMENDED_FREE_BYTES:
         return warn("room", room, "enough for small models; a commit holds 16 bytes a parameter")
     return ok("room", room)
 
 
-def _quota() -> Iterator[Check]:
+def _quota() -> Iterator[CheckResult]:
     """What `quota` says, where there is such a command; Lustre's has its own."""
     if shutil.which("quota") is None:
         return

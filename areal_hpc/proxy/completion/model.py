@@ -8,11 +8,11 @@ import msgspec
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
 
 
-def read_model(
+def load_served_model(
     name: str,
     model_dir: Path,
     context_tokens: int | None,
@@ -41,11 +41,11 @@ def read_model(
     )
 
 
-def parsers_of(model: ServedModel, serve_python: str) -> SGLangParsers | None:
+def start_parsers(model: ServedModel, serve_python: str) -> ToolParsers | None:
     """SGLang's parsers for the model's formats, run by its interpreter; None if it has none."""
     if not (model.tool_call_parser or model.reasoning_parser):
         return None
-    return SGLangParsers(serve_python, model.tool_call_parser, model.reasoning_parser)
+    return ToolParsers(serve_python, model.tool_call_parser, model.reasoning_parser)
 
 
 def read_context_tokens(model_path: Path) -> int:

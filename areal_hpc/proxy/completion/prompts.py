@@ -12,24 +12,24 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import PromptTooLong, RequestRefused, TemplateRefusal
+from areal_hpc.errors import ChatTemplateError, PromptTooLong, RequestError
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
-from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.completion_prompts import open_ids_turn, open_text_turn
-from areal_hpc.session.tree import Interaction, Turn, ids_json, pack_ids, pack_logprobs
+from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
+from areal_hpc.session.tree import Interaction, TreeTurn, encode_ids, pack_ids, pack_logprobs
 
 
 class Prompt(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
 
     session: Session
-    turn: Turn
+    turn: TreeTurn
     new_ids: bytes
     prompt_tokens: int
     prompt_json: bytes
@@ -57,7 +57,7 @@ class Prompt(msgspec.Struct, frozen=True):
             self.reasons_first,
         )
 
-    def interaction(self, choice: int, generation: Generation, said: Said) -> Interaction:
+    def interaction(self, choice: int, generation: Generation, said: ReplyDelta) -> Interaction:
         """What is recorded of a choice."""
         parent = self.turn.parent
         return Interaction(
@@ -80,13 +80,13 @@ class Prompt(msgspec.Struct, frozen=True):
         )
 
 
-class PromptMaker:
+class PromptBuilder:
     """Makes prompts for one model."""
 
     def __init__(
         self,
         model: ServedModel,
-        parsers: SGLangParsers | None,
+        parsers: ToolParsers | None,
         limits: ProxyConfig,
         metrics: ProxyMetrics,
     ) -> None:
@@ -99,11 +99,11 @@ class PromptMaker:
         """Find what the call continues and make it ready to be sent.
 
         Raises:
-            RequestRefused: The call cannot be answered.
+            RequestError: The call cannot be answered.
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
-        refuse_beyond_limits(session, call.n)
+        check_session_limits(session, call.n)
         turn, new_ids = await self.tokenise(session, call)
         self._metrics.prompts.labels(turn.splice).inc()
         if turn.forked is not None:
@@ -115,7 +115,7 @@ class PromptMaker:
             sampling = msgspec.structs.replace(sampling, sampling_seed=_session_seed(session))
         sampling, reasons_first = await self._constrain(call, turn, sampling)
         session.calls += 1
-        new_json = ids_json(new_ids)
+        new_json = encode_ids(new_ids)
         return Prompt(
             session=session,
             turn=turn,
@@ -133,7 +133,7 @@ class PromptMaker:
         )
 
     async def _constrain(
-        self, call: ModelCall, turn: Turn, sampling: SamplingParams
+        self, call: ModelCall, turn: TreeTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
         if self._parsers is None or not self._model.must_parse(call):
@@ -158,25 +158,25 @@ class PromptMaker:
             sampling = msgspec.structs.replace(sampling, **grammar)
         return sampling, found.reasons_first and bool(sampling.grammars)
 
-    async def tokenise(self, session: Session, call: ModelCall) -> tuple[Turn, list[int]]:
+    async def tokenise(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int]]:
         """What the call would add to the session's tree, and the token ids of that.
 
         Raises:
-            RequestRefused: The prompt is none for this model.
+            RequestError: The prompt is none for this model.
         """
         encoder, key = self._model.encoder, call.prompt_key
         if call.prompt is None:
             turn = self._render(session, call)
             new_ids = turn.new_ids(await self.encode(turn.text))
         elif isinstance(call.prompt, str):
-            turn = open_text_turn(session.tree, call.prompt, encoder)
+            turn = match_text_prompt(session.tree, call.prompt, encoder)
             new_ids = await self.encode(turn.text, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = open_ids_turn(session.tree, call.prompt, encoder)
+            turn, new_ids = match_ids_prompt(session.tree, call.prompt, encoder)
         if turn.parent is None and not new_ids:
-            raise RequestRefused(400, "the prompt is empty", key=key)
+            raise RequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
-            raise RequestRefused(
+            raise RequestError(
                 400,
                 f"the prompt holds token id {max(new_ids)}, which is outside the model's "
                 f"vocabulary of {encoder.vocab_size}",
@@ -184,20 +184,20 @@ class PromptMaker:
             )
         return turn, new_ids
 
-    def _render(self, session: Session, call: ModelCall) -> Turn:
+    def _render(self, session: Session, call: ModelCall) -> TreeTurn:
         messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
         if len(messages) > most:
             problem = f"a request may have {most} messages at most, this one has {len(messages)}"
-            raise RequestRefused(400, problem, key=call.prompt_key)
+            raise RequestError(400, problem, key=call.prompt_key)
         if normalise is not None:
             messages = [normalise(message) for message in messages]
         try:
             return session.tree.open_turn(
                 messages, self._model.template, tools=call.tools, variables=call.variables
             )
-        except TemplateRefusal as error:
+        except ChatTemplateError as error:
             problem = f"the model's chat template refuses the messages: {error}"
-            raise RequestRefused(400, problem, key=call.prompt_key) from error
+            raise RequestError(400, problem, key=call.prompt_key) from error
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; those of a long one without stalling the loop."""
@@ -209,11 +209,11 @@ class PromptMaker:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
 
         Raises:
-            RequestRefused: The prompt is none for this model.
+            RequestError: The prompt is none for this model.
         """
         turn, new_ids = await self.tokenise(session, call)
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
-        prompt_json = session.tree.sequence_json(turn.parent, ids_json(new_ids))
+        prompt_json = session.tree.sequence_json(turn.parent, encode_ids(new_ids))
         return prompt_json, prior + len(new_ids)
 
     def _fit(self, session: Session, call: ModelCall, prompt_tokens: int) -> SamplingParams:
@@ -227,7 +227,7 @@ class PromptMaker:
         if room < 1:
             raise PromptTooLong(prompt_tokens, context_tokens, call.prompt_key)
         asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
-        limit = fit_into_episode(session, min(asked, room), call.n)
+        limit = clamp_to_session(session, min(asked, room), call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
 
 
@@ -242,24 +242,24 @@ def _session_seed(session: Session) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) & 0x3FFFFFFF
 
 
-def refuse_beyond_limits(session: Session, choices: int) -> None:
+def check_session_limits(session: Session, choices: int) -> None:
     """Demand that the session may ask for `choices` replies more.
 
     The status is one that SDKs do not repeat by themselves.
 
     Raises:
-        RequestRefused: 400, with the limit as its parameter.
+        RequestError: 400, with the limit as its parameter.
     """
     limits = session.request.limits
     turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
     if limits.max_turns and turns + choices > limits.max_turns:
-        raise RequestRefused(
+        raise RequestError(
             400,
             f"this episode may have {limits.max_turns} turns, {turns} were taken",
             key="limits.max_turns",
         )
     if limits.max_tokens and session.sampled_tokens >= limits.max_tokens:
-        raise RequestRefused(
+        raise RequestError(
             400,
             f"this episode may sample {limits.max_tokens} tokens, "
             f"{session.sampled_tokens} were sampled",
@@ -267,7 +267,7 @@ def refuse_beyond_limits(session: Session, choices: int) -> None:
         )
 
 
-def fit_into_episode(session: Session, max_new_tokens: int, choices: int) -> int:
+def clamp_to_session(session: Session, max_new_tokens: int, choices: int) -> int:
     """The longest reply that the session has tokens left for, up to `max_new_tokens`."""
     most = session.request.limits.max_tokens
     if not most:

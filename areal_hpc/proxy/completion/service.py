@@ -9,48 +9,48 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.completion.prompts import Prompt, PromptMaker
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
-from areal_hpc.proxy.engine.failover import Resumption
-from areal_hpc.proxy.engine.generation import Generation, Piece, UpstreamLost
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.completion.prompts import Prompt, PromptBuilder
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.engine.failover import ReplyFailover
+from areal_hpc.proxy.engine.generation import EngineLostError, Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.proxy.engine.router import Router
-from areal_hpc.proxy.engine.sglang_client import GenerateRequest, Upstream
-from areal_hpc.proxy.engine.tool_parsers import SGLangParsers
+from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
+from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded
-from areal_hpc.proxy.sessions.recorder import Recorder, UnsoundCallError
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.tree import ABORTED, ids_json, joined_json
+from areal_hpc.session.tree import ABORTED, encode_ids, join_ids_json
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 RETRY_PAUSE_S = 0.2
-NO_TOKENS = Piece("", [], [], [])
+NO_TOKENS = TokenChunk("", [], [], [])
 
 
-Attempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
+GenerateAttempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
 
 
-class ModelCaller:
+class CompletionService:
     """Answers model calls: everything between a parsed request and a recorded interaction."""
 
     def __init__(
         self,
         model: ServedModel,
         router: Router,
-        upstream: Upstream,
-        recorder: Recorder,
+        upstream: SGLangClient,
+        recorder: JournaledRecorder,
         limits: ProxyConfig,
-        parsers: SGLangParsers | None = None,
+        parsers: ToolParsers | None = None,
     ) -> None:
         self.metrics = ProxyMetrics()
-        self._prompts = PromptMaker(model, parsers, limits, self.metrics)
+        self._prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
         self._limits = limits
         self._calls = 0
@@ -61,7 +61,9 @@ class ModelCaller:
         self._recorder = recorder
         self._speaking: set[asyncio.Task[None]] = set()
 
-    async def answer(self, session: Session, call: ModelCall, answer_id: str) -> list[Answer]:
+    async def answer(
+        self, session: Session, call: ModelCall, answer_id: str
+    ) -> list[RecordedReply]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
 
         Args:
@@ -70,7 +72,7 @@ class ModelCaller:
             answer_id: Id of the first choice's interaction; choice i has `<answer_id>-<i>`.
 
         Raises:
-            RequestRefused: The call cannot be answered.
+            RequestError: The call cannot be answered.
         """
         self._admit()
         self._began(session, call.n)
@@ -88,15 +90,15 @@ class ModelCaller:
             self._ended(session, call.n)
 
     async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
-        """What the model would read (`PromptMaker.prompt_json`).
+        """What the model would read (`PromptBuilder.prompt_json`).
 
         Raises:
-            RequestRefused: The prompt is none for this model.
+            RequestError: The prompt is none for this model.
         """
         return await self._prompts.prompt_json(session, call)
 
     async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text (`PromptMaker.encode`)."""
+        """Token ids of a text (`PromptBuilder.encode`)."""
         return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
 
     async def _generate(self, prompt: Prompt, choice: int) -> Generation:
@@ -104,7 +106,7 @@ class ModelCaller:
 
         Sampling it anew would favour short replies: those are broken off more rarely.
         """
-        resumption = Resumption(self._encoder)
+        resumption = ReplyFailover(self._encoder)
 
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
@@ -116,25 +118,25 @@ class ModelCaller:
             if generation.finish_reason == ABORTED:
                 resumption.aborted(generation, request)
                 if not resumption.is_possible:  # nobody has seen any of it
-                    resumption = Resumption(self._encoder)
-                raise UpstreamLost(f"{replica.url} broke the call off")
+                    resumption = ReplyFailover(self._encoder)
+                raise EngineLostError(f"{replica.url} broke the call off")
             return resumption.whole(generation)
 
         return await self._routed(prompt, choice, generate)
 
-    async def _parsed(self, prompt: Prompt, text: str) -> Said:
+    async def _parsed(self, prompt: Prompt, text: str) -> ReplyDelta:
         if self._parsers is None or prompt.parsed_tools is None:
-            return Said(text)
-        said = Said()
+            return ReplyDelta(text)
+        said = ReplyDelta()
         reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
         said.add(await reader.feed(text, last=True))
         return said
 
-    async def stream(self, session: Session, call: ModelCall, answer_id: str) -> LiveAnswers:
+    async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
         """Begin to generate `call.n` replies; each is in the journal before its `Answer` comes.
 
         Raises:
-            RequestRefused: The call cannot be answered.
+            RequestError: The call cannot be answered.
         """
         self._admit()
         self._began(session, call.n)  # each reply ends by itself
@@ -143,23 +145,23 @@ class ModelCaller:
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self._ended(session, call.n)
             raise
-        live = LiveAnswers(call.n, prompt.prompt_tokens)
+        live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
             task = asyncio.ensure_future(self._speak(prompt, choice, live))
             self._speaking.add(task)
             task.add_done_callback(self._speaking.discard)
         return live
 
-    async def _speak(self, prompt: Prompt, choice: int, live: LiveAnswers) -> None:
+    async def _speak(self, prompt: Prompt, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
-        said, reader, resumption = Said(), None, Resumption(self._encoder)
+        said, reader, resumption = ReplyDelta(), None, ReplyFailover(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
             reader = self._parsers.reply(prompt.parsed_tools, prompt.turn.text)
 
-        async def take(piece: Piece) -> None:
-            part = Said(piece.text) if reader is None else await reader.feed(piece.text)
+        async def take(piece: TokenChunk) -> None:
+            part = ReplyDelta(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
-            live.put(Delta(choice, part, piece))
+            live.put(ReplyChunk(choice, part, piece))
 
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
@@ -169,12 +171,12 @@ class ModelCaller:
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.generate_live(url, request, timeout_s, take)
-            except UpstreamLost as lost:
+            except EngineLostError as lost:
                 resumption.broken_off(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
                 resumption.aborted(generation, request)
-                raise UpstreamLost(f"{url} broke the call off")
+                raise EngineLostError(f"{url} broke the call off")
             return resumption.whole(generation)
 
         def may_repeat() -> bool:
@@ -185,7 +187,7 @@ class ModelCaller:
             if reader is not None:
                 rest = await reader.feed("", last=True)
                 said.add(rest)
-                live.put(Delta(choice, rest, NO_TOKENS))
+                live.put(ReplyChunk(choice, rest, NO_TOKENS))
             if generation.output_ids or not live.abandoned:
                 live.put(self._record(prompt, choice, generation, said))
         except Exception as error:  # boundary: raised again where the stream is read
@@ -200,7 +202,7 @@ class ModelCaller:
         self,
         prompt: Prompt,
         choice: int,
-        attempt: Attempt,
+        attempt: GenerateAttempt,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> Generation:
         """Generate on the session's replica; on another one if that is lost."""
@@ -211,12 +213,12 @@ class ModelCaller:
             self._router.began(replica)
             try:
                 return await attempt(replica, prompt.request(choice), timeout_s)
-            except UpstreamLost as error:
+            except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 self._router.lost(replica)
                 lost.add(replica.index)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
-                    raise RequestRefused(503, f"the replica was lost: {error}") from error
+                    raise RequestError(503, f"the replica was lost: {error}") from error
             finally:
                 self._router.ended(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
@@ -224,7 +226,7 @@ class ModelCaller:
     def _admit(self) -> None:
         most = self._limits.max_calls
         if self._calls >= most:
-            raise RequestRefused(429, f"{most} model calls are in flight, as many as may be")
+            raise RequestError(429, f"{most} model calls are in flight, as many as may be")
 
     def _began(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
@@ -236,19 +238,21 @@ class ModelCaller:
         session.in_flight -= replies
         session.touch()
 
-    def _record(self, prompt: Prompt, choice: int, generation: Generation, said: Said) -> Answer:
+    def _record(
+        self, prompt: Prompt, choice: int, generation: Generation, said: ReplyDelta
+    ) -> RecordedReply:
         session = prompt.session
         if session.ended or not self._recorder.holds(session):
-            raise RequestRefused(403, "the session ended while the model answered")
+            raise RequestError(403, "the session ended while the model answered")
         interaction = prompt.interaction(choice, generation, said)
         try:
             self._recorder.record(InteractionAdded(session.session_id, interaction))
         except UnsoundCallError as error:
-            raise RequestRefused(502, f"the model server's reply is unsound: {error}") from error
+            raise RequestError(502, f"the model server's reply is unsound: {error}") from error
         self._router.note_version(max((span.version for span in interaction.spans), default=0))
-        own_json = joined_json(prompt.new_json, ids_json(generation.output_ids))
+        own_json = join_ids_json(prompt.new_json, encode_ids(generation.output_ids))
         session.tree.keep_json(interaction.interaction_id, own_json)
-        return Answer(choice, interaction, generation, said)
+        return RecordedReply(choice, interaction, generation, said)
 
 
 async def _together(calls: list[Coroutine[Any, Any, Generation]]) -> list[Generation]:

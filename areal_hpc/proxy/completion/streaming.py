@@ -8,18 +8,18 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_hpc.proxy.engine.generation import Generation, Piece
-from areal_hpc.proxy.engine.reply import Said
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk
+from areal_hpc.proxy.engine.reply import ReplyDelta
 from areal_hpc.session.tree import Interaction
 
 
-class Answer(msgspec.Struct, frozen=True):
+class RecordedReply(msgspec.Struct, frozen=True):
     """One choice: what was recorded, and what a dialect needs beyond it."""
 
     choice: int
     interaction: Interaction
     generation: Generation
-    said: Said
+    said: ReplyDelta
 
     @property
     def finish_reason(self) -> str:
@@ -28,17 +28,17 @@ class Answer(msgspec.Struct, frozen=True):
         return "tool_calls" if reason == "stop" and self.said.calls else reason
 
 
-class Delta(msgspec.Struct, frozen=True):
+class ReplyChunk(msgspec.Struct, frozen=True):
     """What a choice adds."""
 
     choice: int
-    said: Said
-    piece: Piece
+    said: ReplyDelta
+    piece: TokenChunk
     """The tokens that came with it; those of text held back come early, never late."""
 
 
 @dataclass(slots=True)
-class LiveAnswers:
+class ReplyStream:
     """The choices of one streamed call, in the order in which things happen.
 
     Iterating gives deltas, then an `Answer` for each choice after it has been recorded; it
@@ -48,24 +48,26 @@ class LiveAnswers:
     choices: int
     prompt_tokens: int = 0
     abandoned: bool = False
-    _happened: asyncio.Queue[Delta | Answer | Exception] = field(default_factory=asyncio.Queue)
+    _happened: asyncio.Queue[ReplyChunk | RecordedReply | Exception] = field(
+        default_factory=asyncio.Queue
+    )
     _stops: dict[int, Callable[[], None]] = field(default_factory=dict)
     _ended: int = 0
 
-    def put(self, event: Delta | Answer | Exception) -> None:
+    def put(self, event: ReplyChunk | RecordedReply | Exception) -> None:
         """Let the reader know."""
         self._happened.put_nowait(event)
 
-    def __aiter__(self) -> LiveAnswers:
+    def __aiter__(self) -> ReplyStream:
         return self
 
-    async def __anext__(self) -> Delta | Answer:
+    async def __anext__(self) -> ReplyChunk | RecordedReply:
         if self._ended == self.choices:
             raise StopAsyncIteration
         event = await self._happened.get()
         if isinstance(event, Exception):
             raise event
-        self._ended += isinstance(event, Answer)
+        self._ended += isinstance(event, RecordedReply)
         return event
 
     def abandon(self) -> None:

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.proxy.engine.reply import CallPart, Said
+from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 
 
 @dataclass(slots=True)
-class Block:
+class ContentBlock:
     """A part of a reply that stands by itself."""
 
     index: int
@@ -22,7 +22,7 @@ class Block:
     call_id: str = ""
 
 
-Change = tuple[Literal["begin", "add", "end"], Block, str]
+BlockChange = tuple[Literal["begin", "add", "end"], ContentBlock, str]
 """What happens to a block; the text is what `add` appends."""
 
 
@@ -33,12 +33,12 @@ class BlockReader:
     """
 
     def __init__(self) -> None:
-        self.blocks: list[Block] = []
-        self._open: Block | None = None
+        self.blocks: list[ContentBlock] = []
+        self._open: ContentBlock | None = None
         self._held = ""
         """White space before any text."""
 
-    def feed(self, said: Said) -> Iterator[Change]:
+    def feed(self, said: ReplyDelta) -> Iterator[BlockChange]:
         """What the next part changes."""
         if said.reasoning:
             yield from self._extend("reasoning", said.reasoning)
@@ -53,45 +53,45 @@ class BlockReader:
             self._held = ""
             yield from self._call(call)
 
-    def finish(self) -> Iterator[Change]:
+    def finish(self) -> Iterator[BlockChange]:
         """What the end changes."""
         if all(block.kind == "reasoning" for block in self.blocks):
             yield from self._extend("text", self._held)
         yield from self._close()
 
-    def _extend(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[Change]:
+    def _extend(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[BlockChange]:
         block = self._open
         if block is None or block.kind != kind:
             yield from self._close()
-            block = Block(len(self.blocks), kind)
+            block = ContentBlock(len(self.blocks), kind)
             yield from self._begin(block)
         yield from self._add(block, text)
 
-    def _call(self, call: CallPart) -> Iterator[Change]:
+    def _call(self, call: ToolCallDelta) -> Iterator[BlockChange]:
         block = self._open
         if block is None or call.call_id:  # the first part of a call has its id
             yield from self._close()
-            block = Block(len(self.blocks), "call", "", call.name, call.call_id)
+            block = ContentBlock(len(self.blocks), "call", "", call.name, call.call_id)
             yield from self._begin(block)
         yield from self._add(block, call.arguments)
 
-    def _begin(self, block: Block) -> Iterator[Change]:
+    def _begin(self, block: ContentBlock) -> Iterator[BlockChange]:
         self.blocks.append(block)
         self._open = block
         yield "begin", block, ""
 
-    def _add(self, block: Block, text: str) -> Iterator[Change]:
+    def _add(self, block: ContentBlock, text: str) -> Iterator[BlockChange]:
         if text:
             block.text += text
             yield "add", block, text
 
-    def _close(self) -> Iterator[Change]:
+    def _close(self) -> Iterator[BlockChange]:
         if self._open is not None:
             yield "end", self._open, ""
             self._open = None
 
 
-def blocks_of(said: Said) -> list[Block]:
+def split_into_blocks(said: ReplyDelta) -> list[ContentBlock]:
     """The blocks of a whole reply."""
     reader = BlockReader()
     for _ in reader.feed(said):

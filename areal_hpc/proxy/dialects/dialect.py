@@ -9,8 +9,8 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.completion.streaming import Answer, LiveAnswers
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyStream
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
@@ -18,7 +18,7 @@ from areal_hpc.proxy.sessions.store import Session
 class EventStream(ABC):
     """The server-sent events of a reply. What tells an end comes after its journal record."""
 
-    def __init__(self, live: LiveAnswers) -> None:
+    def __init__(self, live: ReplyStream) -> None:
         self._live = live
 
     def __aiter__(self) -> Self:
@@ -32,7 +32,7 @@ class EventStream(ABC):
         self._live.abandon()
 
     @abstractmethod
-    def broken(self, refusal: RequestRefused) -> bytes:
+    def broken(self, refusal: RequestError) -> bytes:
         """What says that the stream ends early."""
 
 
@@ -51,14 +51,14 @@ class Exchange(Protocol):
     def streams(self) -> bool:
         """The client reads while the model speaks."""
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The reply's body."""
 
-    def events(self, live: LiveAnswers) -> EventStream:
+    def events(self, live: ReplyStream) -> EventStream:
         """The reply as it comes."""
 
 
-Refused = Callable[[RequestRefused], bytes]
+FormatError = Callable[[RequestError], bytes]
 """The body of an error."""
 
 
@@ -69,11 +69,11 @@ class Dialect:
     request: type[msgspec.Struct]
     """The body of a request."""
     read: Callable[[bytes, Session, ServedModel], Exchange]
-    """Raises `RequestRefused`: 400, naming the parameter that is wrong or cannot be honoured."""
-    refused: Refused
+    """Raises `RequestError`: 400, naming the parameter that is wrong or cannot be honoured."""
+    refused: FormatError
 
 
-def named_event(content: dict[str, Any]) -> bytes:
+def format_named_event(content: dict[str, Any]) -> bytes:
     """One server-sent event under the name that is its `type`."""
     name: str = content["type"]
     return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(content) + b"\n\n"

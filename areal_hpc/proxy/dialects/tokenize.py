@@ -7,16 +7,16 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.openai.chat_request import (
     ChatMessage,
-    checked_tools,
-    refuse_other_media,
+    require_text_only,
+    validate_tools,
 )
-from areal_hpc.proxy.dialects.validation import decode, refuse_unknown_tokens
+from areal_hpc.proxy.dialects.validation import check_token_ids, decode
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -47,41 +47,41 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     """Validate a request.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong.
+        RequestError: 400, naming the parameter that is wrong.
     """
     request = decode(_decoder, body)
     if (request.prompt is None) == (request.messages is None):
-        raise RequestRefused(400, "give either a prompt or messages", key="prompt")
+        raise RequestError(400, "give either a prompt or messages", key="prompt")
     if request.messages is not None and request.add_special_tokens is not None:
         problem = "the chat template decides which special tokens messages have"
-        raise RequestRefused(400, problem, key="add_special_tokens")
+        raise RequestError(400, problem, key="add_special_tokens")
     if request.prompt is not None and (request.tools or request.chat_template_kwargs):
         key = "tools" if request.tools else "chat_template_kwargs"
-        raise RequestRefused(400, f"{key} go with messages", key=key)
+        raise RequestError(400, f"{key} go with messages", key=key)
     return request
 
 
-def conversation_call(request: TokenizeRequest) -> ModelCall:
+def build_chat_call(request: TokenizeRequest) -> ModelCall:
     """The chat completion whose prompt is asked for.
 
     Raises:
-        RequestRefused: 400, naming the message or the tool that is wrong.
+        RequestError: 400, naming the message or the tool that is wrong.
     """
     messages = request.messages or []
-    refuse_other_media(messages)
+    require_text_only(messages)
     return ModelCall(
-        messages=[normalise_chat_message(msgspec.to_builtins(one)) for one in messages],
-        tools=checked_tools(request.tools or []) or None,
+        messages=[normalize_chat_message(msgspec.to_builtins(one)) for one in messages],
+        tools=validate_tools(request.tools or []) or None,
         variables=request.chat_template_kwargs or None,
         sampling=SamplingParams(1.0, 0),
     )
 
 
-def tokenized(ids_json: bytes, count: int, model: ServedModel) -> bytes:
+def format_tokenize_reply(ids_json: bytes, count: int, model: ServedModel) -> bytes:
     """The reply to a tokenize request.
 
     Args:
-        ids_json: Token ids, the inside of a JSON array.
+        encode_ids: Token ids, the inside of a JSON array.
         count: How many they are.
         model: Whose they are.
     """
@@ -94,10 +94,10 @@ def detokenize(body: bytes, model: ServedModel) -> bytes:
     """The reply to a detokenize request.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong.
+        RequestError: 400, naming the parameter that is wrong.
     """
     request = decode(_detokenize_decoder, body)
-    refuse_unknown_tokens(model, "tokens", request.tokens)
+    check_token_ids(model, "tokens", request.tokens)
     skip = request.skip_special_tokens
     return msgspec.json.encode(
         {"text": model.encoder.decode(request.tokens, skip_special_tokens=skip)}

@@ -10,15 +10,15 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import without_nulls
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
-Request = TypeVar("Request")
+RequestT = TypeVar("RequestT")
 
-Positive = Annotated[int, Meta(ge=1)]
+PositiveParam = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
@@ -30,18 +30,18 @@ _AT_PARAMETER = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-def decode(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
+def decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
     """The request in a body. A null stands for absence, under whatever name.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or unknown.
+        RequestError: 400, naming the parameter that is wrong or unknown.
     """
     try:
         return _decoded(decoder, body)
     except msgspec.ValidationError as error:
-        raise refusal_of(str(error)) from error
+        raise to_request_error(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestRefused(400, f"the body is not JSON: {error}") from error
+        raise RequestError(400, f"the body is not JSON: {error}") from error
 
 
 def decode_part(raw: bytes | msgspec.Raw, form: Any, key: str) -> Any:
@@ -53,12 +53,12 @@ def decode_part(raw: bytes | msgspec.Raw, form: Any, key: str) -> Any:
         key: Where it stands in the request.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or unknown.
+        RequestError: 400, naming the parameter that is wrong or unknown.
     """
     try:
         return _decoded(_decoder_of(form), bytes(raw))
     except msgspec.ValidationError as error:
-        raise refusal_of(str(error), key) from error
+        raise to_request_error(str(error), key) from error
 
 
 @cache
@@ -66,14 +66,14 @@ def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
-def _decoded(decoder: msgspec.json.Decoder[Request], body: bytes) -> Request:
+def _decoded(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
     try:
         return decoder.decode(body)
     except msgspec.ValidationError:  # perhaps of a null, which few requests hold
         return decoder.decode(without_nulls(body, decoder.type))
 
 
-def refusal_of(complaint: str, inside: str = "") -> RequestRefused:
+def to_request_error(complaint: str, inside: str = "") -> RequestError:
     """What msgspec complains about, as a refusal that names the parameter.
 
     Args:
@@ -84,33 +84,33 @@ def refusal_of(complaint: str, inside: str = "") -> RequestRefused:
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
     named = _FIELD.search(complaint)
     if named and named[1] == "unknown" and not key:
-        return RequestRefused(400, f"the parameter {named[2]!r} is not supported", key=named[2])
+        return RequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
     if named:
         key = f"{key}.{named[2]}" if key else named[2]
-    return RequestRefused(400, complaint, key=key)
+    return RequestError(400, complaint, key=key)
 
 
-def either(asked: Given | None, default: Given) -> Given:
+def first_given(asked: Given | None, default: Given) -> Given:
     """What was asked for, if anything was."""
     return default if asked is None else asked
 
 
-def refuse_unknown_tokens(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
+def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
     """An id outside the vocabulary would kill the engine.
 
     Raises:
-        RequestRefused: 400, naming `key`.
+        RequestError: 400, naming `key`.
     """
     vocab_size = model.encoder.vocab_size
     for token in tokens or ():
         is_id = isinstance(token, int) or token.isdecimal()
         if not is_id or not 0 <= int(token) < vocab_size:
-            raise RequestRefused(
+            raise RequestError(
                 400, f"{key} takes token ids below {vocab_size}, got {token!r}", key=key
             )
 
 
-def refuse_two_grammars(named: Mapping[str, object], choice: ToolChoice) -> None:
+def check_single_grammar(named: Mapping[str, object], choice: ToolChoice) -> None:
     """The engine takes one grammar at most, and that of a reply that must call a tool is one.
 
     Args:
@@ -118,12 +118,12 @@ def refuse_two_grammars(named: Mapping[str, object], choice: ToolChoice) -> None
         choice: What was asked of tools.
 
     Raises:
-        RequestRefused: 400, naming the first.
+        RequestError: 400, naming the first.
     """
     names = [name for name, value in named.items() if value is not None]
     if len(names) > 1 or (names and choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
-        raise RequestRefused(400, f"{names[0]} and {other} cannot both hold", key=names[0])
+        raise RequestError(400, f"{names[0]} and {other} cannot both hold", key=names[0])
 
 
 class FunctionSchema(Struct):
@@ -135,7 +135,7 @@ class FunctionSchema(Struct):
     strict: bool | None = None
 
 
-def function_tool(definition: Mapping[str, Any], key: str) -> dict[str, Any]:
+def build_function_tool(definition: Mapping[str, Any], key: str) -> dict[str, Any]:
     """A tool as chat templates expect it, from a function's fields.
 
     Args:
@@ -143,27 +143,25 @@ def function_tool(definition: Mapping[str, Any], key: str) -> dict[str, Any]:
         key: Where it stands in the request.
 
     Raises:
-        RequestRefused: 400, naming what is wrong.
+        RequestError: 400, naming what is wrong.
     """
     try:
         function = msgspec.convert(dict(definition), FunctionSchema)
     except msgspec.ValidationError as error:
-        raise refusal_of(str(error), key) from error
+        raise to_request_error(str(error), key) from error
     fields = msgspec.structs.asdict(function)
     given = {name: value for name, value in fields.items() if value is not None}
     return {"type": "function", "function": given}
 
 
-def refuse_tools_without_parser(
-    model: ServedModel, tools: Sequence[object], choice: ToolChoice
-) -> None:
+def check_tools_supported(model: ServedModel, tools: Sequence[object], choice: ToolChoice) -> None:
     """A reply whose calls nobody can tell from its text would be wrong.
 
     Raises:
-        RequestRefused: 400, naming `tools`.
+        RequestError: 400, naming `tools`.
     """
     if tools and choice.mode != "none" and model.tool_call_parser is None:
-        raise RequestRefused(
+        raise RequestError(
             400,
             "no tool-call parser is configured",
             key="tools",
@@ -171,7 +169,7 @@ def refuse_tools_without_parser(
         )
 
 
-def tool_choice(
+def parse_tool_choice(
     tools: Sequence[Mapping[str, Any]], mode: str | None, name: str | None, *, parallel: bool
 ) -> ToolChoice:
     """What a request says about calling tools.
@@ -183,22 +181,22 @@ def tool_choice(
         parallel: A reply may hold several calls.
 
     Raises:
-        RequestRefused: 400, naming `tool_choice`.
+        RequestError: 400, naming `parse_tool_choice`.
     """
     if name is not None:
         if all(tool["function"]["name"] != name for tool in tools):
-            raise RequestRefused(400, f"there is no tool {name!r}", key="tool_choice")
+            raise RequestError(400, f"there is no tool {name!r}", key="tool_choice")
         return ToolChoice("required", name, parallel)
     if not tools:
         if mode == "required":
-            raise RequestRefused(400, "there are no tools to choose from", key="tool_choice")
+            raise RequestError(400, "there are no tools to choose from", key="tool_choice")
         return ToolChoice("none", None, parallel)
     if mode == "required":
         return ToolChoice("required", None, parallel)
     return ToolChoice("none" if mode == "none" else "auto", None, parallel)
 
 
-def json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> str | None:
+def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> str | None:
     """The grammar of a reply's text: its schema as JSON.
 
     A reply that must call a tool has no text that it could hold for; the tool's own grammar does.

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_hpc.proxy.engine.generation import Generation, Partial, SamplingParams, begun_chars
+from areal_hpc.proxy.engine.generation import (
+    Generation,
+    PartialGeneration,
+    SamplingParams,
+    count_stop_prefix_chars,
+)
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import VersionSpan, ids_json, joined_json
+from areal_hpc.session.tree import VersionSpan, encode_ids, join_ids_json
 from areal_hpc.wire.replicas import ReplicaView
 
 
-class Resumption:
+class ReplyFailover:
     """One reply, and what lost replicas have said of it."""
 
     def __init__(self, encoder: TokenEncoder) -> None:
@@ -38,12 +43,12 @@ class Resumption:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=joined_json(request.prompt_json, ids_json(ids)),
+            prompt_json=join_ids_json(request.prompt_json, encode_ids(ids)),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 
     def broken_off(
-        self, partial: Partial | None, replica: ReplicaView, request: GenerateRequest
+        self, partial: PartialGeneration | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
         """A replica was lost after it had said `partial`.
 
@@ -77,7 +82,7 @@ class Resumption:
         # a grammar or of penalties: all that would be lost between the two replicas.
         self.is_possible = (
             text == generation.text
-            and not begun_chars(text, sampling.stop or ())
+            and not count_stop_prefix_chars(text, sampling.stop or ())
             and len(generation.output_ids) < sampling.max_new_tokens
             and not sampling.grammars
             and not _has_penalties(sampling)

@@ -16,22 +16,22 @@ from typing import TypeVar
 import msgspec
 from msgspec import Struct, field
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.session.tree import ABORTED, VersionSpan
 from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_SPACE = b" \t\r\n"
 Decoded = TypeVar("Decoded")
-UNVERSIONED = "default"
+UNKNOWN_VERSION = "default"
 """What SGLang calls weights that nobody gave a version."""
-Alternatives = list[tuple[float, int, str | None]] | None
+TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
 
 
-class UpstreamLost(Exception):
+class EngineLostError(Exception):
     """The server died, refused, or broke the call off: another one may answer it."""
 
-    partial: Partial | None = None
+    partial: PartialGeneration | None = None
     """What a stream had said by then; None if it was not sound, or nobody knows."""
 
 
@@ -63,7 +63,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
         return [name for name in names if getattr(self, name) is not None]
 
 
-class _Span(Struct):
+class _ReplyVersionSpan(Struct):
     version: str
     start: int
     end: int
@@ -79,15 +79,15 @@ class _FinishReason(Struct):
 class _Meta(Struct):
     finish_reason: _FinishReason | None
     completion_tokens: int = 0
-    weight_versions: list[_Span] = field(default_factory=list)
+    weight_versions: list[_ReplyVersionSpan] = field(default_factory=list)
     output_token_logprobs: list[tuple[float, int, str | None]] = field(default_factory=list)
-    output_top_logprobs: list[Alternatives] | None = None
+    output_top_logprobs: list[TopLogprobs] | None = None
     cached_tokens: int = 0
     weight_version: str = ""
     """Of the server's weights as it answers."""
 
 
-class _Reply(Struct):
+class _GenerateReply(Struct):
     text: str
     output_ids: msgspec.Raw
     """Not read, since they come a second time with their log-probabilities; compared as text."""
@@ -104,7 +104,7 @@ class _StreamError(Struct):
     error: dict[str, object]
 
 
-_reply_decoder = msgspec.json.Decoder(_Reply)
+_reply_decoder = msgspec.json.Decoder(_GenerateReply)
 _piece_decoder = msgspec.json.Decoder(_PieceReply)
 _error_decoder = msgspec.json.Decoder(_StreamError)
 
@@ -124,17 +124,17 @@ class Generation(Struct, frozen=True):
     stop_text: str | None
     """The stop string that ended it."""
     cached_tokens: int
-    top_logprobs: list[Alternatives]
+    top_logprobs: list[TopLogprobs]
     """Per output token, most likely first; empty unless asked for."""
 
 
-class Partial(Struct, frozen=True):
+class PartialGeneration(Struct, frozen=True):
     """What a stream said that ended too early."""
 
     text: str
     output_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[Alternatives]
+    top_logprobs: list[TopLogprobs]
     versions: frozenset[str]
     """Of the server's weights, as its pieces came."""
     cached_tokens: int
@@ -143,7 +143,7 @@ class Partial(Struct, frozen=True):
         """The same as of a call that its server ended, sampled from one version.
 
         Raises:
-            UpstreamLost: That is no version.
+            EngineLostError: That is no version.
         """
         return Generation(
             text=self.text,
@@ -158,16 +158,16 @@ class Partial(Struct, frozen=True):
         )
 
 
-class Piece(Struct, frozen=True):
+class TokenChunk(Struct, frozen=True):
     """What a stream added."""
 
     text: str
     output_ids: list[int]
     logprobs: list[float]
-    top_logprobs: list[Alternatives]
+    top_logprobs: list[TopLogprobs]
 
 
-def generation_of(where: str, answer: bytes) -> Generation:
+def decode_generation(where: str, answer: bytes) -> Generation:
     """Decode a whole answer.
 
     Args:
@@ -175,14 +175,14 @@ def generation_of(where: str, answer: bytes) -> Generation:
         answer: The body.
 
     Raises:
-        UpstreamLost: It is not a sound answer.
-        RequestRefused: The server found the request at fault only while it ran.
+        EngineLostError: It is not a sound answer.
+        RequestError: The server found the request at fault only while it ran.
     """
     reply = _decoded(_reply_decoder, where, answer)
     return _whole(where, reply.text, bytes(reply.output_ids), reply.meta_info)
 
 
-class PieceReader:
+class ChunkReader:
     """Puts the pieces of one stream together."""
 
     def __init__(self, where: str, stop: Sequence[str]) -> None:
@@ -192,17 +192,17 @@ class PieceReader:
         self._sent_chars = 0
         self._output_ids: list[int] = []
         self._logprobs: list[tuple[float, int, str | None]] = []
-        self._top_logprobs: list[Alternatives] = []
+        self._top_logprobs: list[TopLogprobs] = []
         self._versions: set[str] = set()
         self._cached_tokens = 0
         self._is_sound = True
 
-    def partial(self) -> Partial | None:
+    def partial(self) -> PartialGeneration | None:
         """All that has been read, if it fits together."""
         ids = [entry[1] for entry in self._logprobs]
         if self._output_ids and not (self._is_sound and ids == self._output_ids):
             return None
-        return Partial(
+        return PartialGeneration(
             text=self._text,
             output_ids=self._output_ids,
             logprobs=[entry[0] for entry in self._logprobs],
@@ -211,14 +211,14 @@ class PieceReader:
             cached_tokens=self._cached_tokens,
         )
 
-    def read(self, data: bytes) -> tuple[Piece, Generation | None]:
+    def read(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
         """Take in one event's data: what is new, and all of it once the stream has ended.
 
         Text that may turn out to begin a stop string is held back.
 
         Raises:
-            UpstreamLost: The stream is not sound.
-            RequestRefused: The server found the request at fault.
+            EngineLostError: The stream is not sound.
+            RequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
             raise _refused(self._where, data)
@@ -241,25 +241,27 @@ class PieceReader:
             matched = meta.finish_reason.matched
             if isinstance(matched, str) and not repeats:
                 # The server cut the stop string off, but had already sent how it begins.
-                self._text = self._text[: len(self._text) - begun_chars(self._text, [matched])]
+                self._text = self._text[
+                    : len(self._text) - count_stop_prefix_chars(self._text, [matched])
+                ]
             meta.output_token_logprobs = self._logprobs
             meta.output_top_logprobs = self._top_logprobs
             ids_json = msgspec.json.encode(self._output_ids)
             whole = _whole(self._where, self._text, ids_json, meta)
         logprobs = [entry[0] for entry in new_logprobs]
         self._is_sound = True
-        return Piece(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
+        return TokenChunk(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
 
     def _new_text(self, ended: bool) -> str:
         safe = len(self._text)
         if not ended:
-            safe -= begun_chars(self._text, self._stop)
+            safe -= count_stop_prefix_chars(self._text, self._stop)
         new = self._text[self._sent_chars : safe]
         self._sent_chars = max(safe, self._sent_chars)
         return new
 
 
-def begun_chars(text: str, stop: Sequence[str]) -> int:
+def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
     """How many characters at the end of `text` may be the beginning of a stop string."""
     longest = 0
     for one in stop:
@@ -274,20 +276,20 @@ def _decoded(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) 
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise UpstreamLost(f"{where} answered something else: {error}") from error
+        raise EngineLostError(f"{where} answered something else: {error}") from error
 
 
 def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise UpstreamLost(f"{where} answered without an end")
+        raise EngineLostError(f"{where} answered without an end")
     if reason.type == ABORTED and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
-            raise RequestRefused(400, f"the model server refused: {reason.message}")
-        raise UpstreamLost(f"{where} broke the call off: {reason.message}")
+            raise RequestError(400, f"the model server refused: {reason.message}")
+        raise EngineLostError(f"{where} broke the call off: {reason.message}")
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
-        raise UpstreamLost(f"{where}: ids and log-probabilities of the reply disagree")
+        raise EngineLostError(f"{where}: ids and log-probabilities of the reply disagree")
     spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
     covered = 0
     for span in spans:
@@ -295,7 +297,7 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
             break
         covered = span.end
     if covered != len(output_ids):
-        raise UpstreamLost(f"{where}: weight versions cover {covered} of the reply's tokens")
+        raise EngineLostError(f"{where}: weight versions cover {covered} of the reply's tokens")
     return Generation(
         text=text,
         output_ids=output_ids,
@@ -310,12 +312,12 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
 
 
 def _packed(where: str, version: str) -> int:
-    if version == UNVERSIONED:
+    if version == UNKNOWN_VERSION:
         return WeightVersion(0, 0).packed
     try:
         return WeightVersion.parse(version).packed
     except ValueError as error:
-        raise UpstreamLost(f"{where}: {error}") from error
+        raise EngineLostError(f"{where}: {error}") from error
 
 
 def _refused(where: str, data: bytes) -> Exception:
@@ -323,13 +325,13 @@ def _refused(where: str, data: bytes) -> Exception:
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return UpstreamLost(f"{where} answered something else: {broken}")
+        return EngineLostError(f"{where} answered something else: {broken}")
     if error.get("code", 400) == 400:
-        return RequestRefused(400, f"the model server refused: {error.get('message')}")
-    return UpstreamLost(f"{where} broke the call off: {error.get('message')}")
+        return RequestError(400, f"the model server refused: {error.get('message')}")
+    return EngineLostError(f"{where} broke the call off: {error.get('message')}")
 
 
-def error_text(answer: bytes) -> str:
+def extract_error_text(answer: bytes) -> str:
     """The sentence inside one of SGLang's two error shapes."""
     try:
         error = msgspec.json.decode(answer)["error"]

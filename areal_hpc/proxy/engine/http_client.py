@@ -17,7 +17,7 @@ from areal_hpc.proxy.engine.http_connection import Connection
 
 TIMER_STEP_S = 0.001
 """uvloop's timers count milliseconds."""
-KEPT_S = 15.0
+KEEP_ALIVE_S = 15.0
 """Connections that idled for longer are not used: servers close theirs at some time, too."""
 
 
@@ -61,7 +61,7 @@ class _TimeLimits:
             self._arm(min(self._limits.values()))
 
 
-class Connections:
+class ConnectionPool:
     """Kept connections to one server; as many as there are calls at a time."""
 
     def __init__(self, url: str, headers: str, connect_timeout_s: float) -> None:
@@ -110,14 +110,14 @@ class Connections:
         self._give_back(connection)
         return connection.status, answer
 
-    def post(self, path: str, body: bytes) -> Posted:
+    def post(self, path: str, body: bytes) -> PendingReply:
         """Send a body; `async with` gives the connection, once it knows the answer's status.
 
         Raises:
             ConnectionError: The server does not accept, left, or does not speak HTTP.
             OSError: It cannot be found.
         """
-        return Posted(self, self._request(path, body))
+        return PendingReply(self, self._request(path, body))
 
     def close(self) -> None:
         """Close what idles, and later what is under way."""
@@ -136,7 +136,7 @@ class Connections:
         self.used_at = self._loop.time()
         while self._idle:
             connection = self._idle.pop()
-            if connection.is_sound and self.used_at - connection.idle_since < KEPT_S:
+            if connection.is_sound and self.used_at - connection.idle_since < KEEP_ALIVE_S:
                 return connection
             connection.close()
         try:
@@ -157,14 +157,14 @@ class Connections:
             return
         connection.idle_since = now = self._loop.time()
         self._idle.append(connection)
-        while now - self._idle[0].idle_since > KEPT_S:
+        while now - self._idle[0].idle_since > KEEP_ALIVE_S:
             self._idle.popleft().close()
 
 
-class Posted:
+class PendingReply:
     """A request under way whose answer is read in parts."""
 
-    def __init__(self, connections: Connections, request: bytes) -> None:
+    def __init__(self, connections: ConnectionPool, request: bytes) -> None:
         self._connections = connections
         self._request = request
         self._connection: Connection

@@ -11,7 +11,7 @@ from typing import cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpResponseParser
 
-MOST_UNREAD_BYTES = 1 << 18
+MAX_UNREAD_BYTES = 1 << 18
 """Of an answer that is read in parts; the server must wait while so much has not been read."""
 
 
@@ -143,7 +143,7 @@ class Connection(asyncio.Protocol):
         self._blocks.append(block)
         if self._reads_parts:
             self._unread_bytes += len(block)
-            if self._unread_bytes > MOST_UNREAD_BYTES:
+            if self._unread_bytes > MAX_UNREAD_BYTES:
                 self._transport.pause_reading()
 
     def on_message_complete(self) -> None:

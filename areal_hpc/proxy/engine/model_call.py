@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import Normalise
+from areal_hpc.session.message_matching import NormalizeMessage
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -59,7 +59,7 @@ class ServedModel:
     """SGLang's name of the format of its tool calls."""
     reasoning_parser: str | None = None
     """SGLang's name of the format of its reasoning."""
-    normalise: Normalise | None = None
+    normalise: NormalizeMessage | None = None
     """The user's own normaliser (`proxy.message_normaliser`)."""
 
     def must_parse(self, call: ModelCall) -> bool:

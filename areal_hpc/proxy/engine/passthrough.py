@@ -7,26 +7,26 @@ from typing import Annotated
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.engine.generation import UpstreamLost
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.engine.generation import EngineLostError
 from areal_hpc.proxy.engine.router import Router, packed_version
-from areal_hpc.proxy.engine.sglang_client import Upstream
+from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.sessions.store import Session
 
 
-class _Sampling(msgspec.Struct, frozen=True):
+class _PassthroughSampling(msgspec.Struct, frozen=True):
     """How long the reply may be."""
 
     max_new_tokens: int | None = None
 
 
-class _Request(msgspec.Struct):
+class _PassthroughRequest(msgspec.Struct):
     """What must be known of a request that is passed on."""
 
     input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
     rid: Annotated[str, msgspec.Meta(min_length=1)]
     stream: bool = False
-    sampling_params: _Sampling = _Sampling()
+    sampling_params: _PassthroughSampling = _PassthroughSampling()
 
 
 class _Span(msgspec.Struct):
@@ -43,13 +43,13 @@ class _Answer(msgspec.Struct):
     meta_info: _Meta
 
 
-class GenerateRelay:
+class GeneratePassthrough:
     """Passes requests of sessions on to the replica that each session sticks to."""
 
     def __init__(
         self,
         router: Router,
-        upstream: Upstream,
+        upstream: SGLangClient,
         vocab_size: int,
         context_tokens: int,
         timeout_s: float,
@@ -64,19 +64,19 @@ class GenerateRelay:
         """The replica's answer.
 
         Raises:
-            RequestRefused: The request is none for this model; or (502) the replica was lost, and
+            RequestError: The request is none for this model; or (502) the replica was lost, and
                 another will answer when the request is repeated.
         """
         try:
-            request = msgspec.json.decode(body, type=_Request)
+            request = msgspec.json.decode(body, type=_PassthroughRequest)
         except msgspec.DecodeError as error:
-            raise RequestRefused(400, str(error)) from error
+            raise RequestError(400, str(error)) from error
         if request.stream:
-            raise RequestRefused(400, "replies are passed on whole", key="stream")
+            raise RequestError(400, "replies are passed on whole", key="stream")
         # SGLang dies of an id outside its vocabulary.
         if not request.input_ids or max(request.input_ids) >= self._vocab_size:
             message = f"expected ids below {self._vocab_size}, and one at least"
-            raise RequestRefused(400, message, key="input_ids")
+            raise RequestError(400, message, key="input_ids")
         body = self._fitted(request, body)
         give_up_at = time.monotonic() + self._timeout_s
         replica = await self._router.pick(session.session_id, give_up_at)
@@ -87,9 +87,9 @@ class GenerateRelay:
             answer = await self._upstream.relay(replica.url, request.rid, body, left_s)
             self._note_versions(answer)
             return answer
-        except UpstreamLost as lost:
+        except EngineLostError as lost:
             self._router.lost(replica)
-            raise RequestRefused(502, f"the replica was lost: {lost}") from lost
+            raise RequestError(502, f"the replica was lost: {lost}") from lost
         finally:
             session.in_flight -= 1
             session.touch()
@@ -104,7 +104,7 @@ class GenerateRelay:
         for span in spans:
             self._router.note_version(packed_version(span.version))
 
-    def _fitted(self, request: _Request, body: bytes) -> bytes:
+    def _fitted(self, request: _PassthroughRequest, body: bytes) -> bytes:
         """The body, its reply bounded by what the context has left: SGLang would refuse more.
 
         A client in a driver knows its tokenizer, and not how long a context the replicas have.
@@ -115,7 +115,7 @@ class GenerateRelay:
                 f"the prompt's {len(request.input_ids)} tokens leave no room in the model's "
                 f"context of {self._context_tokens} tokens"
             )
-            raise RequestRefused(400, message, key="input_ids")
+            raise RequestError(400, message, key="input_ids")
         if (request.sampling_params.max_new_tokens or 0) <= room:
             return body
         fields = msgspec.json.decode(body)

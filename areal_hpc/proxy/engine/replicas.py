@@ -14,7 +14,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 
-RELAY_TIMEOUT_S = 5.0
+CONTROL_PROXY_TIMEOUT_S = 5.0
 READY_TIMEOUT_S = 5.0
 
 
@@ -32,13 +32,13 @@ class ReplicaSource(Protocol):
         """Close pooled connections."""
 
 
-class CellReplicas:
+class CellReplicaSource:
     """The replicas of a cell, as its control relay knows them."""
 
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
         self._relay_name = rendezvous.format_control_proxy_name(cell)
-        self._client = AsyncWireClient("", admin_key, timeout_s=RELAY_TIMEOUT_S)
+        self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
     async def look(self) -> list[ReplicaView]:
         """What the relay answers; nothing before it has been published."""
@@ -52,19 +52,19 @@ class CellReplicas:
         await self._client.close()
 
 
-class _ModelInfo(msgspec.Struct):
+class _ServedModelInfo(msgspec.Struct):
     weight_version: str = ""
 
 
 def _version_in(info: bytes) -> str:
     """Nothing if it does not say: then no reply that it began can be gone on with."""
     try:
-        return msgspec.json.decode(info, type=_ModelInfo).weight_version
+        return msgspec.json.decode(info, type=_ServedModelInfo).weight_version
     except msgspec.DecodeError:
         return ""
 
 
-class ListedReplicas:
+class StaticReplicaSource:
     """Servers by address. One serves while `/ready` does not deny it.
 
     SGLang answers that route at once, with 503 while it starts or is paused; a server that does

@@ -7,10 +7,10 @@ import secrets
 from msgspec import Struct, field
 
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 
 
-class CallPart(Struct):
+class ToolCallDelta(Struct):
     """A tool call, or the next part of one: then only the first part has id and name."""
 
     index: int
@@ -20,24 +20,26 @@ class CallPart(Struct):
     call_id: str = ""
 
 
-class Said(Struct):
+class ReplyDelta(Struct):
     """A reply, or the next part of one."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[CallPart] = field(default_factory=list)
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
 
-    def add(self, part: Said) -> None:
+    def add(self, part: ReplyDelta) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += part.text
         self.reasoning += part.reasoning
         for call in part.calls:
             if call.index >= len(self.calls):
-                call.call_id = call.call_id or new_call_id()
-                self.calls.append(CallPart(call.index, call.name, call.arguments, call.call_id))
+                call.call_id = call.call_id or make_call_id()
+                self.calls.append(
+                    ToolCallDelta(call.index, call.name, call.arguments, call.call_id)
+                )
             else:
                 whole = self.calls[call.index]
                 whole.name = whole.name or call.name
@@ -45,7 +47,7 @@ class Said(Struct):
 
     def message(self) -> Message:
         """The reply in normal form, as a client sends it back."""
-        return normalise_chat_message(
+        return normalize_chat_message(
             {
                 "role": "assistant",
                 "content": self.text,
@@ -62,6 +64,6 @@ class Said(Struct):
         )
 
 
-def new_call_id() -> str:
+def make_call_id() -> str:
     """An id for a tool call, in OpenAI's form."""
     return f"call_{secrets.token_hex(12)}"

@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-from areal_hpc.errors import ClusterError, RequestRefused
+from areal_hpc.errors import ClusterError, RequestError
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
@@ -17,7 +17,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 log = logging.getLogger(__name__)
 
 POLL_S = 1.0
-POLL_WHILE_NONE_SERVES_S = 0.2
+NO_REPLICA_POLL_S = 0.2
 
 
 def packed_version(version: str) -> int:
@@ -53,7 +53,7 @@ class Router:
             await self._refresh()
             self._refreshed.set()
             self._refreshed = asyncio.Event()
-            pause_s = POLL_S if self._serving else POLL_WHILE_NONE_SERVES_S
+            pause_s = POLL_S if self._serving else NO_REPLICA_POLL_S
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._look_now.wait(), pause_s)
 
@@ -85,12 +85,12 @@ class Router:
             avoid: Indices of replicas that lost the call before; asked only if no other serves.
 
         Raises:
-            RequestRefused: No replica served in time (503).
+            RequestError: No replica served in time (503).
         """
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()
             if remaining_s <= 0:
-                raise RequestRefused(503, "no server of the model answers now")
+                raise RequestError(503, "no server of the model answers now")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
         home = self._home.get(session_id)

@@ -9,25 +9,25 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.faults import fault_point
 from areal_hpc.proxy.engine.generation import (
+    ChunkReader,
+    EngineLostError,
     Generation,
-    Piece,
-    PieceReader,
     SamplingParams,
-    UpstreamLost,
-    error_text,
-    generation_of,
+    TokenChunk,
+    decode_generation,
+    extract_error_text,
 )
-from areal_hpc.proxy.engine.http_client import Connections
+from areal_hpc.proxy.engine.http_client import ConnectionPool
 from areal_hpc.proxy.engine.http_connection import Connection
 
 log = logging.getLogger(__name__)
 
 CONNECT_TIMEOUT_S = 5.0
 ABORT_TIMEOUT_S = 5.0
-FORGOTTEN_S = 60.0
+IDLE_SERVER_S = 60.0
 """A server that was not called for so long is forgotten when another one comes."""
 Answered = TypeVar("Answered")
 
@@ -63,13 +63,13 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         )
 
 
-class Upstream:
+class SGLangClient:
     """Calls SGLang servers over one shared connection pool. Make it inside the event loop."""
 
     def __init__(self, api_key: str = "") -> None:
         key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
         self._headers = f"content-type: application/json\r\n{key}"
-        self._servers: dict[str, Connections] = {}
+        self._servers: dict[str, ConnectionPool] = {}
         self._aborts: set[asyncio.Task[None]] = set()
 
     async def generate(
@@ -78,33 +78,33 @@ class Upstream:
         """Generate and wait for the whole reply, or what there is of it when the server breaks off.
 
         Raises:
-            UpstreamLost: The server did not finish the call.
-            RequestRefused: It says the request is wrong, or took too long.
+            EngineLostError: The server did not finish the call.
+            RequestError: It says the request is wrong, or took too long.
         """
         answer = await self.relay(base_url, request.rid, request.body(stream=False), timeout_s)
-        return generation_of(base_url, answer)
+        return decode_generation(base_url, answer)
 
     async def generate_live(
         self,
         base_url: str,
         request: GenerateRequest,
         timeout_s: float,
-        take: Callable[[Piece], Awaitable[None]],
+        take: Callable[[TokenChunk], Awaitable[None]],
     ) -> Generation:
         """Generate, and hand each piece to `take` as it comes.
 
         After an `abort` this returns what was generated until then.
 
         Raises:
-            UpstreamLost: The server did not finish the call.
-            RequestRefused: It says the request is wrong, or took too long.
+            EngineLostError: The server did not finish the call.
+            RequestError: It says the request is wrong, or took too long.
         """
-        reader = PieceReader(base_url, request.sampling.stop or ())
+        reader = ChunkReader(base_url, request.sampling.stop or ())
         body = request.body(stream=True)
         try:
             read = self._read_live(base_url, body, timeout_s, reader, take)
             return await self._guarded(base_url, request.rid, timeout_s, read)
-        except UpstreamLost as lost:
+        except EngineLostError as lost:
             lost.partial = reader.partial()
             raise
 
@@ -113,8 +113,8 @@ class Upstream:
         base_url: str,
         body: bytes,
         timeout_s: float,
-        reader: PieceReader,
-        take: Callable[[Piece], Awaitable[None]],
+        reader: ChunkReader,
+        take: Callable[[TokenChunk], Awaitable[None]],
     ) -> Generation:
         server = self._server(base_url)
         async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
@@ -126,14 +126,14 @@ class Upstream:
                     await take(piece)
                 if whole is not None:
                     return whole
-        raise UpstreamLost(f"{base_url} ended the stream early")
+        raise EngineLostError(f"{base_url} ended the stream early")
 
     async def relay(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
         """The server's whole answer to a request that somebody else made.
 
         Raises:
-            UpstreamLost: The server did not finish the call.
-            RequestRefused: It says the request is wrong, or took too long.
+            EngineLostError: The server did not finish the call.
+            RequestError: It says the request is wrong, or took too long.
         """
         call = self._server(base_url).ask("/generate", body, timeout_s)
         status, answer = await self._guarded(base_url, rid, timeout_s, call)
@@ -149,19 +149,17 @@ class Upstream:
             return await call
         except TimeoutError:
             self.abort(base_url, rid)
-            raise RequestRefused(
-                504, f"the model did not answer within {timeout_s:.0f} s"
-            ) from None
+            raise RequestError(504, f"the model did not answer within {timeout_s:.0f} s") from None
         except asyncio.CancelledError:
             self.abort(base_url, rid)
             raise
         except OSError as error:
-            raise UpstreamLost(f"{base_url}: {type(error).__name__}: {error}") from error
+            raise EngineLostError(f"{base_url}: {type(error).__name__}: {error}") from error
 
-    def _server(self, base_url: str) -> Connections:
+    def _server(self, base_url: str) -> ConnectionPool:
         server = self._servers.get(base_url)
         if server is None:
-            server = Connections(base_url, self._headers, CONNECT_TIMEOUT_S)
+            server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
             self._forget_unused(server.used_at)
             self._servers[base_url] = server
         return server
@@ -169,7 +167,7 @@ class Upstream:
     def _forget_unused(self, now: float) -> None:
         """A replica that starts anew has another address: the old one is not called again."""
         for url, server in [*self._servers.items()]:
-            if now - server.used_at > FORGOTTEN_S:
+            if now - server.used_at > IDLE_SERVER_S:
                 server.close()
                 del self._servers[url]
 
@@ -196,9 +194,9 @@ class Upstream:
 
 def _check(base_url: str, status: int, answer: bytes) -> None:
     if status >= 500:
-        raise UpstreamLost(f"{base_url} answered {status}: {answer[:300]!r}")
+        raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
     if status >= 400:
-        raise RequestRefused(400, f"the model server refused: {error_text(answer)}")
+        raise RequestError(400, f"the model server refused: {extract_error_text(answer)}")
 
 
 async def _events(answer: Connection) -> AsyncIterator[bytes]:

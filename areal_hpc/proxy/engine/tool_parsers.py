@@ -15,20 +15,20 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, ParsersLost, RequestRefused
-from areal_hpc.proxy.engine.reply import CallPart, Said
+from areal_hpc.errors import ClusterError, ParserLostError, RequestError
+from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.wire.parsing import ConstrainRequest, Opening, ParseRequest, ParserReply
 
 log = logging.getLogger(__name__)
 MODULE = "areal_hpc.inference.parser_process"
-LONGEST_LINE_BYTES = 1 << 28
+MAX_LINE_BYTES = 1 << 28
 START_TIMEOUT_S = 180.0
 RESTART_PAUSE_S = 0.5
 PROMPT_END_CHARS = 200
 """How much of the prompt may hold the mark that opens the reasoning."""
 
 
-class SGLangParsers:
+class ToolParsers:
     """The parsers of one model's formats, shared by all replies."""
 
     def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
@@ -50,7 +50,7 @@ class SGLangParsers:
         """Start the process unless it runs.
 
         Raises:
-            ParsersLost: It does not start.
+            ParserLostError: It does not start.
         """
         async with self._starting:
             if self._reader is not None and not self._reader.done():
@@ -60,7 +60,7 @@ class SGLangParsers:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-                limit=LONGEST_LINE_BYTES,
+                limit=MAX_LINE_BYTES,
             )
             assert process.stdout is not None
             try:
@@ -70,7 +70,7 @@ class SGLangParsers:
             if not first:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                raise ParsersLost("SGLang's parsers do not start; the log says why")
+                raise ParserLostError("SGLang's parsers do not start; the log says why")
             self._process = process
             self._reader = asyncio.ensure_future(self._read(process.stdout))
 
@@ -87,7 +87,7 @@ class SGLangParsers:
                 code = await self._process.wait()
                 log.error("SGLang's parsers ended with exit code %d", code)
                 await asyncio.sleep(RESTART_PAUSE_S)
-        except ParsersLost as error:
+        except ParserLostError as error:
             hint = "see inference.tool_call_parser and inference.reasoning_parser"
             raise ClusterError(str(error), hint=hint) from error
         finally:
@@ -102,7 +102,7 @@ class SGLangParsers:
                 waiting.set_result(reply)
         for waiting in self._waiting.values():
             if not waiting.done():
-                waiting.set_exception(ParsersLost("SGLang's parsers died"))
+                waiting.set_exception(ParserLostError("SGLang's parsers died"))
         self._waiting.clear()
 
     def next_number(self) -> int:
@@ -114,7 +114,7 @@ class SGLangParsers:
         """Send a request and wait for its reply.
 
         Raises:
-            ParsersLost: The process is gone.
+            ParserLostError: The process is gone.
         """
         await self.start()
         assert self._process is not None
@@ -125,7 +125,7 @@ class SGLangParsers:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             await self._process.stdin.drain()
         except ConnectionError as error:
-            raise ParsersLost("SGLang's parsers died") from error
+            raise ParserLostError("SGLang's parsers died") from error
         return await waiting
 
     async def grammar(
@@ -140,18 +140,18 @@ class SGLangParsers:
         """Which grammar holds the model to a tool choice, and where it begins.
 
         Raises:
-            RequestRefused: There is none, or the parsers are gone.
+            RequestError: There is none, or the parsers are gone.
         """
         prompt_end = prompt[-PROMPT_END_CHARS:]
         number = self.next_number()
         request = ConstrainRequest(number, [*tools], prompt_end, required, name, parallel)
         try:
             reply = await self.ask(request)
-        except ParsersLost as error:
-            raise RequestRefused(503, str(error)) from error
+        except ParserLostError as error:
+            raise RequestError(503, str(error)) from error
         if reply.error:
             key = "tool_choice" if required else "parallel_tool_calls"
-            raise RequestRefused(400, reply.error, key=key)
+            raise RequestError(400, reply.error, key=key)
         return reply
 
     def reply(self, tools: Sequence[dict[str, Any]], prompt: str) -> ReplyReader:
@@ -170,36 +170,38 @@ class SGLangParsers:
 class ReplyReader:
     """Takes the text of one reply, gives what can be shown of it."""
 
-    def __init__(self, parsers: SGLangParsers, opening: Opening) -> None:
+    def __init__(self, parsers: ToolParsers, opening: Opening) -> None:
         self._parsers = parsers
         self._opening: Opening | None = opening
         self._number = parsers.next_number()
 
-    async def feed(self, text: str, *, last: bool = False) -> Said:
+    async def feed(self, text: str, *, last: bool = False) -> ReplyDelta:
         """What the next text adds.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
 
         Raises:
-            RequestRefused: The parsers died in the middle of a streamed reply.
+            RequestError: The parsers died in the middle of a streamed reply.
         """
         request = ParseRequest(self._parsers.next_number(), self._number, text, last, self._opening)
         try:
             reply = await self._parsers.ask(request)
-        except ParsersLost as error:
+        except ParserLostError as error:
             if self._opening is None or not last:
-                raise RequestRefused(503, str(error)) from error
+                raise RequestError(503, str(error)) from error
             again = msgspec.structs.replace(request, call=self._parsers.next_number())
             reply = await self._asked_again(again)
         self._opening = None
         if reply.error:
             log.warning("a reply that SGLang's parsers fail on stays text: %s", reply.error)
-        calls = [CallPart(index, one.name, one.arguments) for index, one in enumerate(reply.calls)]
-        return Said(reply.text, reply.reasoning, calls)
+        calls = [
+            ToolCallDelta(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
+        ]
+        return ReplyDelta(reply.text, reply.reasoning, calls)
 
     async def _asked_again(self, request: ParseRequest) -> ParserReply:
         """A whole reply may be parsed by the next process."""
         try:
             return await self._parsers.ask(request)
-        except ParsersLost as error:
-            raise RequestRefused(503, str(error)) from error
+        except ParserLostError as error:
+            raise RequestError(503, str(error)) from error

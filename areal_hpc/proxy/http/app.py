@@ -11,31 +11,31 @@ from urllib.parse import unquote
 
 import msgspec
 
-from areal_hpc.errors import RETRY_AFTER_S, RequestRefused
-from areal_hpc.proxy.completion.service import ModelCaller
+from areal_hpc.errors import RETRY_AFTER_S, RequestError
+from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic import reply as messages_reply
 from areal_hpc.proxy.dialects.anthropic import request as messages_request
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, Refused
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, FormatError
 from areal_hpc.proxy.dialects.openai import format
 from areal_hpc.proxy.dialects.openai.chat_reply import CHAT
 from areal_hpc.proxy.dialects.openai.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.openai_responses import reply as responses_reply
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.passthrough import GenerateRelay
+from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.disconnect import ClientDisconnectedError, Receive, cancel_on_disconnect
-from areal_hpc.proxy.http.driver_api import Control
+from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.routes import (
-    Handler,
-    Result,
     Route,
+    RouteResult,
     Routes,
-    described,
-    with_and_without_v1,
+    SessionHandler,
+    add_unprefixed,
+    render_openapi,
 )
-from areal_hpc.proxy.sessions.store import Session, SessionBook
-from areal_hpc.session.tree import ids_json
+from areal_hpc.proxy.sessions.store import Session, SessionStore
+from areal_hpc.session.tree import encode_ids
 from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
-DIALECTS = {
+DIALECT_BY_ROUTE = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
@@ -63,10 +63,10 @@ class ProxyApp:
         admin_key: str,
         max_request_bytes: int,
         model: ServedModel,
-        book: SessionBook,
-        caller: ModelCaller,
-        control: Control,
-        relay: GenerateRelay | None = None,
+        book: SessionStore,
+        caller: CompletionService,
+        control: DriverApi,
+        relay: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
         self._max_request_bytes = max_request_bytes
@@ -84,7 +84,7 @@ class ProxyApp:
         self._routes = Routes(
             (
                 *self._routes_of_drivers(control),
-                *with_and_without_v1(self._routes_of_agents()),
+                *add_unprefixed(self._routes_of_agents()),
                 Route("GET", "/healthz", "anyone", self._health),
                 Route("GET", "/metrics", "anyone", self._metrics, form=PLAIN),
                 Route("GET", "/openapi.json", "anyone", self._openapi),
@@ -92,10 +92,10 @@ class ProxyApp:
         )
 
     def _routes_of_agents(self) -> Iterator[Route]:
-        def agent(path: str, answer: Handler, request: type[msgspec.Struct]) -> Route:
+        def agent(path: str, answer: SessionHandler, request: type[msgspec.Struct]) -> Route:
             return Route("POST", path, "session", answer, request)
 
-        for path, dialect in DIALECTS.items():
+        for path, dialect in DIALECT_BY_ROUTE.items():
             said = agent(path, self._speaking(path, dialect), dialect.request)
             yield replace(said, refused=dialect.refused, streams=True)
         counted = agent("/messages/count_tokens", self._count_tokens, MESSAGES.request)
@@ -106,8 +106,10 @@ class ProxyApp:
         yield Route("GET", "/responses/{response_id}", "session", self._retrieve_response)
         yield Route("DELETE", "/responses/{response_id}", "session", self._delete_response)
 
-    def _routes_of_drivers(self, control: Control) -> Iterator[Route]:
-        def admin(path: str, answer: Handler, request: type[msgspec.Struct] | None = None) -> Route:
+    def _routes_of_drivers(self, control: DriverApi) -> Iterator[Route]:
+        def admin(
+            path: str, answer: SessionHandler, request: type[msgspec.Struct] | None = None
+        ) -> Route:
             return Route("POST", path, "admin", answer, request)
 
         def session(
@@ -122,7 +124,7 @@ class ProxyApp:
         offer, wait = _awaiting(control.offer_session), _awaiting(control.await_session)
         export = _awaiting(control.export_trajectories)
         yield admin("/rl/start_session", start, wire.StartSessionRequest)
-        yield admin("/rl/offer_session", offer, wire.OfferRequest)
+        yield admin("/rl/offer_session", offer, wire.OfferEpisodeRequest)
         yield admin("/rl/await_session", wait, wire.AwaitSessionRequest)
         yield admin("/rl/finish_ticket", finish, wire.FinishTicketRequest)
         yield admin("/rl/seal", _awaiting(control.seal))
@@ -137,7 +139,7 @@ class ProxyApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        refused: Refused = format.error
+        refused: FormatError = format.format_error
         allowed = ""
         try:
             methods, named = self._routes.at(scope["path"])
@@ -146,8 +148,8 @@ class ProxyApp:
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
-                    raise RequestRefused(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
-                raise RequestRefused(405, f"{path} takes {allowed}, not {method}")
+                    raise RequestError(426, f"{path} takes {allowed} over HTTP/1.1, no WebSocket")
+                raise RequestError(405, f"{path} takes {allowed}, not {method}")
             for name, value in scope["headers"]:
                 if name == b"authorization" and value[:7].lower() == b"bearer ":
                     key = value[7:].strip().decode("latin-1")
@@ -182,8 +184,8 @@ class ProxyApp:
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
 
-    def _too_large(self) -> RequestRefused:
-        return RequestRefused(413, f"a request may have {self._max_request_bytes} bytes at most")
+    def _too_large(self) -> RequestError:
+        return RequestError(413, f"a request may have {self._max_request_bytes} bytes at most")
 
     async def _body(self, receive: Receive) -> bytes:
         body = b""
@@ -202,28 +204,28 @@ class ProxyApp:
 
     def _require_admin(self, key: str) -> None:
         if not hmac.compare_digest(key.encode("latin-1"), self._admin_key):
-            raise RequestRefused(401, "this route needs the run's admin key")
+            raise RequestError(401, "this route needs the run's admin key")
 
     def _session(self, key: str) -> Session:
         session = self._book.session_of_key(key)
         if session is None:
-            raise RequestRefused(401, "this key opens no session")
+            raise RequestError(401, "this key opens no session")
         session.touch()
         return session
 
     def _held(self, opened: Session | None) -> Session:
         """The session that a key opened, unless it went while the body came."""
         if opened is None or self._book.sessions.get(opened.session_id) is not opened:
-            raise RequestRefused(401, "this key opens no session")
+            raise RequestError(401, "this key opens no session")
         return opened
 
     def _open_session(self, opened: Session | None) -> Session:
         session = self._held(opened)
         if session.ended:
-            raise RequestRefused(403, "the session has ended")
+            raise RequestError(403, "the session has ended")
         return session
 
-    def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> Handler:
+    def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> SessionHandler:
         async def handler(opened: Session | None, body: bytes) -> bytes:
             return answer(self._held(opened), body)
 
@@ -234,7 +236,7 @@ class ProxyApp:
     async def _generate(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         if self._relay is None:
-            raise RequestRefused(404, "there is no route /generate")
+            raise RequestError(404, "there is no route /generate")
         return await self._relay.generate(session, body)
 
     async def _health(self, opened: Session | None, body: bytes) -> bytes:
@@ -244,42 +246,44 @@ class ProxyApp:
         return self._caller.metrics.render()
 
     async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
-        return described(self._routes)
+        return render_openapi(self._routes)
 
     async def _models(self, opened: Session | None, body: bytes) -> bytes:
-        return format.models(self._model.name, self._model.context_tokens)
+        return format.format_models(self._model.name, self._model.context_tokens)
 
     async def _retrieve_response(self, opened: Session | None, name: bytes) -> bytes:
-        return responses_reply.retrieved(self._open_session(opened), name.decode())
+        return responses_reply.retrieve_response(self._open_session(opened), name.decode())
 
     async def _delete_response(self, opened: Session | None, name: bytes) -> bytes:
-        return responses_reply.deleted(self._open_session(opened), name.decode())
+        return responses_reply.delete_response(self._open_session(opened), name.decode())
 
     async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         _, call = messages_request.parse(body, session.request.sampling, self._model)
         self._caller.metrics.count_ignored("/messages/count_tokens", call.ignored)
         _, count = await self._caller.prompt_json(session, call)
-        return messages_reply.token_count(count)
+        return messages_reply.format_token_count(count)
 
     async def _tokenize(self, opened: Session | None, body: bytes) -> bytes:
         session = self._open_session(opened)
         request = tokenize.parse_tokenize(body)
         if request.prompt is None:
-            call = tokenize.conversation_call(request)
-            return tokenize.tokenized(*await self._caller.prompt_json(session, call), self._model)
+            call = tokenize.build_chat_call(request)
+            return tokenize.format_tokenize_reply(
+                *await self._caller.prompt_json(session, call), self._model
+            )
         with_special = request.add_special_tokens is not False
         ids = await self._caller.encode(request.prompt, add_special_tokens=with_special)
-        return tokenize.tokenized(ids_json(ids), len(ids), self._model)
+        return tokenize.format_tokenize_reply(encode_ids(ids), len(ids), self._model)
 
     async def _detokenize(self, opened: Session | None, body: bytes) -> bytes:
         self._open_session(opened)
         return tokenize.detokenize(body, self._model)
 
-    def _speaking(self, path: str, dialect: Dialect) -> Handler:
+    def _speaking(self, path: str, dialect: Dialect) -> SessionHandler:
         """Answers model calls in a dialect."""
 
-        async def handler(opened: Session | None, body: bytes) -> Result:
+        async def handler(opened: Session | None, body: bytes) -> RouteResult:
             session = self._open_session(opened)
             exchange = dialect.read(body, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
@@ -297,14 +301,14 @@ def _asks_for_websocket(scope: Scope) -> bool:
     )
 
 
-def _ignoring_session(answer: Callable[[bytes], bytes]) -> Handler:
+def _ignoring_session(answer: Callable[[bytes], bytes]) -> SessionHandler:
     async def handler(opened: Session | None, body: bytes) -> bytes:
         return answer(body)
 
     return handler
 
 
-def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> Handler:
+def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> SessionHandler:
     async def handler(opened: Session | None, body: bytes) -> bytes:
         return await answer(body)
 
@@ -314,7 +318,7 @@ def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> Handler:
 def _name_alone(name: str, query: bytes) -> bytes:
     if query:
         parameter = unquote(query.partition(b"=")[0])
-        raise RequestRefused(400, "this route takes no parameters", key=parameter)
+        raise RequestError(400, "this route takes no parameters", key=parameter)
     return name.encode()
 
 
@@ -336,8 +340,8 @@ async def _send_events(send: Send, events: EventStream) -> None:
         events.abandon()  # after the end there is nothing left to stop
 
 
-def _refusal(caught: Exception) -> RequestRefused:
-    if isinstance(caught, RequestRefused):
+def _refusal(caught: Exception) -> RequestError:
+    if isinstance(caught, RequestError):
         return caught
     log.error("a request failed", exc_info=caught)
-    return RequestRefused(500, "the proxy failed; see its log")
+    return RequestError(500, "the proxy failed; see its log")

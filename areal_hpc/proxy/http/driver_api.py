@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused, RewardRefused
+from areal_hpc.errors import InvalidRewardError, RequestError
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions.events import (
     InteractionAdded,
@@ -19,13 +19,13 @@ from areal_hpc.proxy.sessions.events import (
     SessionOpened,
     TicketFinished,
 )
-from areal_hpc.proxy.sessions.online_slots import Visits
-from areal_hpc.proxy.sessions.recorder import Recorder, UnsoundCallError
+from areal_hpc.proxy.sessions.online_slots import OnlineSlots
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
 from areal_hpc.proxy.sessions.sealing import Sealer
-from areal_hpc.proxy.sessions.store import Session, key_digest, new_key
-from areal_hpc.session.credit import assign_credit, retry_orphans
-from areal_hpc.session.export import batch_of_one, plan_everything
-from areal_hpc.session.rewards import check_reward, final_reward, rewarded_interaction
+from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
+from areal_hpc.session.credit import assign_credit, find_retry_orphans
+from areal_hpc.session.export import plan_all_rows, to_batch
+from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
@@ -37,9 +37,9 @@ from areal_hpc.wire.proxy import (
     ExportRequest,
     FinishTicketReply,
     FinishTicketRequest,
-    GrantReply,
-    OfferReply,
-    OfferRequest,
+    GrantCapacityReply,
+    OfferEpisodeReply,
+    OfferEpisodeRequest,
     ProxyHealth,
     RecordReply,
     RecordRequest,
@@ -52,21 +52,21 @@ from areal_hpc.wire.proxy import (
 from areal_hpc.wire.weight_version import WeightVersion
 
 Body = TypeVar("Body")
-SHORTEST_KEY_CHARS = 16
+MIN_KEY_CHARS = 16
 ENDED_POLL_S = 0.05
-LONGEST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 
 
-class Control:
+class DriverApi:
     """Answers drivers. Every method takes a request's body and returns the reply's."""
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: JournaledRecorder,
         router: Router,
         sealer: Sealer | None,
         max_sessions: int,
-        visits: Visits | None = None,
+        visits: OnlineSlots | None = None,
     ) -> None:
         """Prepare.
 
@@ -89,10 +89,10 @@ class Control:
         request = _decode(body, StartSessionRequest)
         if request.ref is not None:
             self._of_run()
-        key = self._free_key(request.api_key) if request.api_key else new_key()
+        key = self._free_key(request.api_key) if request.api_key else generate_key()
         sessions, most = self._book.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
-            raise RequestRefused(429, f"{most} sessions are open, as many as may be")
+            raise RequestError(429, f"{most} sessions are open, as many as may be")
         if self._visits is None or request.ref is not None or request.disposable:
             return msgspec.json.encode(StartSessionReply(self._open(request, key), key))
         offer = self._visits.take()
@@ -103,47 +103,45 @@ class Control:
     def _open(self, request: StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
-        self._recorder.record(SessionOpened(session_id, key_digest(key), request))
+        self._recorder.record(SessionOpened(session_id, hash_key(key), request))
         return session_id
 
     async def offer_session(self, body: bytes) -> bytes:
         """Wait for a program that plays an episode of a ticket."""
-        request = _decode(body, OfferRequest)
+        request = _decode(body, OfferEpisodeRequest)
         if self._visits is None:
-            raise RequestRefused(404, "this proxy serves no online run")
-        return msgspec.json.encode(OfferReply(await self._visits.offer(request)))
+            raise RequestError(404, "this proxy serves no online run")
+        return msgspec.json.encode(OfferEpisodeReply(await self._visits.offer(request)))
 
     async def await_session(self, body: bytes) -> bytes:
         """Tell when a session of a ticket has ended."""
         request = _decode(body, AwaitSessionRequest)
-        give_up_at = time.monotonic() + min(request.wait_s, LONGEST_WAIT_S)
+        give_up_at = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
             session = self._book.sessions.get(request.session_id)
             if session is None:
-                raise RequestRefused(
+                raise RequestError(
                     404, f"there is no session {request.session_id!r}", key="session_id"
                 )
             if session.ended or time.monotonic() >= give_up_at:
-                reply = AwaitSessionReply(session.ended, final_reward(session.tree))
+                reply = AwaitSessionReply(session.ended, get_final_reward(session.tree))
                 return msgspec.json.encode(reply)
             await asyncio.sleep(ENDED_POLL_S)
 
     def _free_key(self, key: str) -> str:
-        if len(key) < SHORTEST_KEY_CHARS:
-            raise RequestRefused(
-                400, f"a session key has {SHORTEST_KEY_CHARS} characters at least", key="api_key"
+        if len(key) < MIN_KEY_CHARS:
+            raise RequestError(
+                400, f"a session key has {MIN_KEY_CHARS} characters at least", key="api_key"
             )
         session = self._book.session_of_key(key)
         if session is not None and not session.ended:
-            raise RequestRefused(
-                409, f"the key opens session {session.session_id!r}", key="api_key"
-            )
+            raise RequestError(409, f"the key opens session {session.session_id!r}", key="api_key")
         return key
 
     def grant_capacity(self, body: bytes) -> bytes:
         """Let one more session be open at once."""
         self._most_sessions += 1
-        return msgspec.json.encode(GrantReply(self._most_sessions))
+        return msgspec.json.encode(GrantCapacityReply(self._most_sessions))
 
     async def export_trajectories(self, body: bytes) -> bytes:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
@@ -152,16 +150,16 @@ class Control:
         while not session.ended:
             await asyncio.sleep(ENDED_POLL_S)
             session = self._exportable(request.session_id)
-        reply = msgspec.json.encode(ExportReply(exported_interactions(session.tree, request)))
+        reply = msgspec.json.encode(ExportReply(export_interactions(session.tree, request)))
         self._recorder.record(SessionDropped(session.session_id))
         return reply
 
     def _exportable(self, session_id: str) -> Session:
         session = self._book.sessions.get(session_id)
         if session is None:
-            raise RequestRefused(404, f"there is no session {session_id!r}", key="session_id")
+            raise RequestError(404, f"there is no session {session_id!r}", key="session_id")
         if session.request.ref is not None:
-            raise RequestRefused(
+            raise RequestError(
                 409, f"session {session_id!r} belongs to a ticket of the run", key="session_id"
             )
         return session
@@ -170,12 +168,12 @@ class Control:
         """Reward the named interaction, or the last one."""
         request = _decode(body, SetRewardRequest)
         if session.ended:
-            raise RequestRefused(403, "the session has ended")
+            raise RequestError(403, "the session has ended")
         try:
-            interaction = rewarded_interaction(session.tree, request.interaction_id)
-            reward = check_reward(request.reward)
-        except RewardRefused as error:
-            raise RequestRefused(400, str(error), key="reward") from error
+            interaction = find_rewarded_interaction(session.tree, request.interaction_id)
+            reward = validate_reward(request.reward)
+        except InvalidRewardError as error:
+            raise RequestError(400, str(error), key="reward") from error
         self._recorder.record(RewardSet(session.session_id, interaction.interaction_id, reward))
         return msgspec.json.encode(SetRewardReply(interaction.interaction_id))
 
@@ -183,7 +181,7 @@ class Control:
         """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
         request = _decode(body, RecordRequest)
         if session.ended:
-            raise RequestRefused(403, "the session has ended")
+            raise RequestError(403, "the session has ended")
         for raw in request.interactions:
             one = _decode(bytes(raw), Interaction)
             if one.interaction_id in session.tree:
@@ -193,7 +191,7 @@ class Control:
                 self._recorder.record(InteractionAdded(session.session_id, one))
             except UnsoundCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
-                raise RequestRefused(400, problem, key="interactions") from error
+                raise RequestError(400, problem, key="interactions") from error
         return msgspec.json.encode(RecordReply(len(session.tree)))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
@@ -205,8 +203,8 @@ class Control:
         versions = WeightVersion.unpack(known), WeightVersion.unpack(newest)
         problem = f"expected weights up to version {versions[0]}, the newest known to this cell"
         if known == 0 and self._router.serving_count == 0:  # restarted just now
-            raise RequestRefused(503, f"{name}: no replica has said yet which weights it serves")
-        raise RequestRefused(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
+            raise RequestError(503, f"{name}: no replica has said yet which weights it serves")
+        raise RequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
     def end_session(self, session: Session, body: bytes) -> bytes:
         """Close the session to requests. Repeating it is harmless."""
@@ -214,7 +212,7 @@ class Control:
             self._recorder.record(SessionEnded(session.session_id))
         self._router.forget(session.session_id)
         reply = EndSessionReply(
-            "ended", len(session.tree), final_reward(session.tree), self._router.serving_count
+            "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
         )
         return msgspec.json.encode(reply)
 
@@ -233,7 +231,7 @@ class Control:
     def _discard(self, ref: TicketRef, rows: int | None) -> int:
         """Forget what a filtered ticket's episodes said."""
         if rows is not None:
-            raise RequestRefused(409, f"{ref} is finished: its rows are kept", key="discard")
+            raise RequestError(409, f"{ref} is finished: its rows are kept", key="discard")
         for session in [*self._book.sessions.values()]:
             if session.request.ref == ref:
                 self._recorder.record(SessionDropped(session.session_id))
@@ -241,19 +239,19 @@ class Control:
 
     def _finish(self, request: FinishTicketRequest) -> int:
         if not request.session_ids:
-            raise RequestRefused(400, "a ticket has one session at least", key="session_ids")
+            raise RequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
             session = self._book.sessions.get(session_id)
             if session is None:
-                raise RequestRefused(404, f"there is no session {session_id!r}", key="session_ids")
+                raise RequestError(404, f"there is no session {session_id!r}", key="session_ids")
             if session.request.ref != request.ref or not session.is_recorded:
-                raise RequestRefused(
+                raise RequestError(
                     409, f"session {session_id!r} is not one of this ticket", key="session_ids"
                 )
             if not session.ended:
-                raise RequestRefused(409, f"session {session_id!r} is open", key="session_ids")
-            if final_reward(session.tree) is None:
-                raise RequestRefused(
+                raise RequestError(409, f"session {session_id!r} is open", key="session_ids")
+            if get_final_reward(session.tree) is None:
+                raise RequestError(
                     409,
                     f"session {session_id!r} has no reward",
                     key="session_ids",
@@ -270,7 +268,7 @@ class Control:
 
     def _of_run(self) -> Sealer:
         if self._sealer is None:
-            raise RequestRefused(404, "this proxy serves no run: it has no tickets")
+            raise RequestError(404, "this proxy serves no run: it has no tickets")
         return self._sealer
 
     def health(self) -> bytes:
@@ -289,26 +287,26 @@ def _decode(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestRefused(400, str(error)) from error
+        raise RequestError(400, str(error)) from error
 
 
-def exported_interactions(
+def export_interactions(
     tree: InteractionTree, request: ExportRequest
 ) -> dict[str, ExportedInteraction]:
     """Rows by the id of the interaction they end with.
 
     Raises:
-        RequestRefused: The discount is no finite number.
+        RequestError: The discount is no finite number.
     """
-    orphans = retry_orphans(tree) if request.drop_retry_orphans else frozenset()
+    orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
     try:
         earned = assign_credit(tree, request.discount, request.credit, orphans)
-    except RewardRefused as error:
-        raise RequestRefused(400, str(error), key="discount") from error
+    except InvalidRewardError as error:
+        raise RequestError(400, str(error), key="discount") from error
     rewards = {name: earnings.total for name, earnings in earned.items()}
     rows = {}
-    for plan in plan_everything(tree, request.style, rewards):
+    for plan in plan_all_rows(tree, request.style, rewards):
         name = plan.path[-1].interaction_id
-        batch = {key: array.tolist() for key, array in batch_of_one(plan).items()}
+        batch = {key: array.tolist() for key, array in to_batch(plan).items()}
         rows[name] = ExportedInteraction(name, rewards[name], batch)
     return rows

@@ -9,13 +9,13 @@ from typing import Any, Literal
 import msgspec
 
 from areal_hpc import __version__
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.dialects.dialect import EventStream, Refused
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.dialects.dialect import EventStream, FormatError
 from areal_hpc.proxy.dialects.openai import format
 from areal_hpc.proxy.sessions.store import Session
 
-Result = bytes | EventStream
-Handler = Callable[[Session | None, bytes], Coroutine[Any, Any, Result]]
+RouteResult = bytes | EventStream
+SessionHandler = Callable[[Session | None, bytes], Coroutine[Any, Any, RouteResult]]
 """(session that the key opened, request body) -> response body, whole or as events. Where the path
 ends with a name, the name stands in the place of the body."""
 
@@ -29,10 +29,10 @@ class Route:
     """The last part may be a `{name}`: anything but empty."""
     opened_by: Literal["admin", "session", "anyone"]
     """Whose key opens it. That is settled before the request's body is read."""
-    answer: Handler
+    answer: SessionHandler
     request: type[msgspec.Struct] | None = None
     """What the body holds; None when it is not read."""
-    refused: Refused = format.error
+    refused: FormatError = format.format_error
     """The body of an error."""
     form: str = "application/json"
     """Content type of the answer."""
@@ -68,18 +68,18 @@ class Routes:
         """The routes of a path by their methods, and the name that it ends with, or nothing.
 
         Raises:
-            RequestRefused: 404, there is none.
+            RequestError: 404, there is none.
         """
         methods = self._by_path.get(path)
         if methods is not None:
             return methods, ""
         head, _, name = path.rpartition("/")
         if not name or head not in self._named:
-            raise RequestRefused(404, f"there is no route {path}")
+            raise RequestError(404, f"there is no route {path}")
         return self._named[head], name
 
 
-def with_and_without_v1(routes: Iterable[Route]) -> Iterator[Route]:
+def add_unprefixed(routes: Iterable[Route]) -> Iterator[Route]:
     """SDKs differ in whether `/v1` is part of the address they are given."""
     for route in routes:
         for prefix in ("", "/v1"):
@@ -105,7 +105,7 @@ _ERROR = {
 """What all dialects' errors have in common."""
 
 
-def described(routes: Routes) -> bytes:
+def render_openapi(routes: Routes) -> bytes:
     """The routes as an OpenAPI document, JSON."""
     structs = {route.request for route in routes if route.request is not None}
     ordered = sorted(structs, key=lambda one: one.__name__)

@@ -1,7 +1,7 @@
 """Session events, as they are journaled.
 
 A live proxy applies an event after writing it; a restarted one applies what it reads. Nothing
-else changes a `SessionBook`, so both arrive at the same state.
+else changes a `SessionStore`, so both arrive at the same state.
 """
 
 from __future__ import annotations

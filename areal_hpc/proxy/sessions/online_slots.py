@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.wire.proxy import OfferRequest
+from areal_hpc.errors import RequestError
+from areal_hpc.wire.proxy import OfferEpisodeRequest
 
-LONGEST_WAIT_S = 60.0
+MAX_WAIT_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class Offer:
+class EpisodeSlot:
     """One episode's place, until a program takes it or its driver asks anew."""
 
-    request: OfferRequest
+    request: OfferEpisodeRequest
     taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
     """The id of the session."""
 
@@ -27,33 +27,33 @@ class Offer:
         return (ref.ticket_id, ref.attempt, session.episode) if ref else (0, 0, session.episode)
 
 
-class Visits:
+class OnlineSlots:
     """The places that are free."""
 
     def __init__(self) -> None:
-        self._free: set[Offer] = set()
+        self._free: set[EpisodeSlot] = set()
 
-    async def offer(self, request: OfferRequest) -> str | None:
+    async def offer(self, request: OfferEpisodeRequest) -> str | None:
         """The session of the program that came; None if nobody did in time."""
-        offer = Offer(request)
+        offer = EpisodeSlot(request)
         self._free.add(offer)
         try:
-            async with asyncio.timeout(min(request.wait_s, LONGEST_WAIT_S)):
+            async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S)):
                 return await offer.taken
         except TimeoutError:
             return None
         finally:
             self._free.discard(offer)
 
-    def take(self) -> Offer:
+    def take(self) -> EpisodeSlot:
         """The place that a program gets. Its `taken` must be told the session.
 
         Raises:
-            RequestRefused: (429) The run needs no episode at the moment.
+            RequestError: (429) The run needs no episode at the moment.
         """
         free = [offer for offer in self._free if not offer.taken.done()]  # its driver has gone
         if not free:
-            raise RequestRefused(
+            raise RequestError(
                 429, "the run waits for no episode at the moment", hint="repeat the request"
             )
         offer = min(free, key=lambda one: one.rank)

@@ -23,7 +23,7 @@ from areal_hpc.proxy.sessions.events import (
     decode_event,
     encode_event,
 )
-from areal_hpc.proxy.sessions.store import Session, SessionBook
+from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.wire.ledger import TicketRef
@@ -32,7 +32,7 @@ from areal_hpc.wire.trajectory import MAX_TOKEN_IDS
 log = logging.getLogger(__name__)
 
 EVENT_KIND = 1
-SMALLEST_ROTATION_BYTES = 1 << 20
+MIN_ROTATION_BYTES = 1 << 20
 _REMOVING = (SessionDropped, TicketDropped, TicketFinished, TicketsSealed)
 
 
@@ -41,7 +41,7 @@ class UnsoundCallError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Rotation:
+class JournalRotation:
     """What of the journal is history at one moment: decided on the loop, used in a thread."""
 
     gone: frozenset[str]
@@ -67,8 +67,8 @@ class Rotation:
                 return event.session_id not in self.gone
 
 
-class Recorder:
-    """The only way to change a `SessionBook` while the proxy runs.
+class JournaledRecorder:
+    """The only way to change a `SessionStore` while the proxy runs.
 
     Opening replays what an earlier proxy of the cell left behind. Sessions that are not trained
     on (evaluations, visitors) are kept in memory alone.
@@ -83,7 +83,7 @@ class Recorder:
     """
 
     def __init__(self, path: Path, sync_interval_s: float, vocab_size: int = MAX_TOKEN_IDS) -> None:
-        self.book = SessionBook()
+        self.book = SessionStore()
         self.folder = path.parent
         """The journal's own."""
         self.failure: ClusterError | None = None
@@ -188,15 +188,15 @@ class Recorder:
     @property
     def should_rotate(self) -> bool:
         """True when the journal has doubled since it last held only what is needed."""
-        grown = self._journal.bytes_written > 2 * self._rotated_bytes + SMALLEST_ROTATION_BYTES
+        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
         return grown and bool(self._gone_sessions)
 
-    def plan_rotation(self) -> Rotation:
+    def plan_rotation(self) -> JournalRotation:
         """What can be forgotten now. Records appended later are never taken for gone."""
         sealed, settled = frozenset(self._sealed_refs), frozenset(self._settled_refs)
-        return Rotation(frozenset(self._gone_sessions), sealed, settled, sealed <= settled)
+        return JournalRotation(frozenset(self._gone_sessions), sealed, settled, sealed <= settled)
 
-    def rotate(self, rotation: Rotation) -> None:
+    def rotate(self, rotation: JournalRotation) -> None:
         """Drop the records that `rotation` does not need. May run in a thread.
 
         Raises:
@@ -215,7 +215,7 @@ class Recorder:
             await asyncio.to_thread(self.rotate, rotation)
             self.forget(rotation)
 
-    def forget(self, rotation: Rotation) -> None:
+    def forget(self, rotation: JournalRotation) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.bytes_written
         self._gone_sessions -= rotation.gone
@@ -228,11 +228,11 @@ class Recorder:
         self._journal.close()
 
 
-class VolatileRecorder(Recorder):
+class MemoryRecorder(JournaledRecorder):
     """Sessions in memory alone: they end with the process."""
 
     def __init__(self, vocab_size: int = MAX_TOKEN_IDS) -> None:
-        self.book = SessionBook()
+        self.book = SessionStore()
         self.failure: ClusterError | None = None
         self._vocab_size = vocab_size
 

@@ -18,14 +18,14 @@ from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.proxy.sessions.events import TicketDropped, TicketsSealed, TicketsSettled
-from areal_hpc.proxy.sessions.recorder import Recorder
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket
 from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
@@ -49,7 +49,7 @@ class Sealer:
 
     def __init__(
         self,
-        recorder: Recorder,
+        recorder: JournaledRecorder,
         layout: RunPaths,
         cell: str,
         config: ShardConfig,
@@ -145,7 +145,7 @@ class Sealer:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
-        shard = seal(rows, self._layout.shards_dir, self._layout.index_dir, self._cell)
+        shard = seal_shard(rows, self._layout.shards_dir, self._layout.index_dir, self._cell)
         log.info(
             "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
             len(rows_of),

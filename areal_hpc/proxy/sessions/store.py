@@ -28,17 +28,17 @@ from areal_hpc.wire.trajectory import Trajectory
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
-ENDED_KEPT_S = 60.0
-REMEMBERED_TICKETS = 4096
+ENDED_RETENTION_S = 60.0
+MAX_REMEMBERED_TICKETS = 4096
 """Settled tickets whose repeated `finish_ticket` is still answered."""
 
 
-def new_key() -> str:
+def generate_key() -> str:
     """A session key: 256 random bits."""
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
-def key_digest(key: str) -> bytes:
+def hash_key(key: str) -> bytes:
     """What is kept of a key. Looking up a digest tells an attacker nothing by its timing."""
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
@@ -119,7 +119,7 @@ class FinishedTicket:
         return [row for session in self.sessions for row in session.rows(self.ref)]
 
 
-class SessionBook:
+class SessionStore:
     """Everything the proxy must remember, and the only way to change it: `apply`."""
 
     def __init__(self) -> None:
@@ -135,7 +135,7 @@ class SessionBook:
 
     def session_of_key(self, key: str) -> Session | None:
         """The session that `key` opens."""
-        return self._by_key.get(key_digest(key))
+        return self._by_key.get(hash_key(key))
 
     def rows_of(self, ref: TicketRef) -> int | None:
         """How many rows a finished ticket contributes; None if it is not finished."""
@@ -199,7 +199,7 @@ class SessionBook:
         if ticket is None and self.dropped.pop(ref, None) is None:
             return
         self.settled_rows[ref] = len(ticket.rows) if ticket else 0
-        while len(self.settled_rows) > REMEMBERED_TICKETS:
+        while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]
 
     def _remove(self, session: Session) -> None:
@@ -226,6 +226,6 @@ class SessionBook:
                 return False
             is_kept = session.is_recorded or not session.ended
             last_used = session.touched_at if ref is None else used_at[ref]
-            return now - last_used > (older_than_s if is_kept else ENDED_KEPT_S)
+            return now - last_used > (older_than_s if is_kept else ENDED_RETENTION_S)
 
         return [session for session in self.sessions.values() if is_idle(session)]

@@ -7,15 +7,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_name
 
-Positive = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1)]
 FLAG = r"^--[a-z][a-z0-9-]*(=.*)?$"
 Flags = tuple[Annotated[str, Field(pattern=FLAG)], ...]
 
 
-class JobOptions(StageConfig):
+class JobOptions(BaseConfig):
     """What a job asks Slurm for. Null leaves it to the common options, then to the cluster."""
 
     partition: str | None = None
@@ -28,15 +28,15 @@ class JobOptions(StageConfig):
     """Features that nodes must have."""
     reservation: str | None = None
     """Reservation to run in."""
-    time_min: Positive | None = None
+    time_min: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
     """Memory a node, as Slurm writes it (`64G`); all of it (`0`) when null and `exclusive`."""
-    cpus_per_task: Positive | None = None
+    cpus_per_task: PositiveInt | None = None
     """Processors of each task."""
-    gpus_per_node: Positive | None = None
+    gpus_per_node: PositiveInt | None = None
     """GPUs that a node has to offer: a trainer's tasks are spread over nodes by it."""
-    tasks_per_node: Positive | None = None
+    tasks_per_node: PositiveInt | None = None
     """Tasks on one node; when null one for each GPU that a node offers, and on CPUs all."""
     gres: str | None = None
     """How GPUs are asked for; `gpu:{count}` when null, such as `gpu:a100:{count}`."""
@@ -62,7 +62,7 @@ class JobOptions(StageConfig):
     """Shell lines before the tasks start: `module load cuda`."""
 
 
-class KindOptions(StageConfig):
+class JobKindOptions(BaseConfig):
     """Options of one kind of job, which win over the common ones."""
 
     trainer: JobOptions = JobOptions()
@@ -75,7 +75,7 @@ class KindOptions(StageConfig):
     """The warm-up's job; what `trainer` says holds where this is silent."""
 
 
-class ContainerConfig(StageConfig):
+class ContainerConfig(BaseConfig):
     """The container that a job's supervisor and all its processes run in."""
 
     kind: Literal["none", "apptainer", "pyxis"] = "none"
@@ -94,7 +94,7 @@ class ContainerConfig(StageConfig):
         return self
 
 
-class NetworkConfig(StageConfig):
+class NetworkConfig(BaseConfig):
     """Which network the processes of several nodes talk over."""
 
     interface: str = ""
@@ -125,7 +125,7 @@ class NetworkConfig(StageConfig):
 class SlurmConfig(JobOptions):
     """Slurm: options of all jobs, then what differs by kind of job."""
 
-    jobs: KindOptions = KindOptions()
+    jobs: JobKindOptions = JobKindOptions()
     """Options by kind of job."""
     container: ContainerConfig = ContainerConfig()
     """No container unless one is named."""
@@ -152,7 +152,7 @@ class SlurmConfig(JobOptions):
         return JobOptions(**told)
 
 
-class EnvironmentConfig(StageConfig):
+class RoleEnvironmentConfig(BaseConfig):
     """The Python of one role."""
 
     python: str = "auto"
@@ -161,16 +161,16 @@ class EnvironmentConfig(StageConfig):
     """Added to the environment of the role's processes."""
 
 
-class ClusterConfig(StageConfig):
+class ClusterConfig(BaseConfig):
     """The machine room."""
 
     fileroot: Path
     """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
-    serve: EnvironmentConfig = EnvironmentConfig()
+    serve: RoleEnvironmentConfig = RoleEnvironmentConfig()
     """SGLang's environment."""
-    train: EnvironmentConfig = EnvironmentConfig()
+    train: RoleEnvironmentConfig = RoleEnvironmentConfig()
     """Megatron-core's environment."""
-    agents: EnvironmentConfig = EnvironmentConfig()
+    agents: RoleEnvironmentConfig = RoleEnvironmentConfig()
     """The proxy's and the agent's environment."""
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""

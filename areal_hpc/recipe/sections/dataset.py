@@ -7,11 +7,11 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.hub_cache import REPO_PATTERN
 
 
-class DatasetConfig(StageConfig):
+class TaskSetConfig(BaseConfig):
     """Where tasks come from: exactly one of `path`, `hub`, `generator` and `reasoning_gym`."""
 
     path: Path | None = None
@@ -45,22 +45,22 @@ class DatasetConfig(StageConfig):
         return self
 
 
-class TaskSourceConfig(DatasetConfig):
+class MixtureSourceConfig(TaskSetConfig):
     """One of several sources of tasks."""
 
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Its share of the tickets, relative to the others; kept to a thousandth."""
 
 
-class TrainDatasetConfig(DatasetConfig):
+class TrainTaskSetConfig(TaskSetConfig):
     """Where tasks come from: one source, or several in `sources`."""
 
-    sources: tuple[TaskSourceConfig, ...] = ()
+    sources: tuple[MixtureSourceConfig, ...] = ()
     """Several sources, mixed by weight; a list of what follows."""
 
-    choices: ClassVar[tuple[str, ...]] = (*DatasetConfig.choices, "sources")
+    choices: ClassVar[tuple[str, ...]] = (*TaskSetConfig.choices, "sources")
 
-    def parts(self, key: str) -> list[tuple[DatasetConfig, str]]:
+    def parts(self, key: str) -> list[tuple[TaskSetConfig, str]]:
         """The sources, each with its place in the recipe; `key` is that of this section."""
         if not self.sources:
             return [(self, key)]

@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 
 
-class InferenceConfig(StageConfig):
+class InferenceConfig(BaseConfig):
     """SGLang replicas, grouped in cells (one Slurm job each)."""
 
     cells: Annotated[int, Field(ge=1)] = 1

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 
 
-class ShardConfig(StageConfig):
+class ShardConfig(BaseConfig):
     """Journal and sealed shards."""
 
     target_bytes: Annotated[int, Field(ge=4096)] = 128 * 1024 * 1024
@@ -23,7 +23,7 @@ class ShardConfig(StageConfig):
     """Node-local folder of journals; `$SLURM_TMPDIR` or the system's temporary folder when null."""
 
 
-class ProxyConfig(StageConfig):
+class ProxyConfig(BaseConfig):
     """The OpenAI-compatible endpoint of a cell."""
 
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0

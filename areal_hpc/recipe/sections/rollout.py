@@ -6,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
-class SamplingConfig(StageConfig):
+class SamplingConfig(BaseConfig):
     """Generation parameters that apply where the agent's own request is silent."""
 
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 1.0
@@ -25,7 +25,7 @@ class SamplingConfig(StageConfig):
     """Longest reply of one model call."""
 
 
-class AgentConfig(StageConfig):
+class AgentExecutionConfig(BaseConfig):
     """Where the agent runs, and how an episode's interactions become training rows."""
 
     mode: Literal["inline", "subproc", "online"] = "inline"
@@ -47,7 +47,7 @@ class AgentConfig(StageConfig):
         return ExportSettings(self.export_style, discount, self.credit, self.drop_retry_orphans)
 
 
-class LimitsConfig(StageConfig):
+class LimitsConfig(BaseConfig):
     """What an episode may use of the model; a task may override it by a key `limits` of its own."""
 
     max_turns: Annotated[int, Field(ge=0)] = 0
@@ -56,14 +56,14 @@ class LimitsConfig(StageConfig):
     """Tokens sampled in one episode: replies are cut, then calls refused (400). 0: any number."""
 
 
-class RolloutConfig(StageConfig):
+class RolloutConfig(BaseConfig):
     """The user's agent and how many of its episodes run at once."""
 
     workflow: str = ""
     """Dotted path of the agent class, `package.module.Class`; empty in mode `online`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the agent's constructor."""
-    agent: AgentConfig = AgentConfig()
+    agent: AgentExecutionConfig = AgentExecutionConfig()
     """Where it runs, and how its episodes become training rows."""
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
@@ -103,7 +103,7 @@ class RolloutConfig(StageConfig):
         return self.n_samples if self.min_samples is None else self.min_samples
 
 
-class EvaluationConfig(StageConfig):
+class EvaluationConfig(BaseConfig):
     """How the weights are judged on held-out tasks."""
 
     every_steps: Annotated[int, Field(ge=0)] = 5

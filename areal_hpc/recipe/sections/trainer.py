@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 
 
-class ParallelConfig(StageConfig):
+class ParallelConfig(BaseConfig):
     """How the model and the batch are split; the world has tp x pp x cp x dp ranks."""
 
     tp: Annotated[int, Field(ge=1)] = 1
@@ -29,7 +29,7 @@ class ParallelConfig(StageConfig):
         return self.tp * self.pp * self.cp * self.dp
 
 
-class OptimizerConfig(StageConfig):
+class AdamConfig(BaseConfig):
     """AdamW with linear warm-up."""
 
     lr: Annotated[float, Field(gt=0)] = 1e-6
@@ -52,7 +52,7 @@ class OptimizerConfig(StageConfig):
     """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
 
 
-class ObjectiveConfig(StageConfig):
+class ObjectiveConfig(BaseConfig):
     """The clipped policy-gradient objective; pi_b is the policy that sampled a token."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -97,7 +97,7 @@ class ObjectiveConfig(StageConfig):
         return self
 
 
-class TrainerConfig(StageConfig):
+class TrainerConfig(BaseConfig):
     """Megatron-core training."""
 
     parallel: ParallelConfig = ParallelConfig()
@@ -114,7 +114,7 @@ class TrainerConfig(StageConfig):
     """Optimizer steps per batch."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: AdamConfig = AdamConfig()
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
@@ -126,7 +126,7 @@ class TrainerConfig(StageConfig):
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
 
-class WarmupConfig(StageConfig):
+class SftConfig(BaseConfig):
     """Supervised fine-tuning before reinforcement learning."""
 
     total_steps: Annotated[int, Field(ge=1)]
@@ -135,7 +135,7 @@ class WarmupConfig(StageConfig):
     """Demonstrations per step."""
     max_tokens_per_microbatch: Annotated[int, Field(ge=16)] = 16384
     """Tokens packed into one forward pass of one data-parallel rank."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    optimizer: AdamConfig = AdamConfig(lr=1e-5)
     """AdamW."""
     commit_every_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between commits."""

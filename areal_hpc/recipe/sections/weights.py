@@ -6,10 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from areal_hpc.recipe.base import StageConfig
+from areal_hpc.recipe.base import BaseConfig
 
 
-class WeightsConfig(StageConfig):
+class WeightsConfig(BaseConfig):
     """From trainer ranks into SGLang."""
 
     transport: Literal["broadcast", "disk"] = "broadcast"

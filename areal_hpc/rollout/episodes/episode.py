@@ -8,11 +8,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, RewardRefused, encodable
+from areal_hpc.errors import AgentError, InvalidRewardError, encodable
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.execution.subprocess_agent import placed
-from areal_hpc.rollout.service_client import Peer
-from areal_hpc.session.rewards import check_reward
+from areal_hpc.rollout.execution.subprocess_agent import in_worker_process
+from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.session.rewards import validate_reward
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
@@ -56,14 +56,14 @@ class EpisodeOutcome:
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
 
 
-def episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
+def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
     """A seed of 31 bits: repeatable, and another one for every episode and every repetition."""
     digest = hashlib.blake2b(f"{ticket_seed}/{episode}/{failures}".encode(), digest_size=4)
     return int.from_bytes(digest.digest()) >> 1
 
 
 async def run_episode(
-    spec: EpisodeSpec, agent: Agent, proxy: Peer, http_client: Any
+    spec: EpisodeSpec, agent: Agent, proxy: ServiceClient, http_client: Any
 ) -> EpisodeOutcome:
     """Run one episode to its end. Whatever the agent does, this returns an outcome.
 
@@ -72,12 +72,12 @@ async def run_episode(
     Raises:
         HttpRefused: The proxy refused to open a session.
     """
-    async with placed(agent) as one:
+    async with in_worker_process(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.incarnation
         try:
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _record(checked_rewards(returned), session, proxy)
+            reward = await _record(validate_rewards(returned), session, proxy)
         except (AgentError, TimeoutError) as error:
             is_served = await _close(session, proxy)
             is_late = isinstance(error, TimeoutError)
@@ -92,7 +92,7 @@ async def run_episode(
         return EpisodeOutcome(status, session.session_id, reason=reason)
 
 
-def checked_rewards(returned: object) -> dict[str | None, float]:
+def validate_rewards(returned: object) -> dict[str | None, float]:
     """What the agent returned, as rewards by interaction id (None: the last interaction).
 
     Raises:
@@ -110,8 +110,8 @@ def checked_rewards(returned: object) -> dict[str | None, float]:
 
 def _finite(value: object, place: str) -> float:
     try:
-        return check_reward(value)
-    except RewardRefused as refusal:
+        return validate_reward(value)
+    except InvalidRewardError as refusal:
         raise AgentError(
             f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
             "expected a finite float"
@@ -169,7 +169,7 @@ async def _contain(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> o
 
 
 async def _record(
-    rewards: dict[str | None, float], session: StartSessionReply, proxy: Peer
+    rewards: dict[str | None, float], session: StartSessionReply, proxy: ServiceClient
 ) -> float:
     """Give the rewards to the proxy and end the session. The reward of the last interaction.
 
@@ -192,7 +192,7 @@ async def _record(
     return ended.reward
 
 
-async def _close(session: StartSessionReply, proxy: Peer) -> bool:
+async def _close(session: StartSessionReply, proxy: ServiceClient) -> bool:
     """End a session whose episode is lost, so that the proxy may forget it.
 
     Returns:

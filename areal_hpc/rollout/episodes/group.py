@@ -12,7 +12,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupResult:
     """What came of a ticket's episodes."""
 
     outcomes: list[EpisodeOutcome]
@@ -25,7 +25,7 @@ class Group:
 
 async def run_group(
     episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]], wanted: int, least: int
-) -> Group:
+) -> GroupResult:
     """Run episodes until enough of them ended well; the rest is cancelled.
 
     Args:
@@ -55,7 +55,7 @@ async def run_group(
                 task.exception()
     good = [task for task in tasks if task not in pending and task.exception() is None]
     outcomes = [task.result() for task in good[:wanted]]
-    return Group(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
+    return GroupResult(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
 
 
 def _failure(task: asyncio.Task[EpisodeOutcome]) -> AgentError:

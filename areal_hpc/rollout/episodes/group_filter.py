@@ -9,15 +9,15 @@ import numpy as np
 
 from areal_hpc.errors import AgentError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 
 ShouldAccept = Callable[[dict[str, Any]], object]
 """Given `{"rewards": float32 array, one per episode; "task": the row of the task set}`."""
 
-KEY = "rollout.should_accept"
+SHOULD_ACCEPT_KEY = "rollout.should_accept"
 
 
-class Acceptance:
+class GroupFilter:
     """Decides whether the group of a ticket is trained."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
@@ -31,7 +31,7 @@ class Acceptance:
         """
         self._name = rollout.should_accept
         self._should_accept: ShouldAccept | None = (
-            load_function(self._name, KEY) if self._name else None
+            load_user_function(self._name, SHOULD_ACCEPT_KEY) if self._name else None
         )
         self._filter_same_reward = rollout.filter_same_reward
 

@@ -9,7 +9,7 @@ from typing import Any
 CONNECT_TIMEOUT_S = 10.0
 
 
-def open_http_client(request_timeout_s: float) -> Any:
+def make_http_client(request_timeout_s: float) -> Any:
     """A client for `AsyncOpenAI(http_client=...)`, to be shared by every episode of the process.
 
     A client of one's own costs an agent 14-27 ms of CPU per episode (it builds an SSL context);

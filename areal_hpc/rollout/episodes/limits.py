@@ -20,7 +20,7 @@ class EpisodeLimits(LimitsConfig):
     """How long it may take."""
 
 
-def limits_of(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
+def resolve_limits(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
     """The recipe's limits, overridden by those of the task.
 
     Raises:
@@ -40,7 +40,7 @@ def limits_of(rollout: RolloutConfig, task: dict[str, Any]) -> EpisodeLimits:
         ) from error
 
 
-def refuse_unkeepable_limits(
+def check_task_limits(
     rollout: RolloutConfig, session_timeout_s: float, task: dict[str, Any]
 ) -> None:
     """Demand that a task's own limits can be read, and that its sessions outlive its episodes.
@@ -57,7 +57,7 @@ def refuse_unkeepable_limits(
     """
     if TASK_KEY not in task:
         return
-    tries, timeout_s = rollout.max_episode_tries, limits_of(rollout, task).timeout_s
+    tries, timeout_s = rollout.max_episode_tries, resolve_limits(rollout, task).timeout_s
     if session_timeout_s < timeout_s * tries:
         raise RecipeError(
             f"proxy.session_timeout_s={session_timeout_s:.0f} is less than the "

@@ -19,7 +19,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rundir.atomic import write_atomic_private
 
-MODULE = "handed_over"
+PICKLE_MODULE = "handed_over"
 """Holds an agent that was handed over; `rollout.workflow` is then `handed_over.agent`."""
 
 _SOURCE = '''"""The agent as a script handed it over."""
@@ -34,7 +34,7 @@ agent = unpacked(__file__)
 '''
 
 
-def by_name(thing: object) -> str | None:
+def get_import_path(thing: object) -> str | None:
     """The dotted path by which another process can import a class or function; None without."""
     module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
     if not module or not name or module == "__main__" or "." in name:
@@ -46,13 +46,13 @@ def by_name(thing: object) -> str | None:
     return f"{module}.{name}" if found is thing else None
 
 
-def packed(
+def save_agent(
     workflow: Any,
     kwargs: Mapping[str, Any],
     folder: Path,
     sys_path: Sequence[str],
     alias: bool,
-    module: str = MODULE,
+    module: str = PICKLE_MODULE,
 ) -> str:
     """Put an agent into the run directory.
 
@@ -70,7 +70,7 @@ def packed(
     Raises:
         RecipeError: It cannot be pickled.
     """
-    data = pickled((workflow, dict(kwargs)))
+    data = pickle_by_value((workflow, dict(kwargs)))
     source = _SOURCE.format(
         folders=list(sys_path),
         alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
@@ -81,7 +81,7 @@ def packed(
     return f"{module}.agent"
 
 
-def pickled(thing: Any) -> bytes:
+def pickle_by_value(thing: Any) -> bytes:
     """An object by value where its code has no name, else by reference.
 
     Raises:
@@ -98,7 +98,7 @@ def pickled(thing: Any) -> bytes:
     return data
 
 
-def unpacked(module_file: str) -> Agent:
+def load_agent_pickle(module_file: str) -> Agent:
     """The agent beside a module that `packed` wrote."""
     workflow, kwargs = cloudpickle.loads(Path(module_file).with_suffix(".pkl").read_bytes())
     return load_agent(workflow, kwargs, extra_kwargs=())
@@ -112,7 +112,7 @@ def is_json(kwargs: Mapping[str, Any]) -> bool:
         return False
 
 
-class Carried:
+class PickledFunction:
     """A function that travels by value to a process that could not import it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -126,10 +126,10 @@ class Carried:
         return _arrived, (cloudpickle.dumps(self._function),)
 
 
-def _arrived(data: bytes) -> Carried:
-    return Carried(cloudpickle.loads(data))
+def _arrived(data: bytes) -> PickledFunction:
+    return PickledFunction(cloudpickle.loads(data))
 
 
-def carried(function: Callable[..., Any]) -> Callable[..., Any]:
+def make_portable(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself if others can import it."""
-    return function if by_name(function) is not None else Carried(function)
+    return function if get_import_path(function) is not None else PickledFunction(function)

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
-from areal_hpc.errors import AgentError, ProcessLost
+from areal_hpc.errors import AgentError, WorkerLostError
 from areal_hpc.jobs.die_with_parent import die_with_parent
 
 _SPAWN = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
@@ -50,7 +50,7 @@ class ProcessPool:
         Cancelling it kills the process.
 
         Raises:
-            ProcessLost: The process died.
+            WorkerLostError: The process died.
             Exception: Whatever the function raised.
         """
         async with self.process() as process:
@@ -86,7 +86,7 @@ class _Process:
             returned, raised = self._pipe.recv()
         except (EOFError, OSError) as error:
             self._child.join(1.0)
-            raise ProcessLost(
+            raise WorkerLostError(
                 f"the process of the call died with exit code {self._child.exitcode}"
             ) from error
         except Exception as error:  # boundary: the answer unpickles the user's classes

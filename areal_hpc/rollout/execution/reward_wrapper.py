@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from areal_hpc.rollout.execution.agent_pickle import carried
+from areal_hpc.rollout.execution.agent_pickle import make_portable
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-from areal_hpc.session.rewards import check_reward
+from areal_hpc.session.rewards import validate_reward
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class AsyncRewardWrapper:
     ) -> None:
         if max_retries < 1:
             raise ValueError(f"max_retries must be at least 1, got {max_retries}")
-        self._reward_fn = carried(reward_fn)
+        self._reward_fn = make_portable(reward_fn)
         self._timeout_s = timeout_seconds
         self._tries = max_retries
         self._pool = ProcessPool(max_workers or os.cpu_count() or 1)
@@ -47,13 +47,13 @@ class AsyncRewardWrapper:
         """The reward of these arguments.
 
         Raises:
-            RewardRefused: The function returned no finite number.
-            Exception: What the function raised last; `ProcessLost` if it killed its process.
+            InvalidRewardError: The function returned no finite number.
+            Exception: What the function raised last; `WorkerLostError` if it killed its process.
         """
         for left in reversed(range(self._tries)):
             try:
                 async with self._pool.process() as process, asyncio.timeout(self._timeout_s):
-                    return check_reward(await process.call(self._reward_fn, *args, **kwargs))
+                    return validate_reward(await process.call(self._reward_fn, *args, **kwargs))
             except TimeoutError:
                 log.warning("a reward took longer than %g s; %d tries left", self._timeout_s, left)
             except Exception as error:  # boundary: the user's function; the last one is raised

@@ -48,12 +48,12 @@ class SubprocessAgent:
         async with self._pool.process() as process:
 
             async def run(data: dict[str, Any], base_url: str, api_key: str) -> Any:
-                variables = environment_of(base_url, api_key)
+                variables = build_agent_environment(base_url, api_key)
                 return await process.call(
                     _run_episode, self._workflow, self._kwargs, data, variables
                 )
 
-            yield _Placed(run)
+            yield _WorkerAgent(run)
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
         """Like `Agent.run`, including the wait for a process."""
@@ -65,7 +65,7 @@ class SubprocessAgent:
         self._pool.close()
 
 
-class _Placed:
+class _WorkerAgent:
     def __init__(self, run: Any) -> None:
         self._run = run
 
@@ -74,7 +74,7 @@ class _Placed:
 
 
 @asynccontextmanager
-async def placed(agent: Agent) -> AsyncIterator[Agent]:
+async def in_worker_process(agent: Agent) -> AsyncIterator[Agent]:
     """The agent, with a process for one episode if it needs one."""
     if isinstance(agent, SubprocessAgent):
         async with agent.place() as one:
@@ -83,7 +83,7 @@ async def placed(agent: Agent) -> AsyncIterator[Agent]:
         yield agent
 
 
-def environment_of(base_url: str, api_key: str) -> dict[str, str]:
+def build_agent_environment(base_url: str, api_key: str) -> dict[str, str]:
     """The variables by which SDKs find the session. Anthropic's adds `/v1` itself."""
     return {
         "OPENAI_BASE_URL": base_url,

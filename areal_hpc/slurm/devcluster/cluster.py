@@ -13,20 +13,26 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster import daemons, host, network, nodes, processes
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
-from areal_hpc.slurm.devcluster.plan import Plan, Settings, from_json, plan, to_json
-from areal_hpc.slurm.devcluster.state import lock, open_state, plan_of, read_templates
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from areal_hpc.slurm.devcluster.plan import (
+    DevclusterPlan,
+    DevclusterSettings,
+    dump_plan,
+    parse_plan,
+    plan_devcluster,
+)
+from areal_hpc.slurm.devcluster.state import lock_state, open_state, read_plan, read_templates
 
 PARTITIONS = ("scavenger", "priority")
 
-LONGEST_CANCEL_S = 3.0
+MAX_CANCEL_S = 3.0
 """What jobs get to end before the power is cut."""
 
 POLL_S = 0.05
 
 
-def up(
-    paths: ClusterPaths,
+def start_cluster(
+    paths: DevclusterPaths,
     asked: Mapping[str, Any],
     within_s: float,
     say: Callable[[str], None],
@@ -44,7 +50,7 @@ def up(
         ClusterError: Something did not come up; its last words are in the message.
     """
     open_state(paths)
-    with host.choosing(), lock(paths):
+    with host.reserve_resources(), lock_state(paths):
         began = time.monotonic()
         deadline = began + within_s
         made = _made(paths, asked)
@@ -53,16 +59,16 @@ def up(
             daemons.start(made, daemon, deadline)
             say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
         for node in made.nodes:
-            if nodes.slurmd_of(paths, node) is None:
-                nodes.restart(made, node)
-        nodes.await_up(made, made.nodes, deadline)
+            if nodes.find_slurmd(paths, node) is None:
+                nodes.restart_node(made, node)
+        nodes.wait_until_up(made, made.nodes, deadline)
         say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
 
 
-def _made(paths: ClusterPaths, asked: Mapping[str, Any]) -> Plan:
+def _made(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
     """The cluster that exists, or a new one whose files are written."""
     if paths.made_of.exists():
-        settings, facts = from_json(paths.made_of.read_text())
+        settings, facts = parse_plan(paths.made_of.read_text())
         for key, value in asked.items():
             if getattr(settings, key) != value:
                 raise RecipeError(
@@ -71,17 +77,17 @@ def _made(paths: ClusterPaths, asked: Mapping[str, Any]) -> Plan:
                     hint="areal-hpc devcluster down, or name another --state-dir",
                 )
     else:
-        settings = Settings(**{"namespaces": host.allows_namespaces(), **asked})
+        settings = DevclusterSettings(**{"namespaces": host.can_create_namespaces(), **asked})
         host.check_commands(settings)
-        facts = host.gather(settings)
-    made = plan(settings, facts, paths, read_templates())
+        facts = host.inspect_host(settings)
+    made = plan_devcluster(settings, facts, paths, read_templates())
     _write(made)
     return made
 
 
-def _write(made: Plan) -> None:
+def _write(made: DevclusterPlan) -> None:
     paths = made.paths
-    paths.made_of.write_text(to_json(made.settings, made.facts))  # first: `down` goes by it
+    paths.made_of.write_text(dump_plan(made.settings, made.facts))  # first: `down` goes by it
     for folder in (
         *(paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir),
         *(paths.spool_dir, paths.controller_state),
@@ -99,12 +105,12 @@ def _write(made: Plan) -> None:
         path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
 
 
-def down(paths: ClusterPaths) -> bool:
+def stop_cluster(paths: DevclusterPaths) -> bool:
     """Stop everything and remove every trace. Whether there was a cluster."""
     if not paths.made_of.exists():
         return False
-    with lock(paths):
-        made = plan_of(paths)
+    with lock_state(paths):
+        made = read_plan(paths)
         _cancel_all(made)
         for node in made.nodes:
             nodes.power_off(made, node)
@@ -116,46 +122,46 @@ def down(paths: ClusterPaths) -> bool:
     return True
 
 
-def _cancel_all(made: Plan) -> None:
+def _cancel_all(made: DevclusterPlan) -> None:
     """Cancel all jobs. An srun or salloc in some terminal ends with its job, but not with us."""
     if not daemons.is_running(made, made.daemons[-1]):
         return  # scancel would ask a slurmctld that is gone, again and again
     with contextlib.suppress(subprocess.TimeoutExpired):
         for partition in PARTITIONS:
-            processes.run(("scancel", f"--partition={partition}"), made.environ)
-        deadline = time.monotonic() + LONGEST_CANCEL_S
+            processes.run_command(("scancel", f"--partition={partition}"), made.environ)
+        deadline = time.monotonic() + MAX_CANCEL_S
         while time.monotonic() < deadline:
-            if not processes.run(("squeue", "-h", "-t", "R,CG,S"), made.environ).stdout:
+            if not processes.run_command(("squeue", "-h", "-t", "R,CG,S"), made.environ).stdout:
                 return
             time.sleep(POLL_S)
 
 
-def kill_node(paths: ClusterPaths, name: str, *, only_slurmd: bool = False) -> None:
+def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -> None:
     """Let a node lose its power; or, `only_slurmd`, let its jobs run on unseen by Slurm."""
-    made = plan_of(paths)
-    node = nodes.node_named(made, name)
-    with lock(paths):
+    made = read_plan(paths)
+    node = nodes.find_node(made, name)
+    with lock_state(paths):
         if not only_slurmd:
             nodes.power_off(made, node)
-        elif slurmd := nodes.slurmd_of(paths, node):
+        elif slurmd := nodes.find_slurmd(paths, node):
             slurmd.send_signal(signal.SIGKILL)
 
 
-def restore_node(paths: ClusterPaths, name: str, within_s: float) -> None:
+def restore_node(paths: DevclusterPaths, name: str, within_s: float) -> None:
     """Start a node anew, losing what still runs there, and return when it takes jobs.
 
     Raises:
         ClusterError: Not within `within_s`.
     """
-    made = plan_of(paths)
-    node = nodes.node_named(made, name)
-    with lock(paths):
-        nodes.restart(made, node)
-        nodes.await_up(made, [node], time.monotonic() + within_s)
+    made = read_plan(paths)
+    node = nodes.find_node(made, name)
+    with lock_state(paths):
+        nodes.restart_node(made, node)
+        nodes.wait_until_up(made, [node], time.monotonic() + within_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Health:
+class DaemonHealth:
     """How one daemon or node is."""
 
     name: str
@@ -165,22 +171,22 @@ class Health:
     note: str
 
 
-def health(made: Plan) -> list[Health]:
+def check_health(made: DevclusterPlan) -> list[DaemonHealth]:
     """Every daemon, then every node."""
     found = []
     for daemon in made.daemons:
-        is_well = daemons.is_running(made, daemon) and daemons.answers(made, daemon)
+        is_well = daemons.is_running(made, daemon) and daemons.is_responding(made, daemon)
         state = "up" if is_well else "silent" if daemons.is_running(made, daemon) else "off"
-        found.append(Health(daemon.name, state, is_well, ""))
-    states = nodes.states(made)
+        found.append(DaemonHealth(daemon.name, state, is_well, ""))
+    states = nodes.read_node_states(made)
     for node in made.nodes:
         state = states.get(node.name, "unknown")
-        if processes.find(made.paths.process(node.name)) is None:
+        if processes.find_process(made.paths.process(node.name)) is None:
             note = "without power"
-        elif nodes.slurmd_of(made.paths, node) is None:
+        elif nodes.find_slurmd(made.paths, node) is None:
             note = "without slurmd"
         else:
             note = f"{node.address}:{node.port}"
         is_well = state in nodes.UP_STATES and not note.startswith("without")
-        found.append(Health(node.name, state, is_well, note))
+        found.append(DaemonHealth(node.name, state, is_well, note))
     return found

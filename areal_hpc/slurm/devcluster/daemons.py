@@ -7,30 +7,30 @@ import time
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.slurm.devcluster import processes
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
-from areal_hpc.slurm.devcluster.plan import Daemon, Plan
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from areal_hpc.slurm.devcluster.plan import Daemon, DevclusterPlan
 
 GRACE_S = 10.0
 """What a daemon gets to end by itself; MariaDB takes a second."""
 
 POLL_S = 0.05
-LAST_LINES = 8
+LOG_TAIL_LINES = 8
 
 
-def is_running(made: Plan, daemon: Daemon) -> bool:
+def is_running(made: DevclusterPlan, daemon: Daemon) -> bool:
     """Whether its process is there."""
-    return processes.find(made.paths.process(daemon.name)) is not None
+    return processes.find_process(made.paths.process(daemon.name)) is not None
 
 
-def answers(made: Plan, daemon: Daemon) -> bool:
+def is_responding(made: DevclusterPlan, daemon: Daemon) -> bool:
     """Whether it does its work: it is asked for some."""
     try:
-        return processes.run(daemon.ready, made.environ).returncode == 0
+        return processes.run_command(daemon.ready, made.environ).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
 
-def start(made: Plan, daemon: Daemon, deadline: float) -> None:
+def start(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     """Start a daemon that does not run; return when it answers.
 
     Raises:
@@ -43,36 +43,36 @@ def start(made: Plan, daemon: Daemon, deadline: float) -> None:
         process = processes.spawn(
             daemon.command, made.environ, paths.output(daemon.name), paths.process(daemon.name)
         )
-        processes.standard_input(process).close()
-    while not answers(made, daemon):
+        processes.get_stdin(process).close()
+    while not is_responding(made, daemon):
         if not is_running(made, daemon):
-            raise failure(paths, daemon.name, "ended while it started")
+            raise build_daemon_error(paths, daemon.name, "ended while it started")
         if time.monotonic() > deadline:
-            raise failure(paths, daemon.name, "did not answer before the deadline")
+            raise build_daemon_error(paths, daemon.name, "did not answer before the deadline")
         time.sleep(POLL_S)
 
 
-def _make_first(made: Plan, daemon: Daemon) -> None:
-    done = processes.run(daemon.make_first, made.environ)
+def _make_first(made: DevclusterPlan, daemon: Daemon) -> None:
+    done = processes.run_command(daemon.make_first, made.environ)
     with made.paths.output(daemon.name).open("a") as sink:
         sink.write(done.stdout + done.stderr)
     if done.returncode:
         what = f"lacks {daemon.made_first}: {daemon.make_first[0]} ended with {done.returncode}"
-        raise failure(made.paths, daemon.name, what)
+        raise build_daemon_error(made.paths, daemon.name, what)
 
 
-def stop(made: Plan, daemon: Daemon) -> None:
+def stop(made: DevclusterPlan, daemon: Daemon) -> None:
     """End a daemon, if it runs."""
-    if process := processes.find(made.paths.process(daemon.name)):
-        processes.end(process, GRACE_S)
+    if process := processes.find_process(made.paths.process(daemon.name)):
+        processes.terminate(process, GRACE_S)
 
 
-def failure(paths: ClusterPaths, name: str, what: str) -> ClusterError:
+def build_daemon_error(paths: DevclusterPaths, name: str, what: str) -> ClusterError:
     """The error about a daemon or node, with the end of its logs."""
     lines: list[str] = []
     for path in (paths.log(name), paths.output(name)):
         if path.exists():
-            lines += path.read_text(errors="replace").splitlines()[-LAST_LINES:]
+            lines += path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     words = "".join(f"\n    {line}" for line in lines) or " none"
     return ClusterError(
         f"{name} {what}; its last words:{words}",

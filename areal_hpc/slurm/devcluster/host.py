@@ -19,8 +19,8 @@ import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
-from areal_hpc.slurm.devcluster.plan import Facts, Settings, ports_needed
-from areal_hpc.slurm.devcluster.processes import search_path
+from areal_hpc.slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
+from areal_hpc.slurm.devcluster.processes import get_search_path
 
 COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
@@ -32,7 +32,7 @@ PORTS = range(20000, 32000)
 _TRIAL = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "true")
 
 
-def check_commands(settings: Settings) -> None:
+def check_commands(settings: DevclusterSettings) -> None:
     """Find every command that a cluster needs.
 
     Raises:
@@ -41,7 +41,7 @@ def check_commands(settings: Settings) -> None:
     needed = [*COMMANDS]
     needed += DATABASE_COMMANDS if settings.accounting else ()
     needed += NAMESPACE_COMMANDS if settings.namespaces else ()
-    missing = [name for name in needed if shutil.which(name, path=search_path()) is None]
+    missing = [name for name in needed if shutil.which(name, path=get_search_path()) is None]
     if missing:
         raise RecipeError(
             f"not installed: {', '.join(missing)}",
@@ -49,15 +49,15 @@ def check_commands(settings: Settings) -> None:
         )
 
 
-def allows_namespaces() -> bool:
+def can_create_namespaces() -> bool:
     """Whether this user may make namespaces and bridges."""
-    if os.geteuid() != 0 or shutil.which("ip", path=search_path()) is None:
+    if os.geteuid() != 0 or shutil.which("ip", path=get_search_path()) is None:
         return False
     return subprocess.run(_TRIAL, capture_output=True, check=False).returncode == 0
 
 
 @contextmanager
-def choosing() -> Iterator[None]:
+def reserve_resources() -> Iterator[None]:
     """Be the only command on this machine that takes what `gather` found free.
 
     Two that start at once would choose the same network and ports.
@@ -70,13 +70,13 @@ def choosing() -> Iterator[None]:
         os.close(descriptor)
 
 
-def gather(settings: Settings) -> Facts:
+def inspect_host(settings: DevclusterSettings) -> HostFacts:
     """Look at the machine."""
-    return Facts(
+    return HostFacts(
         hostname=socket.gethostname().partition(".")[0],
         user=pwd.getpwuid(os.geteuid()).pw_name,
         memory_mib=psutil.virtual_memory().total // 2**20,
-        first_port=_free_ports(ports_needed(settings)),
+        first_port=_free_ports(count_ports(settings)),
         network=_free_network() if settings.namespaces else 0,
         limits_memory=settings.namespaces and _has_cgroups(),
     )
@@ -120,7 +120,7 @@ def _free_network() -> int:
 def _routes() -> Iterator[ipaddress.IPv4Network]:
     command = ("ip", "-4", "-json", "route", "show")
     listed = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={"PATH": search_path()}
+        command, capture_output=True, text=True, check=True, env={"PATH": get_search_path()}
     )
     for route in json.loads(listed.stdout):
         if route["dst"] != "default":

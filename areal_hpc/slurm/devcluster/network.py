@@ -9,13 +9,13 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.slurm.devcluster.plan import Node, Plan
-from areal_hpc.slurm.devcluster.processes import descendants, search_path
+from areal_hpc.slurm.devcluster.plan import DevclusterNode, DevclusterPlan
+from areal_hpc.slurm.devcluster.processes import get_search_path, list_descendants
 
-LONGEST_UNSHARE_S = 10.0
+MAX_UNSHARE_S = 10.0
 
 
-def ensure_bridge(made: Plan) -> None:
+def ensure_bridge(made: DevclusterPlan) -> None:
     """Make the bridge unless it is there."""
     if made.bridge and not _exists(made.bridge):
         _ip("link", "add", made.bridge, "type", "bridge")
@@ -23,21 +23,23 @@ def ensure_bridge(made: Plan) -> None:
         _ip("link", "set", made.bridge, "up")
 
 
-def remove_bridge(made: Plan) -> None:
+def remove_bridge(made: DevclusterPlan) -> None:
     """Remove the bridge if it is there."""
     if made.bridge and _exists(made.bridge):
         _ip("link", "delete", made.bridge)
 
 
-def plug_in(made: Plan, node: Node, machine: subprocess.Popen[bytes]) -> None:
+def attach_node(
+    made: DevclusterPlan, node: DevclusterNode, machine: subprocess.Popen[bytes]
+) -> None:
     """Lead a cable from the bridge to `eth0` within the node's namespace.
 
     Raises:
         ClusterError: The namespace did not come to be.
     """
-    deadline = time.monotonic() + LONGEST_UNSHARE_S
+    deadline = time.monotonic() + MAX_UNSHARE_S
     # unshare forks once its namespaces exist; before that its network is the host's.
-    while not (inside := descendants(psutil.Process(machine.pid))):
+    while not (inside := list_descendants(psutil.Process(machine.pid))):
         if machine.poll() is not None or time.monotonic() > deadline:
             raise ClusterError(
                 f"{node.name} got no namespaces",
@@ -50,13 +52,13 @@ def plug_in(made: Plan, node: Node, machine: subprocess.Popen[bytes]) -> None:
     _ip("link", "set", node.link, "master", made.bridge, "up")
 
 
-def cut(node: Node) -> None:
+def block_traffic(node: DevclusterNode) -> None:
     """Let nothing more through: a node without power does not say good-bye."""
     if node.link and _exists(node.link):
         _ip("link", "set", node.link, "down")
 
 
-def unplug(node: Node) -> None:
+def detach_node(node: DevclusterNode) -> None:
     """Remove the cable. The kernel does so too, some time after the namespace's last process."""
     if node.link:
         _ip("link", "delete", node.link, may_fail=True)
@@ -72,7 +74,7 @@ def _ip(*arguments: str, may_fail: bool = False) -> None:
         capture_output=True,
         text=True,
         check=False,
-        env={"PATH": search_path()},
+        env={"PATH": get_search_path()},
     )
     if done.returncode and not may_fail:
         raise ClusterError(

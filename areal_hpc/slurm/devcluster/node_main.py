@@ -27,7 +27,7 @@ CONTROLLERS = ("memory", "freezer")
 """With these of cgroup v1 Slurm holds jobs to their memory and finds all their processes."""
 
 
-class Machine(TypedDict):
+class NodeSetup(TypedDict):
     """What makes namespaces look like a machine."""
 
     name: str
@@ -40,7 +40,7 @@ class Machine(TypedDict):
     memory_mib: int
 
 
-def furnish(machine: Machine) -> None:
+def set_up_namespaces(machine: NodeSetup) -> None:
     """Give the namespaces a name, memory, the address of the cable `eth0`, and a hosts file.
 
     And shared memory of their own: programs take processes that share it for those of one node.
@@ -59,7 +59,7 @@ def furnish(machine: Machine) -> None:
         subprocess.run(command, check=True)
 
 
-def _enter_cgroup(controller: Path, machine: Machine) -> None:
+def _enter_cgroup(controller: Path, machine: NodeSetup) -> None:
     """Join the node's own group, and see nothing above it: Slurm names groups by job ids alone."""
     group = controller / machine["cgroup"]
     group.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def main() -> None:
     if not sys.stdin.readline():
         sys.exit("whoever started this node is gone")  # the cable is plugged in before the line
     if "machine" in order:
-        furnish(order["machine"])
+        set_up_namespaces(order["machine"])
     elif ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
     slurmd = subprocess.Popen(order["slurmd"], stdin=subprocess.DEVNULL)

@@ -12,10 +12,10 @@ import psutil
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster import network, processes
-from areal_hpc.slurm.devcluster.daemons import failure
+from areal_hpc.slurm.devcluster.daemons import build_daemon_error
 from areal_hpc.slurm.devcluster.node_main import CGROUPS, CONTROLLERS
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
-from areal_hpc.slurm.devcluster.plan import Node, Plan
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from areal_hpc.slurm.devcluster.plan import DevclusterNode, DevclusterPlan
 
 UP_STATES = frozenset({"idle", "allocated", "mixed", "completing"})
 """States of a node that takes jobs or runs them. One that does not answer has a star as well."""
@@ -23,7 +23,7 @@ UP_STATES = frozenset({"idle", "allocated", "mixed", "completing"})
 POLL_S = 0.1
 
 
-def node_named(made: Plan, name: str) -> Node:
+def find_node(made: DevclusterPlan, name: str) -> DevclusterNode:
     """The node of this name.
 
     Raises:
@@ -38,31 +38,31 @@ def node_named(made: Plan, name: str) -> Node:
     )
 
 
-def power_on(made: Plan, node: Node) -> None:
+def power_on(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Start a node that is off. It registers with slurmctld by itself."""
     paths = made.paths
     record = paths.process(node.name)
     process = processes.spawn(node.command, made.environ, paths.output(node.name), record)
     # Interrupted before the line, the pipe closes without it, and the node goes away again.
-    with processes.standard_input(process) as line:
+    with processes.get_stdin(process) as line:
         if node.link:
-            network.plug_in(made, node, process)
+            network.attach_node(made, node, process)
         line.write(b"start\n")
 
 
-def power_off(made: Plan, node: Node) -> None:
+def power_off(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Cut the network, then kill every process of the node. Does nothing to one that is off."""
-    network.cut(node)
-    if first := processes.find(made.paths.process(node.name)):
-        processes.fell(first)
-    network.unplug(node)
+    network.block_traffic(node)
+    if first := processes.find_process(made.paths.process(node.name)):
+        processes.kill_tree(first)
+    network.detach_node(node)
     made.paths.process(node.name).unlink(missing_ok=True)
     if node.cgroup:
         for controller in CONTROLLERS:
             _remove_groups(CGROUPS / controller / node.cgroup)
 
 
-def remove_cgroups(made: Plan) -> None:
+def remove_cgroups(made: DevclusterPlan) -> None:
     """Remove the groups that held those of the nodes, which are off."""
     for parent in {Path(node.cgroup).parent for node in made.nodes if node.cgroup}:
         for controller in CONTROLLERS:
@@ -77,50 +77,54 @@ def _remove_groups(group: Path) -> None:
         group.rmdir()
 
 
-def slurmd_of(paths: ClusterPaths, node: Node) -> psutil.Process | None:
+def find_slurmd(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
     """The node's slurmd, if both run."""
-    first = processes.find(paths.process(node.name))
-    for process in processes.descendants(first) if first else ():
+    first = processes.find_process(paths.process(node.name))
+    for process in processes.list_descendants(first) if first else ():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name() == "slurmd":
                 return process
     return None
 
 
-def states(made: Plan) -> dict[str, str]:
+def read_node_states(made: DevclusterPlan) -> dict[str, str]:
     """Node -> its state in sinfo's long words; empty while slurmctld does not answer."""
     try:
-        listed = processes.run(("sinfo", "-h", "-N", "-o", "%N %T"), made.environ)
+        listed = processes.run_command(("sinfo", "-h", "-N", "-o", "%N %T"), made.environ)
     except subprocess.TimeoutExpired:
         return {}
     return dict(line.split() for line in listed.stdout.splitlines())
 
 
-def restart(made: Plan, node: Node) -> None:
+def restart_node(made: DevclusterPlan, node: DevclusterNode) -> None:
     """Start a node anew, of which Slurm may still think that it runs its jobs."""
     power_off(made, node)
     # A machine takes longer to start than Slurm takes to miss it; one that is back at once keeps
     # jobs that no longer exist.
     lost = ("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost power")
-    processes.run(lost, made.environ)
+    processes.run_command(lost, made.environ)
     power_on(made, node)
 
 
-def await_up(made: Plan, wanted: Collection[Node], deadline: float) -> None:
+def wait_until_up(
+    made: DevclusterPlan, wanted: Collection[DevclusterNode], deadline: float
+) -> None:
     """Return when Slurm gives jobs to all of `wanted`.
 
     Raises:
         ClusterError: Not by `deadline` (of `time.monotonic`), or a node went away again.
     """
     while True:
-        found = states(made)
+        found = read_node_states(made)
         late = [node for node in wanted if found.get(node.name) not in UP_STATES]
         if not late:
             return
         for node in late:
-            if processes.find(made.paths.process(node.name)) is None:
-                raise failure(made.paths, node.name, "ended while it started")
+            if processes.find_process(made.paths.process(node.name)) is None:
+                raise build_daemon_error(made.paths, node.name, "ended while it started")
         if time.monotonic() > deadline:
             state = found.get(late[0].name, "unknown to slurmctld")
-            raise failure(made.paths, late[0].name, f"is {state}, not idle, at the deadline")
+            raise build_daemon_error(
+                made.paths, late[0].name, f"is {state}, not idle, at the deadline"
+            )
         time.sleep(POLL_S)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
-def default_root(uid: int, runtime_dir: str | None) -> Path:
+def get_default_root(uid: int, runtime_dir: str | None) -> Path:
     """The state directory when none is named; `runtime_dir` is `$XDG_RUNTIME_DIR`."""
     if runtime_dir:
         return Path(runtime_dir) / "areal-hpc-devcluster"
@@ -14,7 +14,7 @@ def default_root(uid: int, runtime_dir: str | None) -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterPaths:
+class DevclusterPaths:
     """The state directory and the names inside it."""
 
     root: Path

@@ -14,13 +14,13 @@ from pathlib import Path
 import jinja2
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster.node_main import Machine
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
+from areal_hpc.slurm.devcluster.node_main import NodeSetup
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 
-MOST_NODES = 200
+MAX_NODES = 200
 """What one subnet of 256 addresses and the names n01 to n200 have room for."""
 
-LONGEST_SOCKET_PATH = 107
+MAX_SOCKET_PATH = 107
 """Bytes of a socket's path that Linux takes (unix(7), sun_path)."""
 
 SLURMD_PORT = 6818
@@ -36,7 +36,7 @@ NAMESPACE_FILES = ("hosts",)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class DevclusterSettings:
     """What a person asks for."""
 
     nodes: int = 4
@@ -52,7 +52,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for key, least, most in (
-            ("nodes", 1, MOST_NODES),
+            ("nodes", 1, MAX_NODES),
             ("gpus_per_node", 1, 64),
             ("cpus_per_node", 1, 1024),
             ("grace_s", 0, 3600),
@@ -67,14 +67,14 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class HostFacts:
     """What is true of the machine on which the cluster starts."""
 
     hostname: str
     user: str
     memory_mib: int
     first_port: int
-    """The first of `ports_needed` free ones."""
+    """The first of `count_ports` free ones."""
     network: int
     """The N of the bridge `areal-dcN` and its subnet 10.77.N.0/24; both were free."""
     limits_memory: bool
@@ -82,7 +82,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
+class DaemonAddress:
     """Where a daemon listens."""
 
     address: str
@@ -90,7 +90,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class DevclusterNode:
     """One slurmd, and the machine it thinks it is."""
 
     name: str
@@ -119,16 +119,16 @@ class Daemon:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DevclusterPlan:
     """Everything about a cluster that is decided before it starts."""
 
-    settings: Settings
-    facts: Facts
-    paths: ClusterPaths
+    settings: DevclusterSettings
+    facts: HostFacts
+    paths: DevclusterPaths
     files: Mapping[Path, str]
     daemons: tuple[Daemon, ...]
     """In the order in which they start."""
-    nodes: tuple[Node, ...]
+    nodes: tuple[DevclusterNode, ...]
     environ: Mapping[str, str]
     """Added to the environment of every daemon and node."""
     bridge: str
@@ -137,14 +137,17 @@ class Plan:
     """The host's address on the bridge, with its prefix length."""
 
 
-def ports_needed(settings: Settings) -> int:
+def count_ports(settings: DevclusterSettings) -> int:
     """How many free ports in a row a cluster takes."""
     return 2 + (0 if settings.namespaces else settings.nodes)
 
 
-def plan(
-    settings: Settings, facts: Facts, paths: ClusterPaths, templates: Mapping[str, str]
-) -> Plan:
+def plan_devcluster(
+    settings: DevclusterSettings,
+    facts: HostFacts,
+    paths: DevclusterPaths,
+    templates: Mapping[str, str],
+) -> DevclusterPlan:
     """Decide everything.
 
     Args:
@@ -158,7 +161,7 @@ def plan(
     """
     _check_room(settings, facts, paths)
     nodes = tuple(_node(settings, facts, paths, number) for number in range(settings.nodes))
-    controller = Endpoint(_controller_address(settings, facts), facts.first_port)
+    controller = DaemonAddress(_controller_address(settings, facts), facts.first_port)
     accounting_port = facts.first_port + 1
     words = {
         "settings": settings,
@@ -172,7 +175,7 @@ def plan(
     environ = {"SLURM_CONF": str(paths.slurm_conf)}
     if settings.accounting:
         environ["MYSQL_UNIX_PORT"] = str(paths.database_socket)
-    return Plan(
+    return DevclusterPlan(
         settings=settings,
         facts=facts,
         paths=paths,
@@ -190,11 +193,11 @@ def plan(
     )
 
 
-def _check_room(settings: Settings, facts: Facts, paths: ClusterPaths) -> None:
+def _check_room(settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths) -> None:
     longest = max(paths.munge_socket, paths.database_socket, key=lambda path: len(bytes(path)))
-    if len(bytes(longest)) > LONGEST_SOCKET_PATH:
+    if len(bytes(longest)) > MAX_SOCKET_PATH:
         raise RecipeError(
-            f"expected a socket's path of at most {LONGEST_SOCKET_PATH} bytes, "
+            f"expected a socket's path of at most {MAX_SOCKET_PATH} bytes, "
             f"got {len(bytes(longest))}: {longest}",
             key="--state-dir",
             hint="name a directory closer to the root",
@@ -208,25 +211,27 @@ def _check_room(settings: Settings, facts: Facts, paths: ClusterPaths) -> None:
         )
 
 
-def _controller_address(settings: Settings, facts: Facts) -> str:
+def _controller_address(settings: DevclusterSettings, facts: HostFacts) -> str:
     return f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
 
 
-def _node_memory_mib(settings: Settings, facts: Facts) -> int:
+def _node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
     return facts.memory_mib // settings.nodes
 
 
-def _node(settings: Settings, facts: Facts, paths: ClusterPaths, number: int) -> Node:
+def _node(
+    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths, number: int
+) -> DevclusterNode:
     name = f"n{number + 1:02d}"
     slurmd = ("slurmd", "-D", "-N", name)
     program = (sys.executable, "-I", str(Path(__file__).with_name("node.py")))
     if not settings.namespaces:
         order = json.dumps({"slurmd": slurmd})
         port = facts.first_port + 2 + number
-        return Node(name, LOOPBACK, port, link="", cgroup="", command=(*program, order))
+        return DevclusterNode(name, LOOPBACK, port, link="", cgroup="", command=(*program, order))
     address = f"10.77.{facts.network}.{number + 2}"
     cgroup = f"areal-dc{facts.network}/{name}" if facts.limits_memory else ""
-    machine = Machine(
+    machine = NodeSetup(
         name=name,
         address=f"{address}/24",
         hosts=str(paths.config("hosts")),
@@ -235,7 +240,7 @@ def _node(settings: Settings, facts: Facts, paths: ClusterPaths, number: int) ->
     )
     order = json.dumps({"slurmd": slurmd, "machine": machine})
     unshare = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
-    return Node(
+    return DevclusterNode(
         name,
         address,
         SLURMD_PORT,
@@ -245,7 +250,9 @@ def _node(settings: Settings, facts: Facts, paths: ClusterPaths, number: int) ->
     )
 
 
-def _daemons(settings: Settings, facts: Facts, paths: ClusterPaths) -> tuple[Daemon, ...]:
+def _daemons(
+    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
+) -> tuple[Daemon, ...]:
     # --force: munged wants a socket that all users reach, and $XDG_RUNTIME_DIR is private.
     munged = Daemon(
         "munged",
@@ -291,12 +298,12 @@ def _render(text: str, words: Mapping[str, object]) -> str:
     return environment.from_string(text).render(words)
 
 
-def to_json(settings: Settings, facts: Facts) -> str:
+def dump_plan(settings: DevclusterSettings, facts: HostFacts) -> str:
     """What must be kept so that a later command makes the same plan."""
     return json.dumps({"settings": asdict(settings), "facts": asdict(facts)}, indent=2) + "\n"
 
 
-def from_json(text: str) -> tuple[Settings, Facts]:
-    """The inverse of `to_json`."""
+def parse_plan(text: str) -> tuple[DevclusterSettings, HostFacts]:
+    """The inverse of `dump_plan`."""
     kept = json.loads(text)
-    return Settings(**kept["settings"]), Facts(**kept["facts"])
+    return DevclusterSettings(**kept["settings"]), HostFacts(**kept["facts"])

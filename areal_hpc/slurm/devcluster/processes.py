@@ -15,14 +15,14 @@ import psutil
 
 from areal_hpc.errors import ClusterError
 
-LONGEST_DEATH_S = 10.0
+MAX_KILL_S = 10.0
 """A killed process that is still there after this hangs in the kernel."""
 
-LONGEST_ANSWER_S = 60.0
+COMMAND_TIMEOUT_S = 60.0
 """Making an empty database takes seconds; clients of a lost daemon try again for a while."""
 
 
-def search_path() -> str:
+def get_search_path() -> str:
     """Where commands are looked for: distributions keep daemons where few users look."""
     return os.pathsep.join(
         [os.environ.get("PATH", os.defpath), "/usr/local/sbin", "/usr/sbin", "/sbin"]
@@ -39,7 +39,7 @@ def spawn(
     with output.open("ab") as sink:
         process = subprocess.Popen(
             command,
-            env={**os.environ, "PATH": search_path(), **environ},
+            env={**os.environ, "PATH": get_search_path(), **environ},
             cwd=output.parent,
             stdin=subprocess.PIPE,
             stdout=sink,
@@ -53,31 +53,33 @@ def spawn(
     return process
 
 
-def standard_input(process: subprocess.Popen[bytes]) -> IO[bytes]:
+def get_stdin(process: subprocess.Popen[bytes]) -> IO[bytes]:
     """The pipe to a process that `spawn` started."""
     if process.stdin is None:
         raise ClusterError(f"process {process.pid} was started without a pipe")
     return process.stdin
 
 
-def run(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def run_command(
+    command: Sequence[str], environ: Mapping[str, str]
+) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's short commands to its end, whatever its exit code.
 
     Raises:
-        subprocess.TimeoutExpired: It took more than `LONGEST_ANSWER_S`.
+        subprocess.TimeoutExpired: It took more than `COMMAND_TIMEOUT_S`.
     """
     return subprocess.run(
         command,
-        env={**os.environ, "PATH": search_path(), **environ},
+        env={**os.environ, "PATH": get_search_path(), **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         check=False,
-        timeout=LONGEST_ANSWER_S,
+        timeout=COMMAND_TIMEOUT_S,
     )
 
 
-def find(record: Path) -> psutil.Process | None:
+def find_process(record: Path) -> psutil.Process | None:
     """The process that `spawn` wrote down, if it still runs."""
     try:
         kept = json.loads(record.read_text())
@@ -89,7 +91,7 @@ def find(record: Path) -> psutil.Process | None:
         return None
 
 
-def descendants(process: psutil.Process) -> list[psutil.Process]:
+def list_descendants(process: psutil.Process) -> list[psutil.Process]:
     """Everything that descends from `process` and still runs."""
     try:
         children = process.children(recursive=True)
@@ -105,15 +107,15 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-def fell(process: psutil.Process) -> None:
+def kill_tree(process: psutil.Process) -> None:
     """Kill everything that descends from `process`, then `process`.
 
     Raises:
         ClusterError: Something did not die.
     """
-    deadline = time.monotonic() + LONGEST_DEATH_S
+    deadline = time.monotonic() + MAX_KILL_S
     # In rounds, because they may fork meanwhile; the ancestor last, because it adopts.
-    while remaining := descendants(process):
+    while remaining := list_descendants(process):
         for child in remaining:
             _kill(child)
         _pause(deadline, remaining)
@@ -122,7 +124,7 @@ def fell(process: psutil.Process) -> None:
         _pause(deadline, [process])
 
 
-def end(process: psutil.Process, grace_s: float) -> None:
+def terminate(process: psutil.Process, grace_s: float) -> None:
     """Ask `process` to end; kill it after `grace_s`."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process.terminate()
@@ -130,7 +132,7 @@ def end(process: psutil.Process, grace_s: float) -> None:
     while _runs(process) and time.monotonic() < deadline:
         time.sleep(0.02)
     if _runs(process):
-        fell(process)
+        kill_tree(process)
 
 
 def _kill(process: psutil.Process) -> None:
@@ -141,7 +143,7 @@ def _kill(process: psutil.Process) -> None:
 def _pause(deadline: float, remaining: Sequence[psutil.Process]) -> None:
     if time.monotonic() > deadline:
         raise ClusterError(
-            f"expected killed processes to be gone after {LONGEST_DEATH_S:.0f} s, got "
+            f"expected killed processes to be gone after {MAX_KILL_S:.0f} s, got "
             f"{', '.join(str(process.pid) for process in remaining)} still there",
             hint="look at their state with ps; one in state D waits for a device",
         )

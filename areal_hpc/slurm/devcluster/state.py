@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.slurm.devcluster.paths import ClusterPaths
-from areal_hpc.slurm.devcluster.plan import Plan, from_json, plan
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
+from areal_hpc.slurm.devcluster.plan import DevclusterPlan, parse_plan, plan_devcluster
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -20,7 +20,7 @@ def read_templates() -> Mapping[str, str]:
     return {path.stem: path.read_text() for path in sorted(TEMPLATES.glob("*.j2"))}
 
 
-def open_state(paths: ClusterPaths) -> None:
+def open_state(paths: DevclusterPaths) -> None:
     """Make the state directory, or see that it may be used.
 
     Raises:
@@ -42,7 +42,7 @@ def open_state(paths: ClusterPaths) -> None:
 
 
 @contextmanager
-def lock(paths: ClusterPaths) -> Iterator[None]:
+def lock_state(paths: DevclusterPaths) -> Iterator[None]:
     """Be the only command that changes this cluster.
 
     Raises:
@@ -58,7 +58,7 @@ def lock(paths: ClusterPaths) -> Iterator[None]:
         os.close(descriptor)
 
 
-def plan_of(paths: ClusterPaths) -> Plan:
+def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
     """The plan of the cluster that exists.
 
     Raises:
@@ -66,4 +66,4 @@ def plan_of(paths: ClusterPaths) -> Plan:
     """
     if not paths.made_of.exists():
         raise RecipeError(f"there is no devcluster in {paths.root}", hint="areal-hpc devcluster up")
-    return plan(*from_json(paths.made_of.read_text()), paths, read_templates())
+    return plan_devcluster(*parse_plan(paths.made_of.read_text()), paths, read_templates())

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
 from areal_hpc.faults import fault_point
-from areal_hpc.jobs.time_limit import note_save
+from areal_hpc.jobs.time_limit import record_save_time
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER,
@@ -189,7 +189,7 @@ class CheckpointStore:
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
                 self._make_visible(self._begun)
-                note_save(self._copied_s + self._writer.took_s)
+                record_save_time(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
         raise_on_all_ranks(trouble)

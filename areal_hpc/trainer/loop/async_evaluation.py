@@ -7,8 +7,8 @@ evaluation is due and the cell is free, or has lost the weights that it was judg
 from __future__ import annotations
 
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import Found
-from areal_hpc.weights.publisher import lacking
+from areal_hpc.weights.discovery import DiscoveredReplicas
+from areal_hpc.weights.publisher import find_outdated
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -32,16 +32,16 @@ class AsyncEvaluation:
         due = self._schedule.evaluated_steps(self._judged_step, step)
         return self.under_way is not None or bool(due)
 
-    def receivers(self, found: Found, current: WeightVersion) -> list[ReplicaKey]:
+    def receivers(self, found: DiscoveredReplicas, current: WeightVersion) -> list[ReplicaKey]:
         """The replicas that are to be given the current weights now.
 
         Args:
             found: The cell's replicas; none when it does not answer.
             current: What the trainer has.
         """
-        return lacking(found, current) if self._wanted(found, current) == current else []
+        return find_outdated(found, current) if self._wanted(found, current) == current else []
 
-    def may_begin(self, found: Found, current: WeightVersion) -> bool:
+    def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:
         """The current version's episodes can be granted: no replica would play them on another."""
         if self.under_way == current or self._wanted(found, current) != current:
             return False
@@ -63,18 +63,18 @@ class AsyncEvaluation:
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None
 
-    def _wanted(self, found: Found, current: WeightVersion) -> WeightVersion | None:
+    def _wanted(self, found: DiscoveredReplicas, current: WeightVersion) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._is_lost(found):
             return self.under_way
         return current if self._schedule.evaluated_steps(self._judged_step, current.step) else None
 
-    def _is_lost(self, found: Found) -> bool:
+    def _is_lost(self, found: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""
         held = _held(found)
         return bool(held) and str(self.under_way) not in held
 
 
-def _held(found: Found) -> list[str]:
+def _held(found: DiscoveredReplicas) -> list[str]:
     """The versions that replicas serve; empty for one that is up and serves none."""
     return [view.version for _, view in found if view.state in ("ready", "serving")]

@@ -20,7 +20,7 @@ from areal_hpc.wire.ledger import (
     EvaluateReply,
     EvaluateRequest,
     FinishRequest,
-    OpenEpochRequest,
+    OpenGenerationRequest,
     PublishRequest,
 )
 
@@ -61,7 +61,7 @@ class LedgerClient:
             base_step: The step whose weights it has.
             evaluated_step: Whose evaluation, if it is under way, may go on.
         """
-        request = OpenEpochRequest(self._generation, base_step, evaluated_step)
+        request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
         self._call("/open_epoch", request, Acknowledged)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:

@@ -11,7 +11,7 @@ import torch
 
 from areal_hpc.errors import AgentError
 from areal_hpc.jobs.signals import StopRequest
-from areal_hpc.metrics.step_metrics import EVALUATION
+from areal_hpc.metrics.step_metrics import EVAL_REWARD
 from areal_hpc.metrics.writer import summarize_update_pauses
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
@@ -24,7 +24,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.retry_backoff import Backoff
+from areal_hpc.weights.retry_backoff import UpdateBackoff
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -71,7 +71,7 @@ class LedgerSource(BatchSource):
         self._stop = stop
         self._async_evaluation = async_evaluation
         self._logged_at = float("-inf")
-        self._backoff = Backoff()
+        self._backoff = UpdateBackoff()
         self._ticket_counts: FlatRow = {}
         self._targets: list[ReplicaKey] = []
         """The replicas that the next publish is for."""
@@ -182,12 +182,12 @@ class LedgerSource(BatchSource):
     def is_evaluated(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits."""
         step, row = self._record.version.step, self._record.row
-        if self._async_evaluation or not self._schedule.evaluates(step) or EVALUATION in row:
+        if self._async_evaluation or not self._schedule.evaluates(step) or EVAL_REWARD in row:
             return True
         with self._record.timer.phase("eval"):
             reply = self._ledger.evaluate(step, self._schedule.evaluation_tasks, LONG_POLL_S)
         if reply.mean_reward is not None:
-            row[EVALUATION] = reply.mean_reward
+            row[EVAL_REWARD] = reply.mean_reward
         return False
 
     def _poll_async_evaluation(self, evaluation: AsyncEvaluation) -> None:
@@ -219,7 +219,7 @@ class LedgerSource(BatchSource):
         reply = self._ledger.evaluate(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:
             evaluation.end()
-            self._record.add(version.step, {EVALUATION: reply.mean_reward})
+            self._record.add(version.step, {EVAL_REWARD: reply.mean_reward})
 
     def is_settled(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""

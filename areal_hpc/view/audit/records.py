@@ -21,7 +21,7 @@ NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class TicketRecords:
     """What a run directory says about tickets."""
 
     commit: TrainerState = NO_CHECKPOINT
@@ -45,7 +45,7 @@ class Evidence:
     problems: Sequence[Problem] = ()
 
 
-def read_evidence(layout: RunPaths) -> Evidence:
+def read_ticket_records(layout: RunPaths) -> TicketRecords:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
     is_finished = layout.finished_marker.exists()
@@ -62,7 +62,7 @@ def read_evidence(layout: RunPaths) -> Evidence:
             fates.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(layout.index_dir)
     batch_size, offpolicyness, total_steps = _limits(layout)
-    return Evidence(
+    return TicketRecords(
         commit,
         manifests,
         drops,

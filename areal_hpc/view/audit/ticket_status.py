@@ -42,11 +42,11 @@ from enum import StrEnum
 from areal_hpc.errors import Problem
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.audit.records import Evidence, read_evidence
+from areal_hpc.view.audit.records import TicketRecords, read_ticket_records
 from areal_hpc.wire.ledger import SettledTicket
 
 
-class Fate(StrEnum):
+class TicketStatus(StrEnum):
     """What became of a ticket; the module's table defines each."""
 
     TRAINED = "trained"
@@ -60,19 +60,19 @@ class Fate(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class TicketFate:
+class TicketVerdict:
     """One ticket, its fate, and what on disk says so."""
 
     ticket_id: int
-    fate: Fate
+    fate: TicketStatus
     why: str
 
 
 @dataclass(frozen=True, slots=True)
-class Audit:
+class AuditReport:
     """Every ticket that was ever issued, as far as anything shows, in the order of ids."""
 
-    tickets: list[TicketFate]
+    tickets: list[TicketVerdict]
     problems: list[Problem]
     """Files that cannot be believed, whatever they mean for tickets."""
     untrained: list[UntrainedRecord]
@@ -80,39 +80,39 @@ class Audit:
     committed_step: int
     is_finished: bool
 
-    def of(self, fate: Fate) -> list[TicketFate]:
+    def of(self, fate: TicketStatus) -> list[TicketVerdict]:
         """The tickets of one fate."""
         return [ticket for ticket in self.tickets if ticket.fate is fate]
 
     @property
     def is_clean(self) -> bool:
         """True if nothing was trained twice, nothing is lost and every file is believed."""
-        return not (self.of(Fate.DUPLICATE) or self.of(Fate.LOST) or self.problems)
+        return not (self.of(TicketStatus.DUPLICATE) or self.of(TicketStatus.LOST) or self.problems)
 
     @property
     def verdict(self) -> str:
         """The line that scripts read."""
         count = Counter(ticket.fate for ticket in self.tickets)
         return (
-            f"trained_once={count[Fate.TRAINED]} duplicates={count[Fate.DUPLICATE]} "
-            f"lost={count[Fate.LOST]} open={count[Fate.OPEN]}"
+            f"trained_once={count[TicketStatus.TRAINED]} duplicates={count[TicketStatus.DUPLICATE]} "
+            f"lost={count[TicketStatus.LOST]} open={count[TicketStatus.OPEN]}"
         )
 
 
-def audit_run(layout: RunPaths) -> Audit:
+def audit_run(layout: RunPaths) -> AuditReport:
     """Judge every ticket of a run, live or not."""
-    return judge(read_evidence(layout))
+    return classify_tickets(read_ticket_records(layout))
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
+class _BatchUse:
     """A ticket in a batch."""
 
     step: int
     ticket: SettledTicket
 
 
-def judge(evidence: Evidence) -> Audit:
+def classify_tickets(evidence: TicketRecords) -> AuditReport:
     """The fate of every id below the highest that left a trace. Pure."""
     uses, shared = _collect_uses(evidence)
     sealed: dict[int, str] = {}
@@ -126,47 +126,47 @@ def judge(evidence: Evidence) -> Audit:
     doubtful = _doubtful_manifests(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _beyond_reach(evidence, sorted(traceless), max(uses, default=-1))
-    rows = _Rows(evidence)
+    rows = _ShardRows(evidence)
     fates = []
     for ticket_id in range(position):
         if ticket_id in uses:
             fate, why = _of_batched(evidence, rows, uses[ticket_id], shared.get(ticket_id))
         elif ticket_id in evidence.drops:
-            fate, why = Fate.DROPPED, evidence.drops[ticket_id]
+            fate, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
         elif ticket_id in evidence.filtered:
-            fate, why = Fate.FILTERED, evidence.filtered[ticket_id]
+            fate, why = TicketStatus.FILTERED, evidence.filtered[ticket_id]
         elif ticket_id in sealed:
             fate, why = _of_sealed(rows, sealed[ticket_id], doubtful)
         elif ticket_id in again and not evidence.is_finished:
-            fate, why = Fate.OPEN, "its rows were too old: in a cell, or issued again"
+            fate, why = TicketStatus.OPEN, "its rows were too old: in a cell, or issued again"
         elif ticket_id in strays or ticket_id in again:
-            fate, why = Fate.LOST, "no trace of it, and no cell can still hold it"
+            fate, why = TicketStatus.LOST, "no trace of it, and no cell can still hold it"
         else:
-            fate, why = Fate.OPEN, "no trace yet: in a cell, or issued again on resume"
-        fates.append(TicketFate(ticket_id, fate, why))
+            fate, why = TicketStatus.OPEN, "no trace yet: in a cell, or issued again on resume"
+        fates.append(TicketVerdict(ticket_id, fate, why))
     problems = [*evidence.problems]
     problems += [
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
     commit = evidence.commit
-    return Audit(fates, problems, commit.untrained, commit.step, evidence.is_finished)
+    return AuditReport(fates, problems, commit.untrained, commit.step, evidence.is_finished)
 
 
-def _collect_uses(evidence: Evidence) -> tuple[dict[int, list[_Use]], dict[int, int]]:
+def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
     A batch that the commit consumed twice counts twice; one it did not consume counts once:
     it is pending, or was passed over.
     """
     times = Counter(evidence.commit.consumed)
-    uses: dict[int, list[_Use]] = {}
+    uses: dict[int, list[_BatchUse]] = {}
     shared: dict[int, int] = {}
     holder: dict[tuple[str, int], int] = {}
     for step, manifest in evidence.manifests.items():
         for ticket in manifest.tickets:
             ticket_id = ticket.ref.ticket_id
-            uses.setdefault(ticket_id, []).extend([_Use(step, ticket)] * max(1, times[step]))
+            uses.setdefault(ticket_id, []).extend([_BatchUse(step, ticket)] * max(1, times[step]))
             for row in set(ticket.rows):
                 other = holder.setdefault((ticket.shard, row), ticket_id)
                 if other != ticket_id:
@@ -176,7 +176,7 @@ def _collect_uses(evidence: Evidence) -> tuple[dict[int, list[_Use]], dict[int, 
     return uses, shared
 
 
-def _doubtful_manifests(evidence: Evidence) -> dict[int, str]:
+def _doubtful_manifests(evidence: TicketRecords) -> dict[int, str]:
     """Steps behind the commit, or between manifests, whose manifest cannot tell who was trained."""
     doubts = {}
     for step in range(1, 1 + max((evidence.commit.step, *evidence.manifests))):
@@ -191,7 +191,7 @@ def _doubtful_manifests(evidence: Evidence) -> dict[int, str]:
     return doubts
 
 
-def _beyond_reach(evidence: Evidence, traceless: list[int], highest_batched: int) -> set[int]:
+def _beyond_reach(evidence: TicketRecords, traceless: list[int], highest_batched: int) -> set[int]:
     """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit."""
     if evidence.is_finished:
         return set(traceless)
@@ -201,44 +201,53 @@ def _beyond_reach(evidence: Evidence, traceless: list[int], highest_batched: int
 
 
 def _of_batched(
-    evidence: Evidence, rows: _Rows, uses: list[_Use], shares_with: int | None
-) -> tuple[Fate, str]:
+    evidence: TicketRecords, rows: _ShardRows, uses: list[_BatchUse], shares_with: int | None
+) -> tuple[TicketStatus, str]:
     step, ticket = uses[0].step, uses[0].ticket
     commit = evidence.commit
     where = f"step {step}, {ticket.shard} rows {ticket.rows}"
     if len(uses) > 1:
         steps = " and ".join(str(use.step) for use in uses)
-        return Fate.DUPLICATE, f"in the batches of steps {steps}"
+        return TicketStatus.DUPLICATE, f"in the batches of steps {steps}"
     if shares_with is not None:
-        return Fate.DUPLICATE, f"{where}: some of them are those of ticket {shares_with} as well"
+        return (
+            TicketStatus.DUPLICATE,
+            f"{where}: some of them are those of ticket {shares_with} as well",
+        )
     if fault := rows.fault_of(ticket):
-        return Fate.LOST, f"{where}: {fault}"
+        return TicketStatus.LOST, f"{where}: {fault}"
     if step in commit.consumed:
         for one in commit.untrained:
             if one.step == step and ticket.ref.ticket_id in one.tickets:
-                return Fate.UNSOUND, f"step {step}, {one.reason}"
+                return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
             if one.step == step and not one.tickets:
-                return Fate.SKIPPED, f"{where}: {one.reason}"
-        return Fate.TRAINED, where
+                return TicketStatus.SKIPPED, f"{where}: {one.reason}"
+        return TicketStatus.TRAINED, where
     if step <= commit.step:
-        return Fate.LOST, f"{where}: the commit of step {commit.step} passed over that batch"
+        return (
+            TicketStatus.LOST,
+            f"{where}: the commit of step {commit.step} passed over that batch",
+        )
     if evidence.is_finished and step <= evidence.total_steps:
-        return Fate.LOST, f"{where}: the run has finished, but no commit holds that batch"
-    return Fate.OPEN, f"{where}: not committed, handed out again as it is"
+        return TicketStatus.LOST, f"{where}: the run has finished, but no commit holds that batch"
+    return TicketStatus.OPEN, f"{where}: not committed, handed out again as it is"
 
 
-def _of_sealed(rows: _Rows, file: str, doubtful: dict[int, str]) -> tuple[Fate, str]:
+def _of_sealed(rows: _ShardRows, file: str, doubtful: dict[int, str]) -> tuple[TicketStatus, str]:
     if fault := rows.fault_of_file(file):
-        return Fate.LOST, f"sealed in {file}: {fault}"
+        return TicketStatus.LOST, f"sealed in {file}: {fault}"
     if doubtful:
-        return Fate.LOST, f"sealed in {file}, perhaps trained: {next(iter(doubtful.values()))}"
-    return Fate.OPEN, f"sealed in {file}, in no batch yet"
+        return (
+            TicketStatus.LOST,
+            f"sealed in {file}, perhaps trained: {next(iter(doubtful.values()))}",
+        )
+    return TicketStatus.OPEN, f"sealed in {file}, in no batch yet"
 
 
-class _Rows:
+class _ShardRows:
     """Which rows of which ticket are there, by the index and the sizes of files."""
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: TicketRecords) -> None:
         self._shards = {shard.file: shard for shard in evidence.shards}
         self._file_bytes = evidence.file_bytes
         self._places = {

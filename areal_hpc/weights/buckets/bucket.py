@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.plan import Bucket, Slot
+from areal_hpc.weights.buckets.plan import BucketPlan, TensorSlot
 
 
 class OpenBucket(ABC):
@@ -23,7 +23,7 @@ class OpenBucket(ABC):
     packed: ClassVar[bool]
     """All of it is one message; else every parameter is one."""
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: BucketPlan) -> None:
         self.bucket = bucket
         self._missing = {slot.spec.name: slot for slot in bucket.slots}
 
@@ -54,7 +54,7 @@ class OpenBucket(ABC):
         self._put(slot, tensor.detach())
 
     @abstractmethod
-    def _put(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
         """Take in a parameter that belongs in `slot`."""
 
     @property
@@ -77,17 +77,17 @@ class PackedBucket(OpenBucket):
 
     packed = True
 
-    def __init__(self, bucket: Bucket, flat: torch.Tensor) -> None:
+    def __init__(self, bucket: BucketPlan, flat: torch.Tensor) -> None:
         super().__init__(bucket)
         self.flat = flat
 
-    def _put(self, slot: Slot, tensor: torch.Tensor) -> None:
-        view(self.flat, slot).copy_(tensor)
+    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
+        view_tensor(self.flat, slot).copy_(tensor)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name, as views of the vector."""
-        return unpack(self.bucket, self.flat)
+        return unpack_bucket(self.bucket, self.flat)
 
     @property
     def messages(self) -> Sequence[torch.Tensor]:
@@ -95,16 +95,16 @@ class PackedBucket(OpenBucket):
         return [self.flat]
 
 
-class BucketInPlace(OpenBucket):
+class InPlaceBucket(OpenBucket):
     """Parameters stay where they are, and each is a message; they must not change until sent."""
 
     packed = False
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: BucketPlan) -> None:
         super().__init__(bucket)
         self._placed: dict[str, torch.Tensor] = {}
 
-    def _put(self, slot: Slot, tensor: torch.Tensor) -> None:
+    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
         self._placed[slot.spec.name] = tensor.contiguous()
 
     @property
@@ -124,7 +124,7 @@ class PackingBuffers:
     def __init__(self, device: torch.device) -> None:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def open(self, bucket: Bucket) -> PackedBucket:
+    def open(self, bucket: BucketPlan) -> PackedBucket:
         """Start packing; the bucket opened before the last one is overwritten."""
         free, last = self._flats
         if free.numel() < bucket.size_bytes:
@@ -133,14 +133,14 @@ class PackingBuffers:
         return PackedBucket(bucket, free[: bucket.size_bytes])
 
 
-def view(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
+def view_tensor(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
     """One parameter of a packed bucket, without a copy."""
     spec = slot.spec
     dtype: torch.dtype = getattr(torch, spec.dtype)
     return flat[slot.offset : slot.offset + spec.size_bytes].view(dtype).view(spec.shape)
 
 
-def unpack(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+def unpack_bucket(bucket: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:
     """Every parameter of a packed bucket by name, as views.
 
     Args:
@@ -155,4 +155,4 @@ def unpack(bucket: Bucket, flat: torch.Tensor) -> dict[str, torch.Tensor]:
             f"expected {bucket.size_bytes} bytes, got {flat.numel()}",
             key=bucket.slots[0].spec.name,
         )
-    return {slot.spec.name: view(flat, slot) for slot in bucket.slots}
+    return {slot.spec.name: view_tensor(flat, slot) for slot in bucket.slots}

@@ -9,19 +9,19 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.bucket import OpenBucket
-from areal_hpc.weights.buckets.plan import Bucket
+from areal_hpc.weights.buckets.plan import BucketPlan
 
 BucketT = TypeVar("BucketT", bound=OpenBucket)
-Wait = Callable[[], object]
-Ship = Callable[[BucketT], Wait]
+WaitSent = Callable[[], object]
+SendBucket = Callable[[BucketT], WaitSent]
 """Begins to send a full bucket; the bucket stays as it is until the `Wait` has returned."""
 
 
 def send_all(
-    buckets: Sequence[Bucket],
+    buckets: Sequence[BucketPlan],
     arrivals: Iterator[tuple[str, torch.Tensor]],
-    open_bucket: Callable[[Bucket], BucketT],
-    ship: Ship[BucketT],
+    open_bucket: Callable[[BucketPlan], BucketT],
+    ship: SendBucket[BucketT],
     watch: Callable[[BucketT], None] = lambda full: None,
 ) -> None:
     """Fill and send all buckets; never holds more than two, whatever the model's size.
@@ -36,7 +36,7 @@ def send_all(
     Raises:
         WeightSyncError: The parameters are not those of the buckets.
     """
-    arrived: Wait = _at_once
+    arrived: WaitSent = _at_once
     for bucket in buckets:
         filling = open_bucket(bucket)
         _fill(filling, arrivals)

@@ -42,7 +42,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Where one parameter lies in its bucket."""
 
     spec: TensorSpec
@@ -51,10 +51,10 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class BucketPlan:
     """Parameters sent by one broadcast, in wire order (which may differ from arrival order)."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
 
     @property
     def size_bytes(self) -> int:
@@ -63,7 +63,7 @@ class Bucket:
         return last.offset + last.spec.size_bytes
 
 
-def fused_name(name: str) -> str:
+def get_fused_name(name: str) -> str:
     """The name under which SGLang keeps a parameter.
 
     q/k/v projections become `qkv_proj`, gate and up `gate_up_proj`; others keep their name.
@@ -71,7 +71,7 @@ def fused_name(name: str) -> str:
     return _FUSED.sub(lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name)
 
 
-def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]:
+def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketPlan]:
     """Buckets that hold every spec once, filled in arrival order.
 
     Parameters that SGLang fuses lie in one bucket, together with whatever arrives between
@@ -89,7 +89,7 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"each parameter is sent once, got these twice: {twice}")
-    buckets: list[Bucket] = []
+    buckets: list[BucketPlan] = []
     filling: list[TensorSpec] = []
     filled_bytes = 0
     for run in _inseparable_runs(specs):
@@ -106,10 +106,10 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[Bucket]
 
 def _inseparable_runs(specs: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
     """Cut the arrivals wherever no fused set is cut."""
-    last_index = {fused_name(spec.name): index for index, spec in enumerate(specs)}
+    last_index = {get_fused_name(spec.name): index for index, spec in enumerate(specs)}
     runs: list[Sequence[TensorSpec]] = []
     start = 0
-    reaches = accumulate((last_index[fused_name(spec.name)] for spec in specs), max)
+    reaches = accumulate((last_index[get_fused_name(spec.name)] for spec in specs), max)
     for index, reach in enumerate(reaches):
         if reach == index:
             runs.append(specs[start : index + 1])
@@ -117,7 +117,9 @@ def _inseparable_runs(specs: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]
     return runs
 
 
-def _lay_out(specs: Sequence[TensorSpec]) -> Bucket:
+def _lay_out(specs: Sequence[TensorSpec]) -> BucketPlan:
     ordered = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])
     offsets = accumulate((spec.size_bytes for spec in ordered), initial=0)
-    return Bucket(tuple(Slot(spec, offset) for spec, offset in zip(ordered, offsets, strict=False)))
+    return BucketPlan(
+        tuple(TensorSlot(spec, offset) for spec, offset in zip(ordered, offsets, strict=False))
+    )

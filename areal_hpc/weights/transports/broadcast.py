@@ -7,23 +7,28 @@ from collections.abc import Sequence, Set
 
 import torch
 
-from areal_hpc.jobs.topology import advertised_host
+from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import BucketInPlace, OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.pipeline import Wait, send_all
+from areal_hpc.weights.buckets.bucket import InPlaceBucket, OpenBucket, PackingBuffers
+from areal_hpc.weights.buckets.pipeline import WaitSent, send_all
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.transports.group_session import GroupSwap
-from areal_hpc.weights.transports.process_group import UpdateGroup
-from areal_hpc.weights.transports.transport import Expected, Order, Transport, longest_load_s
-from areal_hpc.weights.update import Attempt, Step
+from areal_hpc.weights.transports.group_session import BroadcastSession
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.transports.transport import (
+    ExpectedChecksums,
+    Transport,
+    UpdateOrder,
+    get_max_load_s,
+)
+from areal_hpc.weights.update import GroupUpdate, SessionStep
 from areal_hpc.wire.weight_version import WeightVersion
 
 _SERIAL = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""
 
 
-class Broadcast(Transport[GroupSwap]):
+class BroadcastTransport(Transport[BroadcastSession]):
     """Keeps the groups of replicas that are well from one update to the next.
 
     Args:
@@ -40,18 +45,20 @@ class Broadcast(Transport[GroupSwap]):
         self._backend = backend
         self._replica_device = "cuda" if backend == "nccl" else "cpu"
         self._open_bucket = (
-            BucketInPlace
-            if goes_in_place(backend, config.replicas_per_group)
+            InPlaceBucket
+            if sends_in_place(backend, config.replicas_per_group)
             else PackingBuffers(device).open
         )
-        self._swaps: dict[tuple[ReplicaKey, ...], GroupSwap] = {}
+        self._swaps: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
-    def _carry(self, update: Attempt[GroupSwap], order: Order, timer: PhaseTimer) -> Expected:
-        expected = Expected(order.tp_sizes, self._replica_device)
+    def _carry(
+        self, update: GroupUpdate[BroadcastSession], order: UpdateOrder, timer: PhaseTimer
+    ) -> ExpectedChecksums:
+        expected = ExpectedChecksums(order.tp_sizes, self._replica_device)
         last = order.buckets[-1] if order.buckets else None
 
-        def ship(full: OpenBucket) -> Wait:
+        def ship(full: OpenBucket) -> WaitSent:
             complete = order.version if full.bucket is last else None
             sending = update.start("send", _sender(full, complete))
             return lambda: update.settle(sending)
@@ -68,13 +75,13 @@ class Broadcast(Transport[GroupSwap]):
                 lambda full: self._watch(expected, full),
             )
             update.each("end", lambda swap: swap.end())
-        load_s = longest_load_s(update)
+        load_s = get_max_load_s(update)
         timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
         return expected
 
-    def _gather(self, update: Attempt[GroupSwap], order: Order) -> None:
+    def _gather(self, update: GroupUpdate[BroadcastSession], order: UpdateOrder) -> None:
         """Take the groups that still stand and form the others."""
-        groups = partition(order.replicas, self._config.replicas_per_group, self._suspects)
+        groups = partition_replicas(order.replicas, self._config.replicas_per_group, self._suspects)
         places = {key.place for key in order.replicas}
         self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._swaps]:
@@ -86,18 +93,18 @@ class Broadcast(Transport[GroupSwap]):
         update.each("join", lambda swap: swap.join())
         update.live += standing
 
-    def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> GroupSwap:
+    def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> BroadcastSession:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
-        group = UpdateGroup(
+        group = UpdateProcessGroup(
             f"epoch{version.epoch}/{members}/{next(_SERIAL)}",
-            advertised_host(),
+            get_advertised_host(),
             1 + sum(key.tp for key in keys),
             self._backend,
             self._config.update_timeout_s,
         )
-        return GroupSwap(group, [self._control(key, version) for key in keys], self._config)
+        return BroadcastSession(group, [self._control(key, version) for key in keys], self._config)
 
-    def _keep(self, update: Attempt[GroupSwap]) -> None:
+    def _keep(self, update: GroupUpdate[BroadcastSession]) -> None:
         self._swaps.update({swap.keys: swap for swap in update.live})
         self._suspects |= {key.place for key in update.failed}
 
@@ -109,7 +116,7 @@ class Broadcast(Transport[GroupSwap]):
         super().close()
 
 
-def goes_in_place(backend: str, replicas_per_group: int) -> bool:
+def sends_in_place(backend: str, replicas_per_group: int) -> bool:
     """Whether every parameter is a message of its own, or a bucket is packed into one.
 
     For gloo a copy is a third of the work of sending; NCCL copies for nothing and pays per message.
@@ -120,7 +127,7 @@ def goes_in_place(backend: str, replicas_per_group: int) -> bool:
     return backend == "gloo" and replicas_per_group == 1
 
 
-def partition(
+def partition_replicas(
     replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
 ) -> list[tuple[ReplicaKey, ...]]:
     """Groups of `size` neighbours. A suspect gets a group of its own: it may fail the next too.
@@ -136,5 +143,5 @@ def partition(
     return groups + [(key,) for key in ordered if key.place in suspects]
 
 
-def _sender(full: OpenBucket, complete: WeightVersion | None) -> Step[GroupSwap]:
+def _sender(full: OpenBucket, complete: WeightVersion | None) -> SessionStep[BroadcastSession]:
     return lambda swap: swap.send(full, complete)

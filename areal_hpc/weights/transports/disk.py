@@ -16,17 +16,17 @@ from pathlib import Path
 
 import torch
 
-from areal_hpc.errors import StorageRefusedError
+from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.weights.buckets.bucket import PackedBucket, PackingBuffers
-from areal_hpc.weights.buckets.pipeline import Wait, send_all
-from areal_hpc.weights.buckets.plan import Bucket
-from areal_hpc.weights.replica_client import ReplicaControl
-from areal_hpc.weights.transports.transport import Expected, Order, Transport
-from areal_hpc.weights.update import Attempt
-from areal_hpc.weights.update_session import Swap
+from areal_hpc.weights.buckets.pipeline import WaitSent, send_all
+from areal_hpc.weights.buckets.plan import BucketPlan
+from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.transports.transport import ExpectedChecksums, Transport, UpdateOrder
+from areal_hpc.weights.update import GroupUpdate
+from areal_hpc.weights.update_session import UpdateSession
 from areal_hpc.wire.weight_version import WeightVersion
 
 _DTYPES = {
@@ -41,7 +41,7 @@ _HEADER_MULTIPLE = 8
 _FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
 
 
-def header_of(bucket: Bucket) -> bytes:
+def build_safetensors_header(bucket: BucketPlan) -> bytes:
     """What comes before a bucket's bytes in its file. Pure."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for slot in bucket.slots:
@@ -79,13 +79,13 @@ class WeightsFolder:
         """Write one bucket and force it to disk.
 
         Raises:
-            StorageRefusedError: It is full, say.
+            WeightStorageError: It is full, say.
         """
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
         try:
             with path.open("wb") as stream:
-                stream.write(header_of(packed.bucket))
+                stream.write(build_safetensors_header(packed.bucket))
                 stream.write(packed.flat.cpu().numpy().data)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -96,7 +96,7 @@ class WeightsFolder:
         """Give the folder its name; those of earlier versions are then of no more use.
 
         Raises:
-            StorageRefusedError: It is full, say.
+            WeightStorageError: It is full, say.
         """
         try:
             fsync_path(self._partial)
@@ -122,18 +122,18 @@ def _age(name: str) -> list[int]:
     return [int(part) for part in name.split(".")]
 
 
-def _refused(path: Path, error: OSError) -> StorageRefusedError:
-    return StorageRefusedError(
+def _refused(path: Path, error: OSError) -> WeightStorageError:
+    return WeightStorageError(
         f"the storage did not take the weights: {error}",
         key=str(path),
         hint="make room on the shared storage, or set weights.transport=broadcast",
     )
 
 
-class DiskSwap(Swap):
+class DiskSession(UpdateSession):
     """Replicas that load a folder; each for itself, so one that fails takes no other with it."""
 
-    def __init__(self, member: ReplicaControl, config: WeightsConfig) -> None:
+    def __init__(self, member: ReplicaClient, config: WeightsConfig) -> None:
         super().__init__([member], config, str(member.key.place))
 
     def load(self, folder: str, version: WeightVersion) -> None:
@@ -143,7 +143,7 @@ class DiskSwap(Swap):
         self.load_s = time.monotonic() - began
 
 
-class Disk(Transport[DiskSwap]):
+class DiskTransport(Transport[DiskSession]):
     """Writes a version while replicas still generate, and has them load it.
 
     Args:
@@ -162,15 +162,17 @@ class Disk(Transport[DiskSwap]):
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
-    def _carry(self, update: Attempt[DiskSwap], order: Order, timer: PhaseTimer) -> Expected:
-        expected = Expected(order.tp_sizes, self._replica_device)
+    def _carry(
+        self, update: GroupUpdate[DiskSession], order: UpdateOrder, timer: PhaseTimer
+    ) -> ExpectedChecksums:
+        expected = ExpectedChecksums(order.tp_sizes, self._replica_device)
         swaps = [
-            DiskSwap(self._control(key, order.version), self._config) for key in order.replicas
+            DiskSession(self._control(key, order.version), self._config) for key in order.replicas
         ]
         with timer.phase("write"):
             try:
                 folder = self._write(order, expected)
-            except StorageRefusedError as error:
+            except WeightStorageError as error:
                 for swap in swaps:
                     swap.close()
                 update.failed = dict.fromkeys(order.replicas, error)
@@ -181,11 +183,11 @@ class Disk(Transport[DiskSwap]):
             update.each("load", lambda swap: swap.load(folder.name, order.version))
         return expected
 
-    def _write(self, order: Order, expected: Expected) -> WeightsFolder:
+    def _write(self, order: UpdateOrder, expected: ExpectedChecksums) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, order.version, next(self._serial))
 
-        def ship(packed: PackedBucket) -> Wait:
+        def ship(packed: PackedBucket) -> WaitSent:
             return self._pool.submit(folder.write, packed).result
 
         try:
@@ -197,13 +199,13 @@ class Disk(Transport[DiskSwap]):
                 lambda packed: self._watch(expected, packed),
             )
             folder.put_in_place()
-        except StorageRefusedError:
+        except WeightStorageError:
             folder.discard()
             raise
         self._folder = folder
         return folder
 
-    def _keep(self, update: Attempt[DiskSwap]) -> None:
+    def _keep(self, update: GroupUpdate[DiskSession]) -> None:
         """Every replica has loaded the newest folder or will get another: the others can go."""
         for swap in update.live:
             swap.close()

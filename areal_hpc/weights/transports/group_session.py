@@ -11,20 +11,20 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.faults import fault_point
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
-from areal_hpc.weights.replica_client import ReplicaControl
-from areal_hpc.weights.transports.process_group import UpdateGroup
-from areal_hpc.weights.update_session import Swap, _failed, log
+from areal_hpc.weights.replica_client import ReplicaClient
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.update_session import UpdateSession, _failed, log
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class GroupSwap(Swap):
+class BroadcastSession(UpdateSession):
     """The replicas of one update group, and the process group that reaches them.
 
     Lives over many updates while its replicas do.
     """
 
     def __init__(
-        self, group: UpdateGroup, members: Sequence[ReplicaControl], config: WeightsConfig
+        self, group: UpdateProcessGroup, members: Sequence[ReplicaClient], config: WeightsConfig
     ) -> None:
         super().__init__(members, config, group.name)
         self._group = group
@@ -88,7 +88,7 @@ class GroupSwap(Swap):
         self._loading, self._sent_at = receiving, sent_at
 
     def _receive(
-        self, member: ReplicaControl, full: OpenBucket, version: WeightVersion | None
+        self, member: ReplicaClient, full: OpenBucket, version: WeightVersion | None
     ) -> float:
         member.receive(full.bucket, self._group.name, version, packed=full.packed)
         return time.monotonic()
@@ -110,7 +110,7 @@ class GroupSwap(Swap):
     def close(self) -> None:
         """Part in order: members forget the group, then this end leaves it."""
 
-        def leave(member: ReplicaControl) -> bool:
+        def leave(member: ReplicaClient) -> bool:
             try:
                 member.leave_group(self._group.name)
             except WeightSyncError as error:

@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
 
-Result = TypeVar("Result")
+ResultT = TypeVar("ResultT")
 
 _LOOK_S = 0.02
 """How often members are asked whether they refuse."""
@@ -31,7 +31,7 @@ _POLL_S = 0.0002
 """How often NCCL is asked."""
 
 
-class UpdateGroup:
+class UpdateProcessGroup:
     """Rank 0 of a group whose other ranks are the tensor-parallel ranks of replicas."""
 
     def __init__(self, name: str, host: str, world_size: int, backend: str, timeout_s: float):
@@ -173,9 +173,9 @@ def _destroy(group: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
-def _start_daemon(work: Callable[[], Result]) -> Future[Result]:
+def _start_daemon(work: Callable[[], ResultT]) -> Future[ResultT]:
     """Run `work` in a thread that never keeps the process from exiting."""
-    future: Future[Result] = Future()
+    future: Future[ResultT] = Future()
 
     def run() -> None:
         try:

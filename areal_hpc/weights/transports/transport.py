@@ -13,27 +13,27 @@ import torch
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
-from areal_hpc.weights.buckets.plan import Bucket
-from areal_hpc.weights.checksum import Digests, rank_digests
-from areal_hpc.weights.deadlines import step_s
-from areal_hpc.weights.replica_client import ReplicaControl
+from areal_hpc.weights.buckets.plan import BucketPlan
+from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.deadlines import get_step_deadline_s
+from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
-from areal_hpc.weights.update import Attempt, SwapT
+from areal_hpc.weights.update import GroupUpdate, SessionT
 from areal_hpc.wire.weight_version import WeightVersion
 
 _GROUPS_AT_ONCE = 1024
 """A thread for each group, made when needed: one that hangs must not keep others from a step."""
 
-Arrivals = Iterator[tuple[str, torch.Tensor]]
+TensorStream = Iterator[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class UpdateOrder:
     """What one update is to do."""
 
     version: WeightVersion
-    buckets: Sequence[Bucket]
-    arrivals: Arrivals
+    buckets: Sequence[BucketPlan]
+    arrivals: TensorStream
     replicas: Sequence[ReplicaKey]
 
     @property
@@ -42,7 +42,7 @@ class Order:
         return {key.tp for key in self.replicas}
 
 
-class Expected:
+class ExpectedChecksums:
     """The hashes that replicas must report, by (tensor-parallel size, rank).
 
     Args:
@@ -60,10 +60,10 @@ class Expected:
         """Add those of one bucket."""
         tensors = full.tensors
         for (tp, rank), digests in self.digests.items():
-            digests.update(rank_digests(tensors, rank, tp, self._replica_device))
+            digests.update(compute_rank_digests(tensors, rank, tp, self._replica_device))
 
 
-class Transport(ABC, Generic[SwapT]):
+class Transport(ABC, Generic[SessionT]):
     """Brings versions to replicas.
 
     Args:
@@ -78,10 +78,12 @@ class Transport(ABC, Generic[SwapT]):
         self._replica_device = device.type
         self._pool = ThreadPoolExecutor(_GROUPS_AT_ONCE, thread_name_prefix="publisher")
 
-    def update(self, order: Order) -> UpdateReport:
+    def update(self, order: UpdateOrder) -> UpdateReport:
         """Send, verify and put into service; see `Publisher.publish`."""
         timer = PhaseTimer()
-        update: Attempt[SwapT] = Attempt(self._pool, step_s(self._config.update_timeout_s))
+        update: GroupUpdate[SessionT] = GroupUpdate(
+            self._pool, get_step_deadline_s(self._config.update_timeout_s)
+        )
         try:
             expected = self._carry(update, order, timer)
             digests = expected.digests if self._config.verify_checksum else None
@@ -104,21 +106,23 @@ class Transport(ABC, Generic[SwapT]):
         )
 
     @abstractmethod
-    def _carry(self, update: Attempt[SwapT], order: Order, timer: PhaseTimer) -> Expected:
+    def _carry(
+        self, update: GroupUpdate[SessionT], order: UpdateOrder, timer: PhaseTimer
+    ) -> ExpectedChecksums:
         """Pause the replicas and load the weights there."""
 
     @abstractmethod
-    def _keep(self, update: Attempt[SwapT]) -> None:
+    def _keep(self, update: GroupUpdate[SessionT]) -> None:
         """Keep what later updates can use, and nothing else."""
 
-    def _pause(self, update: Attempt[SwapT], timer: PhaseTimer) -> None:
+    def _pause(self, update: GroupUpdate[SessionT], timer: PhaseTimer) -> None:
         with timer.phase("pause"):
             update.each("pause", lambda swap: swap.pause())
 
-    def _control(self, key: ReplicaKey, version: WeightVersion) -> ReplicaControl:
-        return ReplicaControl(key, self._admin_key, version.epoch, self._config.update_timeout_s)
+    def _control(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
+        return ReplicaClient(key, self._admin_key, version.epoch, self._config.update_timeout_s)
 
-    def _watch(self, expected: Expected, full: OpenBucket) -> None:
+    def _watch(self, expected: ExpectedChecksums, full: OpenBucket) -> None:
         if self._config.verify_checksum:
             expected.note(full)
 
@@ -127,6 +131,6 @@ class Transport(ABC, Generic[SwapT]):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
-def longest_load_s(update: Attempt[SwapT]) -> float:
+def get_max_load_s(update: GroupUpdate[SessionT]) -> float:
     """What the slowest of the replicas that take part took to load."""
     return max((swap.load_s for swap in update.live), default=0.0)

@@ -13,8 +13,8 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMess
 from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.engine import Engine
-from areal_hpc.errors import RecipeError, RewardRefused
+from areal_hpc.client.engine import EngineEndpoint
+from areal_hpc.errors import InvalidRewardError, RecipeError
 from areal_hpc.wire.proxy import EngineAddress
 from tests.support.chatml import CHATML, byte_level_tokenizer, write_model_dir
 from tests.support.scripted_sglang import Script, ScriptedSGLang
@@ -145,7 +145,7 @@ def test_wrong_rewards_are_refused() -> None:
         with pytest.raises(KeyError, match=f"'resp-1' .* it has: {first}, {second}"):
             client.set_reward("resp-1", 1.0)
         for reward in (float("nan"), float("inf"), None):
-            with pytest.raises(RewardRefused, match="finite"):
+            with pytest.raises(InvalidRewardError, match="finite"):
                 client.set_last_reward(reward)  # type: ignore[arg-type]  # None is wrong, too
 
     with_client(body)
@@ -271,7 +271,7 @@ def test_clients_of_one_engine_share_its_connections_but_nothing_else() -> None:
     async def run() -> None:
         server = ScriptedSGLang(byte_level_tokenizer())
         await server.start()
-        engine = Engine(server.url)
+        engine = EngineEndpoint(server.url)
         clients = [ArealOpenAI(engine, fast_tokenizer()) for _ in range(3)]
         try:
             await asyncio.gather(*(two_turns(client) for client in clients))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.proxy.dialects.dialect import Dialect
-from areal_hpc.proxy.http.app import DIALECTS
+from areal_hpc.proxy.http.app import DIALECT_BY_ROUTE
 from tests.support.proxy_stage import Stage
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "dialects.md"
@@ -116,7 +116,7 @@ def test_the_document_names_every_hint() -> None:
 
 @pytest.mark.parametrize("route", LEAST)
 def test_null_is_absence_whatever_is_null(stage: Stage, route: str) -> None:
-    dialect: Dialect = DIALECTS[route]
+    dialect: Dialect = DIALECT_BY_ROUTE[route]
     known = {*dialect.request.__struct_fields__} - {*LEAST[route]}
     for name in ("sparkle", *sorted(known)):
         _, key = stage.open_session()
@@ -187,6 +187,6 @@ def test_an_unknown_parameter_is_refused_by_name(stage: Stage, route: str, name:
 
 def test_the_routes_describe_their_hints(stage: Stage) -> None:
     schemas = stage.http.get(f"{stage.url}/openapi.json").json()["components"]["schemas"]
-    for dialect in DIALECTS.values():
+    for dialect in DIALECT_BY_ROUTE.values():
         properties = schemas[dialect.request.__name__]["properties"].values()
         assert any(one.get("description") == "Accepted without effect." for one in properties)

@@ -9,8 +9,8 @@ from typing import Any, Self
 import pytest
 
 from areal_hpc.proxy.engine import sglang_client
-from areal_hpc.proxy.engine.http_client import Connections
-from areal_hpc.proxy.engine.sglang_client import Upstream
+from areal_hpc.proxy.engine.http_client import ConnectionPool
+from areal_hpc.proxy.engine.sglang_client import SGLangClient
 
 Script = tuple[bytes, bool]
 PATIENCE_S = 30.0
@@ -38,7 +38,7 @@ class ScriptedServer:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         port = self._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{port}/sub"
-        self.connections = Connections(self.url, "x-mark: 1\r\n", PATIENCE_S)
+        self.connections = ConnectionPool(self.url, "x-mark: 1\r\n", PATIENCE_S)
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -251,7 +251,7 @@ def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.M
     async def run() -> None:
         scripts = [(answer(b"one"), False)] * 2
         async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
-            calls = Upstream()
+            calls = SGLangClient()
             assert await calls.relay(old.url, "1", b"{}", PATIENCE_S) == b"one"
             assert await calls.relay(new.url, "2", b"{}", PATIENCE_S) == b"one"
             assert old.left == 0

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from areal_hpc.session.tree import ids_of
+from areal_hpc.session.tree import unpack_ids
 from areal_hpc.wire.replicas import ReplicaView
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
@@ -90,7 +90,7 @@ def test_a_stream_goes_on_at_another_replica_with_the_tokens_so_far(
     assert second["sampling_params"]["max_new_tokens"] == 50 - 6
     assert second["sampling_params"]["sampling_seed"] == first["sampling_params"]["sampling_seed"]
     recorded = stage.journaled(key)[-1]
-    ids = ids_of(recorded.output_ids).tolist()
+    ids = unpack_ids(recorded.output_ids).tolist()
     end_ids = stage.tokenizer.encode(END, add_special_tokens=False).ids
     assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
     assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from areal_hpc.proxy.job import journal_path
+from areal_hpc.proxy.job import get_journal_path
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
@@ -106,7 +106,7 @@ def test_a_session_stays_with_its_replica_and_leaves_it_when_it_dies(stage: Stag
 def test_the_journal_is_private(stage: Stage) -> None:
     from areal_hpc.proxy.config import ProxyJobConfig
 
-    path = journal_path(ProxyJobConfig.model_validate(stage.config), stage.admin_key)
+    path = get_journal_path(ProxyJobConfig.model_validate(stage.config), stage.admin_key)
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
 
@@ -115,5 +115,5 @@ def test_a_run_that_starts_anew_at_the_same_path_has_a_journal_of_its_own(stage:
     from areal_hpc.proxy.config import ProxyJobConfig
 
     job = ProxyJobConfig.model_validate(stage.config)
-    assert journal_path(job, stage.admin_key) == journal_path(job, stage.admin_key)
-    assert journal_path(job, stage.admin_key) != journal_path(job, "the next run's secret")
+    assert get_journal_path(job, stage.admin_key) == get_journal_path(job, stage.admin_key)
+    assert get_journal_path(job, stage.admin_key) != get_journal_path(job, "the next run's secret")

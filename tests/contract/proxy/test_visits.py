@@ -14,8 +14,8 @@ import pytest
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionRequest,
-    OfferReply,
-    OfferRequest,
+    OfferEpisodeReply,
+    OfferEpisodeRequest,
     StartSessionRequest,
 )
 from tests.support.proxy_stage import Stage
@@ -36,12 +36,12 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def offer(stage: Stage, ticket_id: int, wait_s: float = 60.0) -> http.client.HTTPConnection:
     """A driver's offer, which waits at the proxy on return."""
     session = StartSessionRequest("train", TicketRef(ticket_id, 0))
-    return stage.begin("/rl/offer_session", OfferRequest(session, TASK, wait_s))
+    return stage.begin("/rl/offer_session", OfferEpisodeRequest(session, TASK, wait_s))
 
 
 def taken_by(offered: http.client.HTTPConnection) -> str | None:
     """The session that plays what was offered, as soon as there is one; None if nobody came."""
-    reply = msgspec.json.decode(offered.getresponse().read(), type=OfferReply)
+    reply = msgspec.json.decode(offered.getresponse().read(), type=OfferEpisodeReply)
     offered.close()
     return reply.session_id
 
@@ -93,6 +93,6 @@ def test_an_offer_whose_driver_left_is_not_given_away(online: Stage) -> None:
 
 
 def test_other_proxies_take_no_offers(stage: Stage) -> None:
-    request = OfferRequest(StartSessionRequest("train", TicketRef(15, 0)), TASK, 0.0)
+    request = OfferEpisodeRequest(StartSessionRequest("train", TicketRef(15, 0)), TASK, 0.0)
     assert stage.post("/rl/offer_session", request).status_code == 404
     assert stage.post("/rl/await_session", AwaitSessionRequest("no-such")).status_code == 404

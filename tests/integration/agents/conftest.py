@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from tests.integration.agents.theatre import Theatre
 from tests.integration.sglang_server import serving
 from tests.support.proxy_stage import Stage
@@ -53,7 +53,7 @@ def _opened(mktemp: Callable[[str], Path]) -> Theatre:
     stage = Stage(mktemp("stage"), model_dir=model_dir, context_tokens=CONTEXT_TOKENS)
     _open.callback(stage.close)
     stage.stop_proxy()
-    formats = {"tool_call_parser": "qwen25", "serve_python": interpreter_of("serve", "auto")}
+    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
     stage.configure({**stage.config, **formats})
     stage.start_proxy()
     stage.route_to(url)

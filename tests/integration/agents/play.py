@@ -16,9 +16,9 @@ import msgspec
 
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
@@ -59,10 +59,10 @@ class Played(msgspec.Struct):
 
 
 async def play(order: Order) -> list[Played]:
-    peer = Peer(
+    peer = ServiceClient(
         RunPaths(Path(order.run_dir)).rendezvous_dir, f"proxy-{order.cell}", order.admin_key
     )
-    http_client = open_http_client(TIMEOUT_S)
+    http_client = make_http_client(TIMEOUT_S)
     try:
         return await asyncio.gather(*(_play_one(one, peer, http_client) for one in order.episodes))
     finally:
@@ -70,7 +70,7 @@ async def play(order: Order) -> list[Played]:
         await peer.close()
 
 
-async def _play_one(episode: Episode, peer: Peer, http_client: Any) -> Played:
+async def _play_one(episode: Episode, peer: ServiceClient, http_client: Any) -> Played:
     heard: list[str] = []
     session = StartSessionRequest(
         episode.workflow,

@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 
 from areal_hpc.proxy.sessions.events import decode_event
-from areal_hpc.proxy.sessions.store import Session, SessionBook
+from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import Interaction, ids_of
+from areal_hpc.session.tree import Interaction, unpack_ids
 from areal_hpc.shards.journal import read_journal
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import Trajectory
@@ -58,7 +58,7 @@ class Scene:
     def said(self, turn: Interaction, *, skip_special_tokens: bool = False) -> str:
         """The model's tokens of one turn, as text."""
         text = self.encoder.decode(
-            ids_of(turn.output_ids).tolist(), skip_special_tokens=skip_special_tokens
+            unpack_ids(turn.output_ids).tolist(), skip_special_tokens=skip_special_tokens
         )
         return text.removesuffix("<|im_end|>") if turn.closed else text
 
@@ -66,7 +66,7 @@ class Scene:
         """All that the model read in one turn, as text."""
         *before, last = self.session.tree.path(turn)
         pieces = [ids for one in before for ids in (one.new_ids, one.output_ids)]
-        ids = [i for piece in (*pieces, last.new_ids) for i in ids_of(piece).tolist()]
+        ids = [i for piece in (*pieces, last.new_ids) for i in unpack_ids(piece).tolist()]
         return self.encoder.decode(ids)
 
 
@@ -111,10 +111,10 @@ class Theatre:
             Scene(one["heard"], book.sessions[one["session_id"]], self.encoder) for one in played
         ]
 
-    def _book(self) -> SessionBook:
+    def _book(self) -> SessionStore:
         """What the proxy's journal holds by now."""
         (journal,) = self.stage.journal_dir.glob("*/journal")
-        book = SessionBook()
+        book = SessionStore()
         for record in read_journal(journal):
             book.apply(decode_event(record.payload))
         return book

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -30,7 +30,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def python(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [interpreter_of("agents", "auto"), *map(str, arguments)],
+        [get_interpreter("agents", "auto"), *map(str, arguments)],
         cwd=CHECKOUT,
         env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
         capture_output=True,

@@ -9,11 +9,11 @@ import httpx
 import psutil
 import pytest
 
-from areal_hpc.inference.command import Command, Part, Ports
-from areal_hpc.inference.control_proxy import RelayApp, RelayServer
-from areal_hpc.inference.multi_node import Span
+from areal_hpc.inference.command import NodePart, ServerCommand, ServerPorts
+from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
+from areal_hpc.inference.multi_node import MultiNodeReplica
 from areal_hpc.inference.replica import Replica
-from areal_hpc.inference.worker_node import Chief, Follower
+from areal_hpc.inference.worker_node import HeadNodeClient, WorkerNode
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import EventLog
@@ -30,11 +30,11 @@ class Pair:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.parts: list[tuple[int, Part]] = []
+        self.parts: list[tuple[int, NodePart]] = []
         self.head = Replica(
             0,
             tp=2,
-            span=Span(2),
+            span=MultiNodeReplica(2),
             launch=server(),
             log_dir=folder / "logs",
             events=EventLog(folder / "events.jsonl", "cell-0"),
@@ -42,15 +42,17 @@ class Pair:
             health_timeout_s=60,
             policy=RestartPolicy(3),
         )
-        self.relay = RelayServer(RelayApp("cell-0", [self.head], KEY, folder), "127.0.0.1")
+        self.relay = ControlProxyServer(
+            ControlProxyApp("cell-0", [self.head], KEY, folder), "127.0.0.1"
+        )
         self.relay.start()
         rendezvous.publish_endpoint(folder, "relay-cell-0", self.relay.url)
-        chief = Chief(folder, "cell-0", KEY)
-        self.follower = Follower(1, 2, self._launch, chief, folder / "logs", PATIENCE_S)
+        chief = HeadNodeClient(folder, "cell-0", KEY)
+        self.follower = WorkerNode(1, 2, self._launch, chief, folder / "logs", PATIENCE_S)
 
-    def _launch(self, incarnation: int, part: Part, ports: Ports) -> Command:
+    def _launch(self, incarnation: int, part: NodePart, ports: ServerPorts) -> ServerCommand:
         self.parts.append((incarnation, part))
-        return Command((sys.executable, "-c", f"{PART} # {incarnation}"))
+        return ServerCommand((sys.executable, "-c", f"{PART} # {incarnation}"))
 
     def tick_until(self, condition: Callable[[], bool]) -> None:
         give_up_at = time.monotonic() + 60

@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from areal_hpc.errors import CallRefused, ClusterError, RecipeError
-from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.control_proxy import RelayApp, RelayServer
-from areal_hpc.inference.multi_node import Span
-from areal_hpc.inference.replica import Caller, Launch, Replica
+from areal_hpc.errors import ClusterError, ControlCallError, RecipeError
+from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
+from areal_hpc.inference.multi_node import MultiNodeReplica
+from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.wire.replicas import FenceRequest, ReplicaView, ServeRequest
@@ -46,7 +46,7 @@ PATIENCE_S = 60.0
 Make = Callable[..., Replica]
 
 
-def server(before: str = "", **facts: float) -> Launch:
+def server(before: str = "", **facts: float) -> BuildCommand:
     """One that answers like SGLang where the keeper looks, and does something `before`."""
     text = before + SERVER
     for name, value in (FACTS | facts).items():
@@ -54,8 +54,8 @@ def server(before: str = "", **facts: float) -> Launch:
     return program(text)
 
 
-def program(text: str) -> Launch:
-    return lambda incarnation, ports: Command((sys.executable, "-c", text, str(ports.http)))
+def program(text: str) -> BuildCommand:
+    return lambda incarnation, ports: ServerCommand((sys.executable, "-c", text, str(ports.http)))
 
 
 @pytest.fixture
@@ -63,12 +63,12 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Replica] = []
 
     def make(
-        launch: Launch, max_restarts: int = 3, healthy_s: float = 600, **options: float
+        launch: BuildCommand, max_restarts: int = 3, healthy_s: float = 600, **options: float
     ) -> Replica:
         replica = Replica(
             0,
             tp=1,
-            span=Span(1),
+            span=MultiNodeReplica(1),
             launch=launch,
             log_dir=tmp_path,
             events=EventLog(tmp_path / "events.jsonl", "cell-0"),
@@ -101,8 +101,8 @@ def schedulers() -> list[psutil.Process]:
     return [*filter(is_scheduler, psutil.Process().children(True))]
 
 
-def caller(replica: Replica, *, epoch: int = 1, deadline_s: float = 30) -> Caller:
-    return Caller(replica.view().incarnation, epoch, deadline_s)
+def caller(replica: Replica, *, epoch: int = 1, deadline_s: float = 30) -> ControlCaller:
+    return ControlCaller(replica.view().incarnation, epoch, deadline_s)
 
 
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
@@ -156,7 +156,7 @@ with open({str(notes)!r}, "a") as notes:
 def test_a_taken_port_is_no_crash(make: Make, then: str) -> None:
     taken = f"print('[Errno 98] ... address already in use', flush=True); {then}"
 
-    def launch(incarnation: int, ports: Ports) -> Command:
+    def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
         return (program(taken) if incarnation < 3 else server())(incarnation, ports)
 
     replica = make(launch, max_restarts=0)
@@ -189,7 +189,7 @@ time.sleep(600)
 """
     strangers: list[http.server.ThreadingHTTPServer] = []
 
-    def launch(incarnation: int, ports: Ports) -> Command:
+    def launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
         if incarnation > 1:
             return server()(incarnation, ports)
         strangers.append(http.server.ThreadingHTTPServer(("127.0.0.1", ports.http), Stranger))
@@ -280,11 +280,11 @@ def test_an_older_epoch_can_neither_fence_nor_serve_nor_call(make: Make) -> None
     tick_until(replica, is_ready)
     replica.serve(caller(replica, epoch=2), ServeRequest("2.0"))
     old = caller(replica, epoch=1)
-    with pytest.raises(CallRefused, match="epoch 2"):
+    with pytest.raises(ControlCallError, match="epoch 2"):
         replica.fence(old, FenceRequest())
-    with pytest.raises(CallRefused, match="epoch 2"):
+    with pytest.raises(ControlCallError, match="epoch 2"):
         replica.serve(old, ServeRequest("1.9"))
-    with pytest.raises(CallRefused, match="epoch 2"):
+    with pytest.raises(ControlCallError, match="epoch 2"):
         replica.called(old, "begin_weight_update")
     assert replica.view().version == "2.0"
 
@@ -370,8 +370,8 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
 ) -> None:
     replica = make(server(POST_S=60.0), max_restarts=0)
     tick_until(replica, is_ready)
-    app = RelayApp("cell-0", [replica], "key", tmp_path)
-    relay_server = RelayServer(app, "127.0.0.1")
+    app = ControlProxyApp("cell-0", [replica], "key", tmp_path)
+    relay_server = ControlProxyServer(app, "127.0.0.1")
     relay_server.start()
     headers = {
         "authorization": "Bearer key",

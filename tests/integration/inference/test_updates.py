@@ -10,9 +10,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from areal_hpc.inference.command import Command, Ports
-from areal_hpc.inference.control_proxy import RelayApp, RelayServer
-from areal_hpc.inference.multi_node import Span
+from areal_hpc.inference.command import ServerCommand, ServerPorts
+from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
+from areal_hpc.inference.multi_node import MultiNodeReplica
 from areal_hpc.inference.replica import Replica
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir.events import EventLog
@@ -54,7 +54,7 @@ class Stage:
         self.replica = Replica(
             0,
             tp=1,
-            span=Span(1),
+            span=MultiNodeReplica(1),
             launch=self._launch,
             log_dir=directory,
             events=EventLog(directory / "events.jsonl", "cell-0"),
@@ -62,13 +62,13 @@ class Stage:
             health_timeout_s=60,
             policy=RestartPolicy(0),
         )
-        app = RelayApp("cell-0", [self.replica], "key", directory / "weights")
-        self.relay = RelayServer(app, "127.0.0.1")
+        app = ControlProxyApp("cell-0", [self.replica], "key", directory / "weights")
+        self.relay = ControlProxyServer(app, "127.0.0.1")
         self.relay.start()
 
     @staticmethod
-    def _launch(incarnation: int, ports: Ports) -> Command:
-        return Command((sys.executable, "-c", SGLANG, str(ports.http)))
+    def _launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
+        return ServerCommand((sys.executable, "-c", SGLANG, str(ports.http)))
 
     def call(self, route: str, body: object = None, epoch: int = 1) -> httpx.Response:
         headers = {

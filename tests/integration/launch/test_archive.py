@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.prepared_run import archive
+from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.rundir.paths import RunPaths
 
 
@@ -17,7 +17,7 @@ def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
     layout.shards_dir.mkdir(parents=True)
     layout.recipe.touch()
     (layout.shards_dir / "cell-0-000000.h5").write_bytes(b"precious")
-    kept = archive(layout)
+    kept = archive_run(layout)
     assert kept is not None
     assert not layout.root.exists()
     assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
@@ -25,7 +25,7 @@ def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
 
 
 def test_there_may_be_no_earlier_run(tmp_path: Path) -> None:
-    assert archive(RunPaths(tmp_path / "none")) is None
+    assert archive_run(RunPaths(tmp_path / "none")) is None
 
 
 def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
@@ -35,5 +35,5 @@ def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
     with layout.lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ClusterError, match="another launcher"):
-            archive(layout)
+            archive_run(layout)
     assert layout.root.exists()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.cli.main import main
-from areal_hpc.launch.tiny_model import tiny_config
+from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.recipe import TinyModelConfig
 from tests.support.environments import CHECKOUT
 
@@ -90,7 +90,7 @@ def given(tmp_path: Path) -> Path:
     """A folder of tasks and of a model without tokenizer, and below it one of an odd model."""
     folder = tmp_path / "given"
     (folder / "mamba").mkdir(parents=True)
-    tiny = tiny_config(**TinyModelConfig().model_dump())
+    tiny = build_tiny_config(**TinyModelConfig().model_dump())
     (folder / "config.json").write_text(json.dumps(tiny))
     (folder / "model.safetensors").touch()
     (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.weight_version import WeightVersion
@@ -35,7 +35,7 @@ def step_of(event: dict[str, Any]) -> int:
 
 def rewards(layout: RunPaths) -> dict[int, float]:
     """Those in the metrics, by step."""
-    lines = read_step_lines(layout.metrics)
+    lines = read_metrics(layout.metrics)
     return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
 
@@ -90,7 +90,7 @@ def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_
     server_of(process_of(layout, "evaluation/inference")).kill()
     assert run.wait(400) == 0, run.said()
 
-    lines = read_step_lines(layout.metrics)
+    lines = read_metrics(layout.metrics)
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
     found = rewards(layout)
     assert STEPS in found, run.said()

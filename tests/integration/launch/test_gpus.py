@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from areal_hpc.launch import local_launcher
-from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.recipe.loading import load
+from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
@@ -48,7 +48,7 @@ class Silent:
         return
 
 
-def recording(stage: Stage, folder: Path) -> Stage:
+def recording(stage: JobStage, folder: Path) -> JobStage:
     """The stage, its processes replaced by recorders; it ends when all have written."""
     marker = folder / "done"
     processes = sum(
@@ -84,7 +84,7 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
         f"cluster.{role}={{python: {sys.executable}, variables: {{PYTHONPATH: '{path}'}}}}"
         for role in ("serve", "train", "agents")
     ]
-    return load(CHECKOUT / "recipes" / "quickstart.yaml", [*roles, *overrides])
+    return load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [*roles, *overrides])
 
 
 @pytest.mark.parametrize(
@@ -116,8 +116,8 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     recipe = recipe_of(tmp_path, f"trainer.device={device}", f"inference.device={device}", *shape)
     layout = RunPaths(tmp_path / "run")
     layout.root.mkdir()
-    facts = Facts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
-    stage = recording(plan(recipe, layout, facts).stages[-1], tmp_path)
+    facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=sys.executable, sys_path=())
+    stage = recording(plan_run(recipe, layout, facts).stages[-1], tmp_path)
     local_launcher.run_stage(stage, recipe, layout, reporter=Silent(), stop=threading.Event())
     seen = {path.name: path.read_text() for path in (tmp_path / "seen").iterdir()}
     without = {"ledger.0": "", "proxy.0": "", "driver.0": ""}

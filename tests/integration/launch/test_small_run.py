@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import areal_hpc
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.environments import CHECKOUT
@@ -128,7 +128,7 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
 
 
 def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_path: Path) -> None:
-    command = [interpreter_of("agents", "auto"), "-m", "areal_hpc", "export"]
+    command = [get_interpreter("agents", "auto"), "-m", "areal_hpc", "export"]
     arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)
     assert answer.returncode == 0, answer.stderr

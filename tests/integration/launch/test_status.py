@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
@@ -35,7 +35,7 @@ STEP = {
 @pytest.fixture
 def layout(tmp_path: Path) -> RunPaths:
     """A run directory as it is before the first job starts."""
-    recipe = load(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", [f"cluster.fileroot={tmp_path}"])
     layout = RunPaths(recipe.run_dir)
     layout.log_dir(1).mkdir(parents=True)
     (layout.jobs_dir / "trainer").mkdir(parents=True)

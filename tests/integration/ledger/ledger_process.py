@@ -28,11 +28,11 @@ from areal_hpc.wire.ledger import (
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
-    OpenEpochRequest,
+    OpenGenerationRequest,
     PublishRequest,
     SettledTicket,
     SettleRequest,
-    Split,
+    TaskSplit,
     TicketGrant,
     TicketRef,
 )
@@ -140,7 +140,7 @@ class LedgerProcess:
         held: list[TicketRef] | None = None,
         finished: list[TicketRef] | None = None,
         wait_s: float = 0.0,
-        splits: tuple[Split, ...] = ("train", "valid"),
+        splits: tuple[TaskSplit, ...] = ("train", "valid"),
     ) -> LeaseReply:
         capacity = tickets * int(self.config["episodes_per_ticket"])
         request = LeaseRequest(cell, capacity, held or [], finished or [], wait_s, splits=splits)
@@ -186,7 +186,7 @@ class LedgerProcess:
     # The trainer
 
     def open_epoch(self, epoch: int = 1, base_step: int = 0, evaluated_step: int = -1) -> None:
-        request = OpenEpochRequest(epoch, base_step, evaluated_step)
+        request = OpenGenerationRequest(epoch, base_step, evaluated_step)
         self.call("/open_epoch", request, Acknowledged)
 
     def batch(self, step: int, epoch: int = 1, wait_s: float = 0.0) -> BatchReply:

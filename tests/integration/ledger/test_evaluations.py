@@ -10,9 +10,9 @@ import pytest
 
 from areal_hpc.wire.ledger import (
     Acknowledged,
-    EvaluatedRequest,
     EvaluateReply,
     EvaluateRequest,
+    EvaluationResultRequest,
     LeaseReply,
     TicketRef,
 )
@@ -34,7 +34,7 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert [grant.ref.eval_step for grant in grants] == [0, 0, 0]
     assert [(grant.task_index, grant.n_episodes) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
     for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
-        request = EvaluatedRequest("cell-0", grant.ref, [reward])
+        request = EvaluationResultRequest("cell-0", grant.ref, [reward])
         ledger.call("/evaluated", request, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
     ledger.restart()
@@ -48,12 +48,12 @@ def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) 
     ledger.call("/evaluate", ask, EvaluateReply)
     (first,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     ledger.restart()
-    lost = EvaluatedRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
+    lost = EvaluationResultRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
     ledger.call("/evaluated", lost, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 1)
     (second,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     assert second.attempt > first.attempt
-    ledger.call("/evaluated", EvaluatedRequest("cell-0", second, [0.25]), Acknowledged)
+    ledger.call("/evaluated", EvaluationResultRequest("cell-0", second, [0.25]), Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
 
 
@@ -63,7 +63,7 @@ def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) 
         ledger.call("/evaluate", ask, EvaluateReply)
         granted.extend(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1)
         for ref, reward in zip(granted, rewards, strict=True):
-            request = EvaluatedRequest("cell-0", ref, [reward])
+            request = EvaluationResultRequest("cell-0", ref, [reward])
             ledger.call("/evaluated", request, Acknowledged)
         return ledger.call("/evaluate", ask, EvaluateReply)
 
@@ -84,7 +84,7 @@ def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) 
 
 
 def settle(ledger: LedgerProcess, ref: TicketRef, reward: float) -> None:
-    ledger.call("/evaluated", EvaluatedRequest("evaluation", ref, [reward]), Acknowledged)
+    ledger.call("/evaluated", EvaluationResultRequest("evaluation", ref, [reward]), Acknowledged)
 
 
 def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProcess) -> None:

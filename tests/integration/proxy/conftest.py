@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from tests.integration.sglang_server import serving
 from tests.support.chatml import TRAINING_TEXT
@@ -46,7 +46,7 @@ def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(tmp_path_factory.mktemp("parsing"))
     stage.stop_proxy()
     formats = {"tool_call_parser": "qwen25", "reasoning_parser": "qwen3"}
-    stage.configure({**stage.config, **formats, "serve_python": interpreter_of("serve", "auto")})
+    stage.configure({**stage.config, **formats, "serve_python": get_interpreter("serve", "auto")})
     stage.start_proxy()
     yield stage
     stage.close()

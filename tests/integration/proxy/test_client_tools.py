@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.shared_parsers import shared_parsers
+from areal_hpc.client.shared_parsers import get_shared_parsers
 from tests.integration.proxy.test_tool_calls import ADD, CALL, QUESTION
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.process_commands import command_of
@@ -46,7 +46,7 @@ def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
             assert recorded["tool_calls"][0]["function"]["name"] == "add"
         assert "structural_tag" in server.requests[0]["sampling_params"]
         assert parser_processes() == 1
-        parsers = shared_parsers("qwen25", "qwen3", "auto")
+        parsers = get_shared_parsers("qwen25", "qwen3", "auto")
         assert parsers is not None
         await parsers.close()
         await server.stop()

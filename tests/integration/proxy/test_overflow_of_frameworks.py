@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from tests.support.proxy_stage import Stage
 
 PROGRAM = """
@@ -31,7 +31,7 @@ def test_langchain_knows_an_overflow(parsing_stage: Stage, responses: bool, stre
     _, key = parsing_stage.open_session()
     done = subprocess.run(
         [
-            *(interpreter_of("frameworks", "auto"), "-W", "ignore", "-c", PROGRAM),
+            *(get_interpreter("frameworks", "auto"), "-W", "ignore", "-c", PROGRAM),
             *(f"{parsing_stage.url}/v1", key, str(responses), str(streams)),
         ],
         capture_output=True,

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from openai.types.chat import ChatCompletionFunctionToolParam, ChatCompletionMessageParam
 
-from areal_hpc.jobs.environment import interpreter_of
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -224,7 +224,7 @@ def test_the_real_engine_calls_the_tool_it_must(
 ) -> None:
     real = Stage(tmp_path, model_dir=model_dir, context_tokens=1024)
     real.stop_proxy()
-    formats = {"tool_call_parser": "qwen25", "serve_python": interpreter_of("serve", "auto")}
+    formats = {"tool_call_parser": "qwen25", "serve_python": get_interpreter("serve", "auto")}
     real.configure({**real.config, **formats})
     real.start_proxy()
     real.route_to(sglang_url)

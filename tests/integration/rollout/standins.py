@@ -15,7 +15,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
-    EvaluatedRequest,
+    EvaluationResultRequest,
     LeaseReply,
     LeaseRequest,
     TicketGrant,
@@ -138,7 +138,7 @@ class StandInLedger(Service):
         return answer(Acknowledged())
 
     async def evaluated(self, request: web.Request) -> web.Response:
-        told = msgspec.json.decode(await request.read(), type=EvaluatedRequest)
+        told = msgspec.json.decode(await request.read(), type=EvaluationResultRequest)
         self.script.leased.pop(told.ref, None)
         self.script.evaluated[told.ref] = told.rewards
         return answer(Acknowledged())

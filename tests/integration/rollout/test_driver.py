@@ -16,11 +16,11 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.lease_loop import EVENT_LOOP_STALL_S, LeaseLoop
-from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import Peer, Services
+from areal_hpc.rollout.service_client import ServiceClient, Services
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
@@ -74,9 +74,10 @@ class Cell:
             Path("tasks.jsonl"), [json.dumps({"task": i}).encode() for i in range(N_TASKS)]
         )
         services = Services(
-            ledger=Peer(self.run_dir, "ledger", KEY), proxy=Peer(self.run_dir, "proxy-cell-0", KEY)
+            ledger=ServiceClient(self.run_dir, "ledger", KEY),
+            proxy=ServiceClient(self.run_dir, "proxy-cell-0", KEY),
         )
-        http_client = open_http_client(60.0)
+        http_client = make_http_client(60.0)
         job = RolloutJobConfig(
             run_dir=self.run_dir,
             cell="cell-0",
@@ -84,7 +85,7 @@ class Cell:
             evaluation_sampling=SamplingConfig(temperature=0.0),
             episode_slots=slots,
         )
-        leased = TicketBoard(slots, self.rollout.episodes_per_ticket)
+        leased = LeasedTickets(slots, self.rollout.episodes_per_ticket)
         events = EventLog(self.run_dir / "events.jsonl", "driver")
         runner = TicketRunner(
             job,

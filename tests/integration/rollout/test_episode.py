@@ -11,8 +11,8 @@ import pytest
 
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import open_http_client
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
 from examples.quickstart.agent import ArithmeticAgent
@@ -86,8 +86,8 @@ async def play(
 ) -> tuple[EpisodeOutcome, StandInProxy]:
     proxy = StandInProxy(run_dir)
     await proxy.start()
-    peer = Peer(run_dir, "proxy-cell-0", KEY)
-    http_client = open_http_client(10.0)
+    peer = ServiceClient(run_dir, "proxy-cell-0", KEY)
+    http_client = make_http_client(10.0)
     try:
         return await run_episode(spec(timeout_s), agent, peer, http_client), proxy
     finally:
@@ -177,7 +177,7 @@ def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:
     async def interrupted() -> EpisodeOutcome:
         proxy = StandInProxy(tmp_path)
         await proxy.start()
-        peer = Peer(tmp_path, "proxy-cell-0", KEY)
+        peer = ServiceClient(tmp_path, "proxy-cell-0", KEY)
 
         class Unlucky:
             async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
@@ -187,7 +187,7 @@ def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:
                 await ask(extra_kwargs)
                 return 1.0
 
-        http_client = open_http_client(10.0)
+        http_client = make_http_client(10.0)
         try:
             return await run_episode(spec(), Unlucky(), peer, http_client)
         finally:
@@ -204,7 +204,7 @@ def test_http_client_suits_the_installed_sdk() -> None:
     async def build() -> None:
         from openai import AsyncOpenAI
 
-        http_client = open_http_client(10.0)
+        http_client = make_http_client(10.0)
         AsyncOpenAI(base_url="http://127.0.0.1:1/v1", api_key="none", http_client=http_client)
         await http_client.aclose()
 
@@ -215,7 +215,7 @@ def test_http_client_does_without_the_sdk(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "openai", None)
 
     async def build() -> str:
-        http_client = open_http_client(10.0)
+        http_client = make_http_client(10.0)
         await http_client.aclose()
         return type(http_client).__module__
 

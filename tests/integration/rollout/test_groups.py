@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.group_filter import Acceptance
+from areal_hpc.rollout.episodes.group_filter import GroupFilter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.rollout.test_driver import Cell, evaluations, tickets
 from tests.integration.rollout.test_episode import ask
@@ -105,7 +105,7 @@ def test_evaluations_are_not_filtered(tmp_path: Path) -> None:
 )
 def test_a_filter_that_is_none_is_named(path: str) -> None:
     with pytest.raises(RecipeError, match=r"rollout\.should_accept"):
-        Acceptance(RolloutConfig(should_accept=path))
+        GroupFilter(RolloutConfig(should_accept=path))
 
 
 class Staggered:

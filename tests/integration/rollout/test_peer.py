@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Acknowledged, Empty
@@ -27,7 +27,7 @@ async def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did
     server = TestServer(app)
     await server.start_server()
     url = str(server.make_url("")).rstrip("/")
-    peer = Peer(tmp_path, "proxy-cell-0", "key")
+    peer = ServiceClient(tmp_path, "proxy-cell-0", "key")
     incarnations = []
     for _ in range(2):
         rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", url)

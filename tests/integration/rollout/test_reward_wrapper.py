@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import AgentError, ProcessLost, RewardRefused
+from areal_hpc.errors import AgentError, InvalidRewardError, WorkerLostError
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.integration.rollout import reward_functions as functions
 
@@ -67,12 +67,12 @@ def test_a_reward_that_raises_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_reward_whose_process_dies_is_tried_again(tmp_path: Path) -> None:
     assert reward(functions.dies, str(tmp_path / "a"), 1) == 0.5
-    with pytest.raises(ProcessLost, match="exit code 3"):
+    with pytest.raises(WorkerLostError, match="exit code 3"):
         reward(functions.dies, str(tmp_path / "b"), 9, options={"max_retries": 2})
 
 
 def test_what_is_no_reward_or_cannot_be_sent_is_said(tmp_path: Path) -> None:
-    with pytest.raises(RewardRefused, match="finite"):
+    with pytest.raises(InvalidRewardError, match="finite"):
         reward(functions.not_a_number, options={"max_retries": 1})
     with pytest.raises(AgentError, match="Unpicklable: odd cannot be sent back"):
         reward(functions.raises_something_odd, options={"max_retries": 1})

@@ -11,9 +11,9 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
-from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.service_client import ServiceClient
 from tests.integration.rollout.process_agents import Blocking
 from tests.integration.rollout.standins import KEY, StandInProxy
 from tests.integration.rollout.test_episode import TASK, spec
@@ -31,8 +31,8 @@ async def play(
     """One episode per task, side by side."""
     proxy = StandInProxy(run_dir)
     await proxy.start()
-    peer = Peer(run_dir, "proxy-cell-0", KEY)
-    http_client = open_http_client(60.0)
+    peer = ServiceClient(run_dir, "proxy-cell-0", KEY)
+    http_client = make_http_client(60.0)
     specs = [
         dataclasses.replace(
             spec(HANG_S if task.get("then") == "hang" else 60.0), data={**TASK, **task}

@@ -12,10 +12,10 @@ import pytest
 
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import open_http_client
+from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
@@ -43,8 +43,8 @@ def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
     spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
-        peer = Peer(stage.layout.rendezvous_dir, f"proxy-{CELL}", stage.admin_key)
-        http_client = open_http_client(30.0)
+        peer = ServiceClient(stage.layout.rendezvous_dir, f"proxy-{CELL}", stage.admin_key)
+        http_client = make_http_client(30.0)
         try:
             return await run_episode(spec, agent, peer, http_client)
         finally:

@@ -36,14 +36,14 @@ def seal_and_die(layout: RunPaths, line_to_die_at: int) -> None:
         return watch
 
     sys.settrace(watch)
-    writer.seal(ticket(2), layout.shards_dir, layout.index_dir, "cell-0")
+    writer.seal_shard(ticket(2), layout.shards_dir, layout.index_dir, "cell-0")
     sys.settrace(None)
 
 
 def main() -> None:
     root = Path(sys.argv[1])
     begun = RunPaths(root / "begun")
-    writer.seal(ticket(1), begun.shards_dir, begun.index_dir, "cell-0")
+    writer.seal_shard(ticket(1), begun.shards_dir, begun.index_dir, "cell-0")
     for line_to_die_at in itertools.count():
         layout = RunPaths(root / str(line_to_die_at))
         shutil.copytree(begun.root, layout.root)

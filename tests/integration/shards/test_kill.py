@@ -12,7 +12,7 @@ from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair, verify_run
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from tests.support.environments import CHECKOUT
 from tests.support.sample_trajectories import fields, ticket
 
@@ -49,7 +49,7 @@ def test_a_seal_killed_at_any_line_leaves_a_whole_shard_or_none_and_can_be_repai
 
     assert set(stages) == {"nothing", "partial", "orphan", "sealed"}
     for layout in stages.values():
-        seal(ticket(3), layout.shards_dir, layout.index_dir, "cell-0")
+        seal_shard(ticket(3), layout.shards_dir, layout.index_dir, "cell-0")
         assert verify_run(layout).problems == []
 
 

@@ -57,7 +57,7 @@ def main() -> None:
         init_process_groups(TaskPosition(0, 1, 0, 0, "127.0.0.1"), parallel, "cpu", Path(folder))
         for arch in (DENSE, replace(DENSE, family="qwen3"), MIXTURE):
             measured = (kept(replace(arch, layers=3)) - kept(arch)) // 2
-            found[arch.family] = [measured, memory.layer_activations(arch, parallel, TOKENS)]
+            found[arch.family] = [measured, memory.count_layer_activations(arch, parallel, TOKENS)]
         destroy_process_groups()
     print(json.dumps(found))
 

@@ -23,7 +23,7 @@ from areal_hpc.errors import AgentError, ArealError, ClusterError
 from areal_hpc.faults import VARIABLE
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
-from areal_hpc.recipe.sections.trainer import OptimizerConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.checkpoints import MARKER, STATE_FILE, TrainerState, find_latest
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
@@ -306,7 +306,7 @@ def other_settings(scenario: Scenario, layout: RunPaths) -> Found:
     with mock.patch("areal_hpc.trainer.learner.apply_settings"):
         without = make_learner(changed, layout)
     forgotten = settings_of(without)
-    apply_settings(without._optimizer, OptimizerConfig.model_validate(new))
+    apply_settings(without._optimizer, AdamConfig.model_validate(new))
     return {"resumed": resumed, "forgotten": forgotten, "given": settings_of(without)}
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
-from areal_hpc.launch.replay import Replay, compare, find_start, parse_steps
+from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_start, parse_steps
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
@@ -47,8 +47,8 @@ def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def plan(run: RunPaths, first: int, last: int, *overrides: str) -> Replay:
-    return Replay(run, first, last, overrides, RunPaths(run.root.with_name("not-there")))
+def plan(run: RunPaths, first: int, last: int, *overrides: str) -> ReplayRun:
+    return ReplayRun(run, first, last, overrides, RunPaths(run.root.with_name("not-there")))
 
 
 def content(root: Path) -> dict[str, tuple[int, int]]:
@@ -99,13 +99,13 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     assert found[2]["reward/mean"] == expected[2]["reward/mean"]
     # The same command finds everything done; another one does not touch it.
     out = RunPaths(tmp_path / "out")
-    again = Replay(recorded, 2, 3, words[4:], out)
+    again = ReplayRun(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
     again.carry_out(reporter, threading.Event())
     assert lines(tmp_path / "out") == found
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
-        Replay(recorded, 2, 3, (), out)
+        ReplayRun(recorded, 2, 3, (), out)
 
 
 def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
@@ -113,7 +113,7 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = RunPaths(tmp_path / "out")
-    on_gpu = Replay(recorded, 2, 3, ("trainer.device=cuda",), out)
+    on_gpu = ReplayRun(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
         on_gpu.carry_out(PlainReporter(out, 3, 0), threading.Event())
     assert "at: trainer.parallel\n" in str(refusal.value)
@@ -170,7 +170,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
         layout.root.mkdir()
         for step, loss in losses.items():
             append_line(layout.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
-    assert list(compare(run, out, range(1, 4))) == [
+    assert list(compare_metrics(run, out, range(1, 4))) == [
         "compare  the run has metrics of 2 of these 3 steps",
         "compare  step 1: loss 2.5, recorded 2.0",
         "         1 of 2 steps differ, relatively by 2e-01 at most",
@@ -180,7 +180,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
 def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
     for out in (recorded.root, recorded.root / "again"):
         with pytest.raises(RecipeError, match="only read"):
-            Replay(recorded, 5, 6, (), RunPaths(out))
+            ReplayRun(recorded, 5, 6, (), RunPaths(out))
 
 
 def test_settings_that_contradict_what_is_recorded_are_refused_by_name(

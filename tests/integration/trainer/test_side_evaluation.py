@@ -10,7 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
@@ -116,7 +116,7 @@ class Court:
 
     def written(self) -> dict[int, float]:
         """Rewards in the metrics, by step."""
-        lines = read_step_lines(self.directory / "metrics.jsonl")
+        lines = read_metrics(self.directory / "metrics.jsonl")
         return {line["step"]: line["eval/reward"] for line in lines if "eval/reward" in line}
 
 
@@ -137,7 +137,7 @@ def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
     court.follow(lambda: len(court.asked) == 2, most_steps=5)
     assert court.asked[1] == (5, "1.5"), "steps 2 and 4 are left out, no episode is granted early"
     court.follow(lambda: court.step == 6)
-    court.follow(lambda: len(read_step_lines(tmp_path / "metrics.jsonl")) == 7)
+    court.follow(lambda: len(read_metrics(tmp_path / "metrics.jsonl")) == 7)
     assert court.served() == "1.5"
     court.rewards[5] = 0.5
     court.follow(lambda: len(court.asked) == 3)

@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.audit.ticket_status import Fate, audit_run
+from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, spoil
 
@@ -92,12 +92,12 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
     spoil(layout, 3, range(12), loss_mask=0, logprobs=0, versions=-1)  # sound, but nobody's tokens
     outcome = train(ranks, layout, 2, trainer={"total_steps": 4})
     assert outcome.codes == [0, 0], outcome.log
-    lines = read_step_lines(layout.metrics)
+    lines = read_metrics(layout.metrics)
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [line["step/skipped"] for line in lines] == [0, 1, 1, 0]
     assert ["reward/mean" in line for line in lines] == [True, False, True, True]
     audit = audit_run(layout)
-    assert [one.ticket_id for one in audit.of(Fate.UNSOUND)] == [3, 4, 5]
+    assert [one.ticket_id for one in audit.of(TicketStatus.UNSOUND)] == [3, 4, 5]
     assert audit.verdict == "trained_once=9 duplicates=0 lost=0 open=0"
     assert audit.is_clean
 
@@ -185,10 +185,10 @@ def test_the_third_batch_in_a_row_ends_the_run_and_every_resume(
         assert "batch_00000002.json and step 3, trained on batch_00000003" in report["error"]
         assert "trainer.optimizer.on_nonfinite" in report["error"]
         assert "areal-hpc replay" in report["error"]
-        assert [line["step"] for line in read_step_lines(layout.metrics)] == [1, 2, 3]
+        assert [line["step"] for line in read_metrics(layout.metrics)] == [1, 2, 3]
     audit = audit_run(layout)
     assert [one.step for one in audit.untrained] == [2, 3]
-    assert [one.ticket_id for one in audit.of(Fate.SKIPPED)] == [*range(3, 9)]
+    assert [one.ticket_id for one in audit.of(TicketStatus.SKIPPED)] == [*range(3, 9)]
     assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=6"
 
 
@@ -261,7 +261,7 @@ def test_a_warm_up_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> N
     for _ in range(2):
         assert "step 4 of the warm-up" in (error := warm_up()["error"])
         assert "warmup.optimizer.on_nonfinite" in error
-    lines = read_step_lines(layout.sft_metrics)
+    lines = read_metrics(layout.sft_metrics)
     assert [line["step/skipped"] for line in lines] == [0, 1, 1]
     optimizer["on_nonfinite"] = "stop"
     assert "set warmup.optimizer.on_nonfinite=skip" in warm_up()["error"]

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.weights.discovery import Census
+from areal_hpc.weights.discovery import ReplicaDiscovery
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from tests.support.waiting import wait_for
 
@@ -54,7 +54,7 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
 ) -> None:
     rendezvous.publish_endpoint(tmp_path, "relay-cell-0", relay_url)
     rendezvous.publish_endpoint(tmp_path, "relay-cell-1", silent_url)
-    census = Census(tmp_path, 2, "key")
+    census = ReplicaDiscovery(tmp_path, 2, "key")
     waits_s = []
     for _ in range(6):
         began = time.monotonic()

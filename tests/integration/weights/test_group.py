@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.transports.process_group import UpdateGroup
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 
 SOON_S = 30.0
 """No wait of torch's own is as short."""
@@ -28,7 +28,7 @@ time.sleep(60)
 
 
 def test_a_group_that_nobody_joins_is_given_up_in_time() -> None:
-    group = UpdateGroup("lonely", "127.0.0.1", 2, "gloo", timeout_s=0.3)
+    group = UpdateProcessGroup("lonely", "127.0.0.1", 2, "gloo", timeout_s=0.3)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="did not form"):
         group.join(lambda: False)
@@ -37,7 +37,7 @@ def test_a_group_that_nobody_joins_is_given_up_in_time() -> None:
 
 
 def test_a_refusal_ends_the_wait_at_once() -> None:
-    group = UpdateGroup("refused", "127.0.0.1", 2, "gloo", timeout_s=100)
+    group = UpdateProcessGroup("refused", "127.0.0.1", 2, "gloo", timeout_s=100)
     began = time.monotonic()
     with pytest.raises(WeightSyncError, match="a member refused"):
         group.join(lambda: True)
@@ -53,7 +53,7 @@ def test_a_broadcast_that_nobody_takes_is_given_up_in_time() -> None:
         assert peer.stdin is not None
         assert peer.stdout is not None
         assert peer.stdout.readline() == "imported\n"
-        group = UpdateGroup("stuck", "127.0.0.1", 2, "gloo", timeout_s=2)
+        group = UpdateProcessGroup("stuck", "127.0.0.1", 2, "gloo", timeout_s=2)
         peer.stdin.write(f"{group.name} {group.port}\n")
         peer.stdin.flush()
         group.join(lambda: False)

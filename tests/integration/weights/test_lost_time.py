@@ -13,11 +13,11 @@ import torch
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replica_client import ReplicaControl
+from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.transports.group_session import GroupSwap
-from areal_hpc.weights.transports.process_group import UpdateGroup
-from areal_hpc.weights.update import Attempt
+from areal_hpc.weights.transports.group_session import BroadcastSession
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
+from areal_hpc.weights.update import GroupUpdate
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.fair_clock import FairClock
 
@@ -51,21 +51,21 @@ def test_replicas_lost_together_cost_no_more_than_one(
 
 def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> None:
     punctual, late = (
-        GroupSwap(
-            UpdateGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
-            [ReplicaControl(key, "key", 1, UPDATE_TIMEOUT_S)],
+        BroadcastSession(
+            UpdateProcessGroup(key.cell, "127.0.0.1", 2, "gloo", UPDATE_TIMEOUT_S),
+            [ReplicaClient(key, "key", 1, UPDATE_TIMEOUT_S)],
             WeightsConfig(),
         )
         for key in lost[:2]
     )
     is_over = threading.Event()
 
-    def doze(swap: GroupSwap) -> None:
+    def doze(swap: BroadcastSession) -> None:
         if swap is late:
             is_over.wait(60)
 
     with ThreadPoolExecutor() as pool:
-        update: Attempt[GroupSwap] = Attempt(pool, step_s=0.5)
+        update: GroupUpdate[BroadcastSession] = GroupUpdate(pool, step_s=0.5)
         update.live = [punctual, late]
         update.each("doze", doze)
         is_over.set()

@@ -13,12 +13,12 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import rank_digests
+from areal_hpc.weights.checksum import compute_rank_digests
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replica_client import ReplicaControl
+from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import UpdateReport
-from areal_hpc.weights.transports.group_session import GroupSwap
-from areal_hpc.weights.transports.process_group import UpdateGroup
+from areal_hpc.weights.transports.group_session import BroadcastSession
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.update_faults import Trap, gates
@@ -243,13 +243,13 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publishe
     packed = PackingBuffers(CPU).open(bucket)
     for name, tensor in model.state_dict().items():
         packed.place(name, tensor)
-    expected = {(1, 0): rank_digests(packed.tensors, 0, 1, "cpu")}
+    expected = {(1, 0): compute_rank_digests(packed.tensors, 0, 1, "cpu")}
     target = "model.layers.1.self_attn.k_proj.weight"
     slot = next(slot for slot in bucket.slots if slot.spec.name == target)
     packed.flat[slot.offset] ^= 1
-    control = ReplicaControl(key, cell.admin_key, 1, 20)
-    swap = GroupSwap(
-        UpdateGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], WeightsConfig()
+    control = ReplicaClient(key, cell.admin_key, 1, 20)
+    swap = BroadcastSession(
+        UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], WeightsConfig()
     )
     swap.join()
     swap.pause()

@@ -14,7 +14,12 @@ import pytest
 from areal_hpc.areal.config.experiments import GRPOConfig
 from areal_hpc.areal.ppo_trainer import PPOTrainer
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.execution.agent_pickle import by_name, carried, packed, unpacked
+from areal_hpc.rollout.execution.agent_pickle import (
+    get_import_path,
+    load_agent_pickle,
+    make_portable,
+    save_agent,
+)
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rundir.paths import RunPaths
 
@@ -62,8 +67,8 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
     handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
     assert handed == ("handed_over_for_evaluation.agent", {})
     folder = RunPaths(tmp_path / "e" / "t").workflow_dir
-    assert vars(unpacked(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
-    assert vars(unpacked(str(folder / "handed_over.py")))["said"] == 1.0
+    assert vars(load_agent_pickle(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
+    assert vars(load_agent_pickle(str(folder / "handed_over.py")))["said"] == 1.0
 
 
 def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
@@ -102,8 +107,8 @@ def test_an_agent_without_a_name_is_found_by_a_dotted_path(imported_from: Path) 
     class Local(Answerer):
         """Nobody could import this."""
 
-    assert by_name(Local) is None
-    path = packed(Local, {"said": 3.0}, imported_from, (), alias=False)
+    assert get_import_path(Local) is None
+    path = save_agent(Local, {"said": 3.0}, imported_from, (), alias=False)
     module, _, name = path.rpartition(".")
     agent = getattr(__import__(module), name)
     assert type(agent).__name__ == "Local"
@@ -112,7 +117,7 @@ def test_an_agent_without_a_name_is_found_by_a_dotted_path(imported_from: Path) 
 
 def test_an_agent_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be pickled"):
-        packed(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
+        save_agent(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
 
 
 def test_a_function_without_a_name_is_called_in_a_process() -> None:
@@ -121,7 +126,7 @@ def test_a_function_without_a_name_is_called_in_a_process() -> None:
     async def call() -> int:
         pool = ProcessPool(1)
         try:
-            return int(await pool.call(carried(lambda x: x + offset), 3))
+            return int(await pool.call(make_portable(lambda x: x + offset), 3))
         finally:
             pool.close()
 

@@ -21,7 +21,7 @@ from areal_hpc.areal.config.schema import (
 )
 from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.loading import from_values
+from areal_hpc.recipe.loading import build_recipe
 
 EXAMPLE = Path(__file__).parents[2] / "contract" / "areal_config.yaml"
 
@@ -46,7 +46,7 @@ def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
 
 def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     translation = translate_to_recipe(read_areal_tree(EXAMPLE), train_rows=1000)
-    recipe = from_values(translation.recipe)
+    recipe = build_recipe(translation.recipe)
     assert recipe.trainer.total_steps == 30
     assert recipe.evaluation.every_steps == 10
     assert recipe.trainer.export_every_steps == 10

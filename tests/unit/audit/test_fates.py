@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.drops import DroppedTicket, append_drop
-from areal_hpc.view.audit.ticket_status import Audit, Fate, audit_run
+from areal_hpc.view.audit.ticket_status import AuditReport, TicketStatus, audit_run
 from areal_hpc.wire.ledger import TicketRef
 from tests.unit.audit.run_directory import RunDirectory
 
@@ -22,11 +22,11 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path / "run")
 
 
-def fates(run: RunDirectory) -> dict[int, Fate]:
+def fates(run: RunDirectory) -> dict[int, TicketStatus]:
     return {one.ticket_id: one.fate for one in audit_run(run.layout).tickets}
 
 
-def of(audit: Audit, fate: Fate) -> list[int]:
+def of(audit: AuditReport, fate: TicketStatus) -> list[int]:
     return [one.ticket_id for one in audit.of(fate)]
 
 
@@ -35,8 +35,8 @@ def test_a_run_without_faults(run: RunDirectory) -> None:
     audit = audit_run(run.layout)
     assert audit.is_clean
     assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=0"
-    assert of(audit, Fate.DROPPED) == [2]
-    assert audit.of(Fate.DROPPED)[0].why == "ValueError"
+    assert of(audit, TicketStatus.DROPPED) == [2]
+    assert audit.of(TicketStatus.DROPPED)[0].why == "ValueError"
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
@@ -52,14 +52,14 @@ def test_what_is_under_way_is_open(run: RunDirectory) -> None:
     audit = audit_run(run.layout)
     assert audit.is_clean
     assert audit.verdict == "trained_once=6 duplicates=0 lost=0 open=4"
-    assert of(audit, Fate.OPEN) == [7, 8, 9, 10]
+    assert of(audit, TicketStatus.OPEN) == [7, 8, 9, 10]
 
 
 def test_a_filtered_ticket_is_a_fate_of_its_own(run: RunDirectory) -> None:
     append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "all rewards are 1.0", "filtered"))
     audit = audit_run(run.layout)
-    assert of(audit, Fate.FILTERED) == [7]
-    assert of(audit, Fate.DROPPED) == [2]
+    assert of(audit, TicketStatus.FILTERED) == [7]
+    assert of(audit, TicketStatus.DROPPED) == [2]
     assert audit.is_clean
 
 
@@ -67,13 +67,13 @@ def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirec
     run.seal(7)
     append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     audit = audit_run(run.layout)
-    assert audit.tickets[7].fate is Fate.OPEN
+    assert audit.tickets[7].fate is TicketStatus.OPEN
     assert "too old" in audit.tickets[7].why
     again = run.seal(7, 8, attempt=2)
     run.hand_out(4, again)
     run.commit(4, epoch=1)
     audit = audit_run(run.layout)
-    assert audit.tickets[7].fate is Fate.TRAINED
+    assert audit.tickets[7].fate is TicketStatus.TRAINED
     assert audit.is_clean
 
 
@@ -83,7 +83,7 @@ def test_a_ticket_that_was_to_be_issued_again_and_never_was_is_lost_in_the_end(
     run.seal(7)
     append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     run.finish()
-    assert of(audit_run(run.layout), Fate.LOST) == [7]
+    assert of(audit_run(run.layout), TicketStatus.LOST) == [7]
 
 
 def test_a_ticket_sealed_twice_counts_once(run: RunDirectory) -> None:
@@ -116,18 +116,18 @@ def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
     audit = audit_run(run.layout)
     assert audit.is_clean
     assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=0"
-    assert [(one.ticket_id, one.why) for one in audit.of(Fate.UNSOUND)] == [
+    assert [(one.ticket_id, one.why) for one in audit.of(TicketStatus.UNSOUND)] == [
         (3, f"step 2, {LEFT_OUT.reason}")
     ]
-    assert of(audit, Fate.SKIPPED) == [5, 6]
-    assert NOT_TAKEN.reason in audit.of(Fate.SKIPPED)[0].why
+    assert of(audit, TicketStatus.SKIPPED) == [5, 6]
+    assert NOT_TAKEN.reason in audit.of(TicketStatus.SKIPPED)[0].why
 
 
 def test_an_unsound_ticket_of_a_skipped_batch_is_unsound(run: RunDirectory) -> None:
     whole_batch = UntrainedRecord(2, NOT_TAKEN.reason)
     run.commit(3, epoch=1, untrained=[LEFT_OUT, whole_batch])
-    assert of(audit_run(run.layout), Fate.UNSOUND) == [3]
-    assert of(audit_run(run.layout), Fate.SKIPPED) == [4]
+    assert of(audit_run(run.layout), TicketStatus.UNSOUND) == [3]
+    assert of(audit_run(run.layout), TicketStatus.SKIPPED) == [4]
 
 
 def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirectory) -> None:
@@ -135,13 +135,17 @@ def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirector
     run.shard_of(2).unlink()
     run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
     found = fates(run)
-    assert (found[0], found[3], found[5]) == (Fate.DUPLICATE, Fate.LOST, Fate.SKIPPED)
+    assert (found[0], found[3], found[5]) == (
+        TicketStatus.DUPLICATE,
+        TicketStatus.LOST,
+        TicketStatus.SKIPPED,
+    )
 
 
 def test_a_batch_that_an_abandoned_epoch_skipped_is_open_again(run: RunDirectory) -> None:
     run.commit(3, epoch=1, untrained=[NOT_TAKEN])
     run.commit(2, epoch=2)
-    assert of(audit_run(run.layout), Fate.OPEN) == [5, 6]
+    assert of(audit_run(run.layout), TicketStatus.OPEN) == [5, 6]
 
 
 # Trained twice --------------------------------------------------------------------------------
@@ -150,37 +154,37 @@ def test_a_batch_that_an_abandoned_epoch_skipped_is_open_again(run: RunDirectory
 def test_a_ticket_in_two_batches(run: RunDirectory) -> None:
     run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
     audit = audit_run(run.layout)
-    assert of(audit, Fate.DUPLICATE) == [0]
-    assert "steps 1 and 3" in audit.of(Fate.DUPLICATE)[0].why
+    assert of(audit, TicketStatus.DUPLICATE) == [0]
+    assert "steps 1 and 3" in audit.of(TicketStatus.DUPLICATE)[0].why
 
 
 def test_a_ticket_twice_in_one_batch(run: RunDirectory) -> None:
     run.hand_out(2, [*run.batches[1], run.batches[1][0]])
-    assert of(audit_run(run.layout), Fate.DUPLICATE) == [3]
+    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [3]
 
 
 def test_a_trained_ticket_in_a_batch_that_still_waits(run: RunDirectory) -> None:
     run.hand_out(4, [run.batches[0][0], *run.seal(7)])
-    assert fates(run)[0] is Fate.DUPLICATE
+    assert fates(run)[0] is TicketStatus.DUPLICATE
 
 
 def test_the_same_row_under_two_tickets(run: RunDirectory) -> None:
     first, second = run.batches[2]
     run.hand_out(3, [first, msgspec.structs.replace(second, rows=first.rows)])
-    assert of(audit_run(run.layout), Fate.DUPLICATE) == [6]
+    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [6]
 
 
 def test_the_same_row_twice_in_one_ticket(run: RunDirectory) -> None:
     first, second = run.batches[2]
     run.hand_out(3, [first, msgspec.structs.replace(second, rows=[2, 2])])
-    assert of(audit_run(run.layout), Fate.DUPLICATE) == [6]
+    assert of(audit_run(run.layout), TicketStatus.DUPLICATE) == [6]
 
 
 def test_a_batch_consumed_twice(run: RunDirectory) -> None:
     run.commit(3, epoch=1, consumed=[1, 2, 2])
     audit = audit_run(run.layout)
-    assert of(audit, Fate.DUPLICATE) == [3, 4]
-    assert of(audit, Fate.LOST) == [5, 6], "the batch of step 3 was passed over"
+    assert of(audit, TicketStatus.DUPLICATE) == [3, 4]
+    assert of(audit, TicketStatus.LOST) == [5, 6], "the batch of step 3 was passed over"
     assert audit.problems
 
 
@@ -235,22 +239,22 @@ def test_tickets_whose_rows_or_batch_are_gone_are_lost(
 ) -> None:
     tamper(run)
     audit = audit_run(run.layout)
-    assert of(audit, Fate.LOST) == [3, 4]
-    assert of(audit, Fate.TRAINED) == [0, 1, 5, 6]
+    assert of(audit, TicketStatus.LOST) == [3, 4]
+    assert of(audit, TicketStatus.TRAINED) == [0, 1, 5, 6]
     assert not audit.is_clean
 
 
 def test_a_sealed_ticket_whose_shard_is_gone_can_never_be_trained(run: RunDirectory) -> None:
     sealed = run.seal(7)
     (run.layout.shards_dir / sealed[0].shard).unlink()
-    assert fates(run)[7] is Fate.LOST
+    assert fates(run)[7] is TicketStatus.LOST
 
 
 def test_a_ticket_taken_out_of_a_manifest_is_missed(run: RunDirectory) -> None:
     """It would be served again, though it may have been trained."""
     run.hand_out(1, run.batches[0][:1])
     audit = audit_run(run.layout)
-    assert of(audit, Fate.LOST) == [1]
+    assert of(audit, TicketStatus.LOST) == [1]
     assert "names 1 tickets, expected 2" in str(audit.problems[0])
 
 
@@ -258,8 +262,8 @@ def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
     """Nothing but the gap in the ids is left of it."""
     run.layout.drops.unlink()
     audit = audit_run(run.layout)
-    assert of(audit, Fate.LOST) == [2]
-    assert "no trace of it" in audit.of(Fate.LOST)[0].why
+    assert of(audit, TicketStatus.LOST) == [2]
+    assert "no trace of it" in audit.of(TicketStatus.LOST)[0].why
 
 
 def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
@@ -268,22 +272,22 @@ def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
     """Off-policy by one batch, two tickets may be overtaken by later ones; a third may not."""
     run = RunDirectory(tmp_path / "run", off_policyness=1)
     run.layout.drops.unlink()
-    assert fates(run)[2] is Fate.OPEN
+    assert fates(run)[2] is TicketStatus.OPEN
     run.hand_out(4, run.seal(9, 10))
     audit = audit_run(run.layout)
-    assert of(audit, Fate.LOST) == [2]
-    assert of(audit, Fate.OPEN) == [7, 8, 9, 10]
+    assert of(audit, TicketStatus.LOST) == [2]
+    assert of(audit, TicketStatus.OPEN) == [7, 8, 9, 10]
     append_drop(run.layout, DroppedTicket(TicketRef(2, 1), "KeyError"))
     assert audit_run(run.layout).is_clean
     run.finish()
-    assert of(audit_run(run.layout), Fate.LOST) == [7, 8]
+    assert of(audit_run(run.layout), TicketStatus.LOST) == [7, 8]
 
 
 def test_a_finished_run_has_committed_all_its_batches(run: RunDirectory) -> None:
     (run.commit(3, epoch=1) / "COMMITTED").unlink()
     run.commit(2, epoch=1)
     run.finish()
-    assert of(audit_run(run.layout), Fate.LOST) == [5, 6]
+    assert of(audit_run(run.layout), TicketStatus.LOST) == [5, 6]
 
 
 def test_a_commit_that_cannot_be_read_is_a_problem(run: RunDirectory) -> None:

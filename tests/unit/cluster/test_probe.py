@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.node_probe import (
-    Greeter,
-    judge_gpus,
-    judge_skew,
+    ReachabilityServer,
+    check_clock_skew,
+    check_gpus,
     list_gpus,
     probe_node,
     read_gpus,
@@ -20,7 +20,7 @@ WELL = "0, 0\n1, 0\n2, [N/A]\n3, 0\n"
 
 
 def test_a_node_in_order_has_no_findings(tmp_path: Path) -> None:
-    greeter = Greeter("127.0.0.1")
+    greeter = ReachabilityServer("127.0.0.1")
     greeter.answer(5.0)
     environ = {"SLURM_TMPDIR": str(tmp_path)}
     assert probe_node(environ, tmp_path, 1, greeter.address) == []
@@ -47,23 +47,23 @@ def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
     file = tmp_path / "written"
     file.touch()
     now = file.stat().st_mtime
-    assert judge_skew(0.5, tmp_path) == []
+    assert check_clock_skew(0.5, tmp_path) == []
     os.utime(file, (0, now + 90))
-    (finding,) = judge_skew(now - file.stat().st_mtime, tmp_path)
+    (finding,) = check_clock_skew(now - file.stat().st_mtime, tmp_path)
     assert finding.reason.startswith("its clock differs by -90 s")
 
 
 def test_gpus_are_counted_and_asked_for_their_errors() -> None:
     gpus = read_gpus(WELL)
-    assert judge_gpus(["0", "1", "2", "3"], gpus, "") == []
-    (missing,) = judge_gpus(["0", "1", "2", "3", "4"], gpus, "")
+    assert check_gpus(["0", "1", "2", "3"], gpus, "") == []
+    (missing,) = check_gpus(["0", "1", "2", "3", "4"], gpus, "")
     assert missing.reason == "it shows 4 GPUs, Slurm gave 5"
     broken = read_gpus(WELL.replace("3, 0", "3, 2"))
-    (errors,) = judge_gpus(["2", "3"], broken, "")
+    (errors,) = check_gpus(["2", "3"], broken, "")
     assert errors.reason == "its GPU 3 has 2 uncorrected memory errors"
-    assert judge_gpus(["0", "1"], broken, "") == [], "another job's GPU"
+    assert check_gpus(["0", "1"], broken, "") == [], "another job's GPU"
     # With device control groups the job's only GPU is number 0, whatever Slurm calls it.
-    assert judge_gpus(["6"], read_gpus("0, 1\n"), "")
+    assert check_gpus(["6"], read_gpus("0, 1\n"), "")
 
 
 def test_the_drivers_complaint_is_passed_on(
@@ -73,7 +73,7 @@ def test_the_drivers_complaint_is_passed_on(
     tool.write_text("#!/bin/sh\necho Unable to determine the device handle for GPU3; exit 15\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (finding,) = judge_gpus(["0"], *list_gpus())
+    (finding,) = check_gpus(["0"], *list_gpus())
     assert finding.reason.startswith("its GPU driver fails: Unable to determine the device")
     tool.write_text("#!/bin/sh\nprintf '0, 0\\n1, 3\\n'\n")
     environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TMPDIR": str(tmp_path)}

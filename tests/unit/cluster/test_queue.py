@@ -4,14 +4,14 @@ import time
 
 from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
-    Look,
-    Queue,
+    JobQueue,
     QueuedJob,
+    QueueSnapshot,
     is_alive,
     parse_sacct,
     parse_squeue,
 )
-from areal_hpc.slurm.states import STATES, Phase
+from areal_hpc.slurm.states import STATES, JobPhase
 
 SQUEUE_ROWS = [
     ("8", "CANCELLED", "DependencyNeverSatisfied", "", "N/A", "2026-11-22T03:05:39", "0", "0"),
@@ -82,7 +82,7 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
     jobs = squeue()
     assert len(jobs) == len(SQUEUE_ROWS)
     running = jobs["1"]
-    assert running.state.phase is Phase.RUNNING
+    assert running.state.phase is JobPhase.RUNNING
     assert (running.nodes, running.restarts, running.reason) == ("n[01-02]", 1, "")
     assert running.start == at("2026-11-22T03:05:38")
     assert jobs["7"].start == at("2026-11-22T04:05:38"), "the start that is expected"
@@ -115,11 +115,11 @@ def test_garbage_is_no_job() -> None:
 
 
 def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
-    look = Look(squeue())
+    look = QueueSnapshot(squeue())
     assert "1" in look.of(["1"], "exp").jobs
     assert look.of(["1"], "another").jobs == {}
-    assert look.of(["404"], "exp").state_of("404").phase is Phase.UNKNOWN
-    past = Look({job.job_id: job for job in parse_sacct(SACCT)})
+    assert look.of(["404"], "exp").state_of("404").phase is JobPhase.UNKNOWN
+    past = QueueSnapshot({job.job_id: job for job in parse_sacct(SACCT)})
     assert "4" in past.of(["4"], "exp").jobs, "accounting may not know the name"
 
 
@@ -130,4 +130,4 @@ def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
 
 
 def test_no_jobs_are_no_question() -> None:
-    assert Queue().look([]) == Look()
+    assert JobQueue().look([]) == QueueSnapshot()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.requeue import Usefulness
+from areal_hpc.jobs.requeue import ProgressTracker
 from areal_hpc.jobs.restart_policy import (
     RestartPolicy,
     count_failures_without_progress,
@@ -53,12 +53,12 @@ def test_only_crashes_without_progress_count() -> None:
 
 def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
-    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
-    start = Usefulness(JobPaths(tmp_path), str(progress))
+    assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    start = ProgressTracker(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
     assert start.close([CRASHED]) == 0
-    assert Usefulness(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
-    assert Usefulness(JobPaths(tmp_path), "").close([CRASHED]) == 2
+    assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    assert ProgressTracker(JobPaths(tmp_path), "").close([CRASHED]) == 2
 
 
 def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:

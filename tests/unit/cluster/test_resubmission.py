@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_hpc.slurm.resubmit import depending_on
+from areal_hpc.slurm.resubmit import rewrite_dependency
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from areal_hpc.slurm.resubmit import depending_on
     ],
 )
 def test_only_the_old_number_of_a_dependency_changes(before: str, after: str) -> None:
-    assert depending_on(before, "12", "99") == after
+    assert rewrite_dependency(before, "12", "99") == after
 
 
 @pytest.mark.parametrize(
@@ -37,5 +37,5 @@ def test_a_member_of_an_array_takes_its_own_index_along(
     before: str, waiting_id: str, after: str
 ) -> None:
     others = ("12_0", "12_2")
-    changed = depending_on(before, "12_1", "99_1", waiting_id=waiting_id, others=others)
+    changed = rewrite_dependency(before, "12_1", "99_1", waiting_id=waiting_id, others=others)
     assert changed == after

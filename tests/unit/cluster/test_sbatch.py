@@ -8,10 +8,16 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.script import DEFAULT_TIME_MIN, RunPlace, Shape, request_all, shape_of
-from areal_hpc.slurm.submit import script_of
+from areal_hpc.slurm.script import (
+    DEFAULT_TIME_MIN,
+    JobResources,
+    RunContext,
+    build_job_requests,
+    compute_resources,
+)
+from areal_hpc.slurm.submit import render_script
 
-PLACE = RunPlace(
+PLACE = RunContext(
     name="exp-trial",
     run_dir=Path("/runs/exp/trial"),
     jobs_dir=Path("/runs/exp/trial/jobs"),
@@ -25,7 +31,9 @@ def job(name: str = "trainer", tasks: int = 1, gpus: int = 0) -> JobSpec:
 
 
 def script(spec: JobSpec, **slurm: Any) -> list[str]:
-    return script_of(request_all([spec], SlurmConfig.model_validate(slurm), PLACE)[0]).splitlines()
+    return render_script(
+        build_job_requests([spec], SlurmConfig.model_validate(slurm), PLACE)[0]
+    ).splitlines()
 
 
 @pytest.mark.parametrize(
@@ -48,14 +56,14 @@ def test_tasks_are_spread_over_whole_nodes(
     tasks_per_node: int,
     gpus_per_node: int,
 ) -> None:
-    shape = shape_of(job(tasks=tasks, gpus=gpus), JobOptions.model_validate(options))
-    assert shape == Shape(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_MIN)
+    shape = compute_resources(job(tasks=tasks, gpus=gpus), JobOptions.model_validate(options))
+    assert shape == JobResources(nodes, tasks_per_node, gpus_per_node, DEFAULT_TIME_MIN)
 
 
 def test_every_job_that_does_not_fit_is_reported_at_once() -> None:
     jobs = [job(tasks=12, gpus=1), job("cell-0", gpus=16), job("cell-1", gpus=16)]
     with pytest.raises(RecipeError) as caught:
-        request_all(jobs, SlurmConfig(gpus_per_node=8), PLACE)
+        build_job_requests(jobs, SlurmConfig(gpus_per_node=8), PLACE)
     assert [problem.message for problem in caught.value.problems] == [
         "the trainer's 12 tasks do not fill whole nodes of 8 tasks",
         "the cell needs 16 GPUs of a node, a node has 8",
@@ -64,16 +72,16 @@ def test_every_job_that_does_not_fit_is_reported_at_once() -> None:
 
 def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
     with pytest.raises(RecipeError, match="nothing says how many a node has"):
-        shape_of(job(tasks=16, gpus=1), JobOptions())
+        compute_resources(job(tasks=16, gpus=1), JobOptions())
 
 
 def test_a_task_that_needs_more_gpus_than_a_node_has_is_refused() -> None:
     with pytest.raises(RecipeError, match="a node has 2"):
-        shape_of(job(tasks=4, gpus=4), JobOptions(gpus_per_node=2))
+        compute_resources(job(tasks=4, gpus=4), JobOptions(gpus_per_node=2))
 
 
 def test_the_price_is_that_of_the_whole_time_limit() -> None:
-    shape = shape_of(job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_min=90))
+    shape = compute_resources(job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_min=90))
     assert (shape.gpu_hours, shape.node_hours) == (48.0, 6.0)
 
 
@@ -123,8 +131,8 @@ def test_a_site_that_forbids_requeueing_is_obeyed() -> None:
 
 
 def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
-    request = request_all([job()], SlurmConfig(), PLACE)[0].depending_on("afterok:17")
-    lines = script_of(request).splitlines()
+    request = build_job_requests([job()], SlurmConfig(), PLACE)[0].depending_on("afterok:17")
+    lines = render_script(request).splitlines()
     assert "#SBATCH --dependency=afterok:17" in lines
     assert "#SBATCH --kill-on-invalid-dep=yes" in lines
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.environments import CHECKOUT
 
@@ -54,7 +54,7 @@ def test_options_survive_being_written_and_read() -> None:
 def test_a_recipe_wins_over_its_site_and_the_command_line_over_both(tmp_path: Path) -> None:
     slurm = {"partition": "gpu", "qos": "low"}
     site = site_file(tmp_path, fileroot="/shared", stop_grace_s=20, slurm=slurm)
-    recipe = load(QUICKSTART, ["cluster.slurm.qos=high"], site)
+    recipe = load_recipe(QUICKSTART, ["cluster.slurm.qos=high"], site)
     assert recipe.cluster.fileroot == Path("runs"), "the recipe names one"
     assert recipe.cluster.stop_grace_s == 20
     assert (recipe.cluster.slurm.partition, recipe.cluster.slurm.qos) == ("gpu", "high")
@@ -63,7 +63,7 @@ def test_a_recipe_wins_over_its_site_and_the_command_line_over_both(tmp_path: Pa
 def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) -> None:
     site = site_file(tmp_path, slurm={"partitoin": "gpu", "jobs": {"cell": {"memory": "1G"}}})
     with pytest.raises(RecipeError) as caught:
-        load(QUICKSTART, (), site)
+        load_recipe(QUICKSTART, (), site)
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {f"{site}: slurm.partitoin", f"{site}: slurm.jobs.cell.memory"}
     assert "did you mean partition?" in str(caught.value)
@@ -71,12 +71,12 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
 
 def test_a_site_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no site file at"):
-        load(QUICKSTART, (), tmp_path / "nowhere.yaml")
+        load_recipe(QUICKSTART, (), tmp_path / "nowhere.yaml")
 
 
 @pytest.mark.parametrize("path", sorted((CHECKOUT / "slurm" / "sites").glob("*.yaml")))
 def test_every_shipped_site_fits_a_recipe(path: Path) -> None:
-    assert load(QUICKSTART, (), path).cluster.slurm != SlurmConfig()
+    assert load_recipe(QUICKSTART, (), path).cluster.slurm != SlurmConfig()
 
 
 def test_a_container_needs_both_images() -> None:

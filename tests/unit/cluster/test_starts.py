@@ -11,27 +11,27 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import restarts, time_limit
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.scontrol import joined_nodes, own_id, read_job
+from areal_hpc.slurm.scontrol import get_own_job_id, join_node_lists, read_job
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
-    restarts.take_start(tmp_path / "starts", "7.0", "n01", "")
+    restarts.take_next_restart(tmp_path / "starts", "7.0", "n01", "")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(restarts.await_start, tmp_path / "starts", "7.1", "n02", 60.0)
+        waiting = pool.submit(restarts.wait_for_restart, tmp_path / "starts", "7.1", "n02", 60.0)
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
-        taken = restarts.take_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        taken = restarts.take_next_restart(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
-        restarts.await_start(tmp_path / "starts", "7.0", "n02", 0.1)
+        restarts.wait_for_restart(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
-    start = restarts.take_start(tmp_path, "7.0", "n01", "")
+    start = restarts.take_next_restart(tmp_path, "7.0", "n01", "")
     restarts.report_node(tmp_path, start, 2)
     assert restarts.await_nodes(tmp_path, start, 4, 0.1) == [1, 3]
     restarts.report_node(tmp_path, start, 1)
@@ -41,9 +41,9 @@ def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
 
 
 def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
-    first = restarts.take_start(tmp_path, "7.0", "n01", "")
+    first = restarts.take_next_restart(tmp_path, "7.0", "n01", "")
     assert not restarts.is_superseded(tmp_path, first)
-    second = restarts.take_start(tmp_path, "8.0", "n02", "")
+    second = restarts.take_next_restart(tmp_path, "8.0", "n02", "")
     assert restarts.is_superseded(tmp_path, first)
     assert not restarts.is_superseded(tmp_path, second)
 
@@ -51,33 +51,33 @@ def test_a_start_is_over_once_there_is_a_later_one(tmp_path: Path) -> None:
 def test_processes_read_until_when_they_may_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert restarts.own_stop_note() is None, "without a supervisor under Slurm"
-    path = restarts.stop_note_path(tmp_path, restarts.take_start(tmp_path, "7.0", "n01", ""))
+    assert restarts.read_own_stop_notice() is None, "without a supervisor under Slurm"
+    path = restarts.stop_note_path(tmp_path, restarts.take_next_restart(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(restarts.STOP_NOTE_VARIABLE, str(path))
-    assert restarts.own_stop_note() is None
-    note = restarts.StopNote("the time limit is near", 143, 1234.5)
+    assert restarts.read_own_stop_notice() is None
+    note = restarts.StopNotice("the time limit is near", 143, 1234.5)
     restarts.write_stop_note(path, note)
-    assert restarts.own_stop_note() == note
+    assert restarts.read_own_stop_notice() == note
 
 
 def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JobPaths(tmp_path)
-    assert time_limit.last_save_s(job) == 0.0
-    for name, value in time_limit.save_time_variable(job).items():
+    assert time_limit.read_save_time_s(job) == 0.0
+    for name, value in time_limit.get_save_time_variable(job).items():
         monkeypatch.setenv(name, value)
-    time_limit.note_save(21.5)
-    assert time_limit.last_save_s(job) == 21.5
-    assert time_limit.stop_lead_s(12.0, 10.0, time_limit.last_save_s(job)) == 43.5
+    time_limit.record_save_time(21.5)
+    assert time_limit.read_save_time_s(job) == 21.5
+    assert time_limit.compute_stop_lead_s(12.0, 10.0, time_limit.read_save_time_s(job)) == 43.5
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:
     member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
-    assert own_id(member) == "12_2"
-    assert own_id({"SLURM_JOB_ID": "12"}) == "12"
+    assert get_own_job_id(member) == "12_2"
+    assert get_own_job_id({"SLURM_JOB_ID": "12"}) == "12"
 
 
 def test_slurm_may_tell_a_job_its_end() -> None:
-    assert time_limit.end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert time_limit.read_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
 
 
 def test_what_slurm_shows_of_a_job_is_read() -> None:
@@ -93,4 +93,4 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
     assert not facts.is_preempted
     assert not read_job("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
     assert read_job("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
-    assert joined_nodes("n[01-02]", "n07", "n07", "") == "n[01-02],n07"
+    assert join_node_lists("n[01-02]", "n07", "n07", "") == "n[01-02],n07"

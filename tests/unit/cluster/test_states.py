@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.slurm.reasons import explain_reason
-from areal_hpc.slurm.states import STATES, Phase, Return, parse_state
+from areal_hpc.slurm.states import STATES, JobPhase, RequeueBehavior, parse_state
 
 DOCUMENTED = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),
@@ -40,7 +40,7 @@ def test_what_commands_add_to_a_state_is_understood(printed: str, name: str) -> 
 @pytest.mark.parametrize("printed", ["", "BREWING", "C+", "RE+", "+"])
 def test_a_state_that_nobody_knows_is_of_no_known_phase(printed: str) -> None:
     state = parse_state(printed)
-    assert state.phase is Phase.UNKNOWN
+    assert state.phase is JobPhase.UNKNOWN
     assert not state.is_failure
     assert "not known" in state.meaning
 
@@ -53,9 +53,9 @@ def test_no_text_is_too_strange_to_be_a_state(text: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTED)
 def test_a_job_that_still_has_nodes_or_a_place_in_the_queue_is_no_failure(name: str) -> None:
     state = STATES[name]
-    assert state.is_failure == (state.phase is Phase.OVER and name != "COMPLETED")
-    if state.phase in (Phase.WAITING, Phase.RUNNING):
-        assert state.comes_back is not Return.NO
+    assert state.is_failure == (state.phase is JobPhase.OVER and name != "COMPLETED")
+    if state.phase in (JobPhase.WAITING, JobPhase.RUNNING):
+        assert state.comes_back is not RequeueBehavior.NO
 
 
 @pytest.mark.parametrize(

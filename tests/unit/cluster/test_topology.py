@@ -8,11 +8,16 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.topology import interface_of, nodes_in, reachable_host, restart_count
+from areal_hpc.jobs.topology import (
+    expand_node_list,
+    find_interface,
+    find_reachable_host,
+    get_slurm_restart_count,
+)
 
 
 def test_an_address_that_was_given_counts_before_all_else() -> None:
-    assert reachable_host("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
+    assert find_reachable_host("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
 
 
 def test_the_interface_of_the_site_decides() -> None:
@@ -21,24 +26,24 @@ def test_the_interface_of_the_site_decides() -> None:
         for name, addresses in psutil.net_if_addrs().items()
         if any(one.address == "127.0.0.1" for one in addresses)
     )
-    assert reachable_host(loopback, {}) == "127.0.0.1"
-    assert interface_of("127.0.0.1") == loopback
+    assert find_reachable_host(loopback, {}) == "127.0.0.1"
+    assert find_interface("127.0.0.1") == loopback
 
 
 def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> None:
     with pytest.raises(RecipeError, match=r"no interface ib7 .* it has .*lo") as caught:
-        reachable_host("ib7", {})
+        find_reachable_host("ib7", {})
     assert caught.value.problems[0].key == "cluster.slurm.network.interface"
 
 
 def test_without_slurm_the_host_name_or_loopback_is_found() -> None:
-    host = reachable_host("", {})
+    host = find_reachable_host("", {})
     socket.create_server((host, 0)).close()
 
 
 def test_the_first_start_of_a_job_has_no_restart_count() -> None:
-    assert restart_count({}) == 0
-    assert restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
+    assert get_slurm_restart_count({}) == 0
+    assert get_slurm_restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
 
 
 @pytest.mark.parametrize(
@@ -50,4 +55,4 @@ def test_the_first_start_of_a_job_has_no_restart_count() -> None:
     ],
 )
 def test_slurms_notation_of_nodes_is_read(nodelist: str, nodes: list[str]) -> None:
-    assert nodes_in(nodelist) == nodes
+    assert expand_node_list(nodelist) == nodes

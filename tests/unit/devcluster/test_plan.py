@@ -9,16 +9,23 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.slurm.devcluster.paths import ClusterPaths, default_root
-from areal_hpc.slurm.devcluster.plan import Plan, Settings, from_json, plan, ports_needed, to_json
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
+from areal_hpc.slurm.devcluster.plan import (
+    DevclusterPlan,
+    DevclusterSettings,
+    count_ports,
+    dump_plan,
+    parse_plan,
+    plan_devcluster,
+)
 from areal_hpc.slurm.devcluster.state import read_templates
 from tests.golden.make_devcluster import FACTS, GOLDEN, VARIANTS, describe, plan_variant
 
-PATHS = ClusterPaths(Path("/run/dev"))
+PATHS = DevclusterPaths(Path("/run/dev"))
 
 
-def planned(settings: Settings) -> Plan:
-    return plan(settings, FACTS, PATHS, read_templates())
+def planned(settings: DevclusterSettings) -> DevclusterPlan:
+    return plan_devcluster(settings, FACTS, PATHS, read_templates())
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -28,7 +35,7 @@ def test_files_and_processes_are_the_golden_ones(name: str) -> None:
 
 
 def test_nodes_in_namespaces_differ_in_name_and_address_and_share_the_port() -> None:
-    nodes = planned(Settings(nodes=200)).nodes
+    nodes = planned(DevclusterSettings(nodes=200)).nodes
     assert [nodes[0].name, nodes[-1].name] == ["n01", "n200"]
     assert len({node.address for node in nodes}) == 200
     assert {node.port for node in nodes} == {6818}
@@ -36,20 +43,20 @@ def test_nodes_in_namespaces_differ_in_name_and_address_and_share_the_port() -> 
 
 def test_a_cable_has_a_name_that_linux_takes() -> None:
     facts = replace(FACTS, network=255)
-    nodes = plan(Settings(nodes=200), facts, PATHS, read_templates()).nodes
+    nodes = plan_devcluster(DevclusterSettings(nodes=200), facts, PATHS, read_templates()).nodes
     assert max(len(node.link) for node in nodes) <= 15
 
 
 def test_nodes_on_loopback_take_the_free_ports_after_the_controllers() -> None:
-    settings = Settings(nodes=3, namespaces=False)
+    settings = DevclusterSettings(nodes=3, namespaces=False)
     made = planned(settings)
     assert [node.port for node in made.nodes] == [20002, 20003, 20004]
-    assert ports_needed(settings) == 5
+    assert count_ports(settings) == 5
     assert made.bridge == ""
 
 
 def test_all_nodes_together_claim_no_more_memory_than_there_is() -> None:
-    made = planned(Settings(nodes=7))
+    made = planned(DevclusterSettings(nodes=7))
     claimed_mib = re.search(r"RealMemory=(\d+)", made.files[PATHS.slurm_conf])
     assert claimed_mib
     assert 7 * int(claimed_mib[1]) <= FACTS.memory_mib < 7 * (int(claimed_mib[1]) + 1)
@@ -59,8 +66,8 @@ def test_all_nodes_together_claim_no_more_memory_than_there_is() -> None:
 def test_without_accounting_there_is_no_database_and_all_else_is_as_with_it(
     namespaces: bool,
 ) -> None:
-    with_it = plan_variant(Settings(namespaces=namespaces))
-    made = plan_variant(Settings(namespaces=namespaces, accounting=False))
+    with_it = plan_variant(DevclusterSettings(namespaces=namespaces))
+    made = plan_variant(DevclusterSettings(namespaces=namespaces, accounting=False))
     assert [daemon.name for daemon in made.daemons] == ["munged", "slurmctld"]
     assert "slurmdbd" not in "".join(made.files.values())
     whole, less = describe(with_it).splitlines(), describe(made).splitlines()
@@ -68,15 +75,15 @@ def test_without_accounting_there_is_no_database_and_all_else_is_as_with_it(
 
 
 def test_everything_lies_below_the_state_directory() -> None:
-    made = planned(Settings())
+    made = planned(DevclusterSettings())
     assert all(path.is_relative_to(PATHS.root) for path in made.files)
     named = re.findall(r"=(/[^\s,]+)", "\n".join(made.files.values()))
     assert {path for path in named if not path.startswith("/run/dev/")} == {"/bin/true"}
 
 
 def test_the_same_plan_is_made_from_what_is_kept() -> None:
-    settings = Settings(nodes=2, grace_s=3, accounting=False)
-    assert from_json(to_json(settings, FACTS)) == (settings, FACTS)
+    settings = DevclusterSettings(nodes=2, grace_s=3, accounting=False)
+    assert parse_plan(dump_plan(settings, FACTS)) == (settings, FACTS)
 
 
 @pytest.mark.parametrize(
@@ -85,19 +92,23 @@ def test_the_same_plan_is_made_from_what_is_kept() -> None:
 def test_a_setting_out_of_range_is_refused_by_name(key: str, value: int) -> None:
     setting: dict[str, Any] = {key: value}
     with pytest.raises(RecipeError, match=f"--{key.replace('_', '-')}"):
-        Settings(**setting)
+        DevclusterSettings(**setting)
 
 
 def test_a_directory_too_deep_for_sockets_is_refused() -> None:
     with pytest.raises(RecipeError, match="at most 107 bytes"):
-        plan(Settings(), FACTS, ClusterPaths(Path("/" + "d" * 100)), read_templates())
+        plan_devcluster(
+            DevclusterSettings(), FACTS, DevclusterPaths(Path("/" + "d" * 100)), read_templates()
+        )
 
 
 def test_a_machine_too_small_for_its_nodes_is_refused() -> None:
     with pytest.raises(RecipeError, match="ask for fewer nodes"):
-        plan(Settings(nodes=200), replace(FACTS, memory_mib=2000), PATHS, read_templates())
+        plan_devcluster(
+            DevclusterSettings(nodes=200), replace(FACTS, memory_mib=2000), PATHS, read_templates()
+        )
 
 
 def test_the_state_is_kept_where_the_session_keeps_its_files() -> None:
-    assert default_root(7, "/run/user/7") == Path("/run/user/7/areal-hpc-devcluster")
-    assert default_root(7, None) == Path("/tmp/areal-hpc-devcluster-7")
+    assert get_default_root(7, "/run/user/7") == Path("/run/user/7/areal-hpc-devcluster")
+    assert get_default_root(7, None) == Path("/tmp/areal-hpc-devcluster-7")

@@ -4,24 +4,24 @@ import pytest
 from pydantic import ValidationError
 
 from areal_hpc.inference.command import (
-    Command,
     Device,
-    Part,
-    Ports,
-    replica_command,
-    replica_seed,
+    NodePart,
+    ServerCommand,
+    ServerPorts,
+    build_replica_command,
+    compute_replica_seed,
 )
 from areal_hpc.recipe.sections.inference import InferenceConfig
 
 
-def command(config: InferenceConfig, device: Device, index: int = 0) -> Command:
-    return replica_command(
+def command(config: InferenceConfig, device: Device, index: int = 0) -> ServerCommand:
+    return build_replica_command(
         config,
         python="py",
         model_path="/models/m",
         device=device,
         index=index,
-        ports=Ports(31001, 31002),
+        ports=ServerPorts(31001, 31002),
         random_seed=7,
     )
 
@@ -74,14 +74,14 @@ def test_tensor_parallel_ranks_on_a_cpu_are_bound_to_cores() -> None:
 
 
 def test_parts_of_a_server_meet_on_the_first_node_and_share_the_seed() -> None:
-    def command_of(part: Part | None) -> Command:
-        return replica_command(
+    def command_of(part: NodePart | None) -> ServerCommand:
+        return build_replica_command(
             InferenceConfig(tp=4, nodes_per_replica=2), python="py", model_path="/models/m",
-            device="cuda", index=0, ports=Ports(31001, 31002), random_seed=7, part=part,
+            device="cuda", index=0, ports=ServerPorts(31001, 31002), random_seed=7, part=part,
         )  # fmt: skip
 
     whole = command_of(None)
-    second = command_of(Part(1, 2, "10.0.0.1:31002", "10.0.0.2"))
+    second = command_of(NodePart(1, 2, "10.0.0.1:31002", "10.0.0.2"))
     extra = ("--nnodes", "2", "--node-rank", "1", "--dist-init-addr", "10.0.0.1:31002")
     assert second.argv == (*whole.argv, *extra)
     assert second.environment == {**whole.environment, "SGLANG_HOST_IP": "10.0.0.2"}
@@ -95,7 +95,7 @@ def test_ranks_that_do_not_fill_their_nodes_are_refused(wrong: dict[str, int]) -
 
 def test_sampling_seeds_repeat_with_the_run_and_differ_between_replicas() -> None:
     facts = list(itertools.product((0, 1), ("cell-0", "cell-1"), (0, 1), (1, 2)))
-    seeds = [replica_seed(*fact) for fact in facts]
-    assert seeds == [replica_seed(*fact) for fact in facts]
+    seeds = [compute_replica_seed(*fact) for fact in facts]
+    assert seeds == [compute_replica_seed(*fact) for fact in facts]
     assert len(set(seeds)) == len(facts)
     assert all(0 <= seed < 2**31 for seed in seeds)

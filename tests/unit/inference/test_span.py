@@ -2,56 +2,56 @@
 
 import pytest
 
-from areal_hpc.inference.multi_node import SILENCE_S, Span
-from areal_hpc.wire.replicas import FollowReply, FollowRequest
+from areal_hpc.inference.multi_node import NODE_TIMEOUT_S, MultiNodeReplica
+from areal_hpc.wire.replicas import NodePartReply, NodePartRequest
 
-NOTHING = FollowReply(0, "")
+NOTHING = NodePartReply(0, "")
 
 
 @pytest.fixture
-def span() -> Span:
+def span() -> MultiNodeReplica:
     """Of three nodes; all of them run incarnation 4."""
-    span = Span(3)
+    span = MultiNodeReplica(3)
     span.begin(4, "10.0.0.1:4000")
     for node in (1, 2):
-        span.follow(FollowRequest(node, 4), 0.0)
+        span.follow(NodePartRequest(node, 4), 0.0)
     return span
 
 
 def test_nodes_run_what_was_begun_and_nothing_after_its_end() -> None:
-    span = Span(2)
-    assert span.follow(FollowRequest(1, 0), 0.0) == NOTHING
+    span = MultiNodeReplica(2)
+    assert span.follow(NodePartRequest(1, 0), 0.0) == NOTHING
     span.begin(1, "10.0.0.1:4000")
-    assert span.follow(FollowRequest(1, 0), 1.0) == FollowReply(1, "10.0.0.1:4000")
-    assert span.follow(FollowRequest(1, 1), 2.0) == FollowReply(1, "10.0.0.1:4000")
+    assert span.follow(NodePartRequest(1, 0), 1.0) == NodePartReply(1, "10.0.0.1:4000")
+    assert span.follow(NodePartRequest(1, 1), 2.0) == NodePartReply(1, "10.0.0.1:4000")
     span.end()
-    assert span.follow(FollowRequest(1, 1), 3.0) == NOTHING
+    assert span.follow(NodePartRequest(1, 1), 3.0) == NOTHING
     assert span.loss(4.0) == ""
 
 
-def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: Span) -> None:
+def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: MultiNodeReplica) -> None:
     assert span.loss(0.1) == ""
-    assert span.follow(FollowRequest(2, 0), 0.2) == NOTHING
+    assert span.follow(NodePartRequest(2, 0), 0.2) == NOTHING
     assert span.loss(0.2) == "lost its part on node 2 of the cell"
     span.begin(5, "10.0.0.1:5000")
     assert span.loss(0.3) == ""
-    assert span.follow(FollowRequest(1, 4), 0.3) == FollowReply(5, "10.0.0.1:5000")
+    assert span.follow(NodePartRequest(1, 4), 0.3) == NodePartReply(5, "10.0.0.1:5000")
 
 
-def test_a_silent_node_is_lost_in_bounded_time(span: Span) -> None:
-    span.follow(FollowRequest(2, 4), 10.0)
-    assert span.loss(SILENCE_S) == ""
-    assert span.loss(SILENCE_S + 0.1) == "has not heard of node 1 for 15 s"
+def test_a_silent_node_is_lost_in_bounded_time(span: MultiNodeReplica) -> None:
+    span.follow(NodePartRequest(2, 4), 10.0)
+    assert span.loss(NODE_TIMEOUT_S) == ""
+    assert span.loss(NODE_TIMEOUT_S + 0.1) == "has not heard of node 1 for 15 s"
 
 
 def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:
-    span = Span(2)
+    span = MultiNodeReplica(2)
     span.begin(1, "10.0.0.1:4000")
-    span.follow(FollowRequest(1, 0), 0.0)
-    assert span.loss(10 * SILENCE_S) == ""
+    span.follow(NodePartRequest(1, 0), 0.0)
+    assert span.loss(10 * NODE_TIMEOUT_S) == ""
 
 
 @pytest.mark.parametrize("node", [0, 3, -1])
-def test_a_node_that_the_cell_does_not_have_is_refused(span: Span, node: int) -> None:
+def test_a_node_that_the_cell_does_not_have_is_refused(span: MultiNodeReplica, node: int) -> None:
     with pytest.raises(ValueError, match=f"from 1 to 2, got {node}"):
-        span.follow(FollowRequest(node, 4), 0.0)
+        span.follow(NodePartRequest(node, 4), 0.0)

@@ -11,22 +11,22 @@ from hypothesis import strategies as st
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
-from areal_hpc.launch.plan import Facts, Stage, plan
-from areal_hpc.recipe.loading import load
+from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=())
+FACTS = LaunchFacts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=())
 
 
 def recipe_of(device: str, *overrides: str) -> Recipe:
     devices = (f"trainer.device={device}", f"inference.device={device}")
-    return load(QUICKSTART, [*devices, "trainer.batch_size=64", *overrides])
+    return load_recipe(QUICKSTART, [*devices, "trainer.batch_size=64", *overrides])
 
 
-def stages_of(recipe: Recipe) -> tuple[Stage, ...]:
-    return plan(recipe, RunPaths(Path("/run")), FACTS).stages
+def stages_of(recipe: Recipe) -> tuple[JobStage, ...]:
+    return plan_run(recipe, RunPaths(Path("/run")), FACTS).stages
 
 
 def shown(*ids: str) -> VisibleGpus:

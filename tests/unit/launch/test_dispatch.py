@@ -6,28 +6,28 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.environment import pythons_of
-from areal_hpc.launch.prepared_run import Ready
-from areal_hpc.launch.slurm_launcher import launch_of, requests_of, sketch
-from areal_hpc.launch.sweep import array_requests, read_sweep
-from areal_hpc.recipe.loading import load
+from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests, preview_plan
+from areal_hpc.launch.sweep import build_array_requests, read_sweep
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.submit import script_of
+from areal_hpc.slurm.submit import render_script
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")
 
 
 def recipe(fileroot: Path, *overrides: str) -> Recipe:
-    return load(QUICKSTART, [f"cluster.fileroot={fileroot}", *overrides])
+    return load_recipe(QUICKSTART, [f"cluster.fileroot={fileroot}", *overrides])
 
 
 def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
     return {
         request.job: request.parameters.get("dependency", "")
-        for request in requests_of(found, HERE, after)
+        for request in build_requests(found, HERE, after)
     }
 
 
@@ -51,7 +51,7 @@ def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
     nodes = RunPaths(found.run_dir).excluded_nodes
     nodes.parent.mkdir(parents=True)
     nodes.write_text('{"node": "n4"}\n{"node": "n2"}\n{"node": "n4"}\n')
-    assert "#SBATCH --exclude=n9,n2,n4\n" in script_of(requests_of(found, HERE)[0])
+    assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(build_requests(found, HERE)[0])
 
 
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
@@ -70,17 +70,17 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
 
 def _launch_of_trainer(found: Recipe) -> LaunchFile:
     layout = RunPaths(found.run_dir)
-    stages = sketch(found, layout).stages
-    ready = Ready(layout, 3, pythons_of(found), stages)
-    return launch_of(stages[-1].leader, stages[-1], found, ready)
+    stages = preview_plan(found, layout).stages
+    ready = PreparedRun(layout, 3, get_interpreters(found), stages)
+    return build_launch_file(stages[-1].leader, stages[-1], found, ready)
 
 
 def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
     found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
-    assert pythons_of(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
-    assert pythons_of(found)["agents"] == "/mine/python"
-    scripts = {request.job: script_of(request) for request in requests_of(found, HERE)}
+    assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
+    assert get_interpreters(found)["agents"] == "/mine/python"
+    scripts = {request.job: render_script(request) for request in build_requests(found, HERE)}
     assert "a.sif /opt/areal_hpc/.venvs/train/bin/python -u" in scripts["trainer"]
     assert "b.sif /mine/python -u" in scripts["cell-1"]
     assert f"--bind={found.run_dir}" in scripts["cell-1"]
@@ -92,7 +92,9 @@ def sweep_of(fileroot: Path, array: str) -> list[str]:
         return recipe(fileroot, *further)
 
     sweep = read_sweep(read, array)
-    scripts = [script_of(request, len(sweep.runs)) for request in array_requests(sweep, HERE, ())]
+    scripts = [
+        render_script(request, len(sweep.runs)) for request in build_array_requests(sweep, HERE, ())
+    ]
     assert all("#SBATCH --array=0-2%3" in script for script in scripts)
     assert "--dependency=aftercorr:WARMUP_JOBID" in scripts[-1]
     return [run.trial_name for run in sweep.runs]

@@ -8,9 +8,9 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.launch import input_checks, setup
-from areal_hpc.launch.plan import starting_model
+from areal_hpc.launch.plan import get_base_model
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.loading import load
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
@@ -23,7 +23,7 @@ ROW = '{"messages": [{"role": "user", "content": "2 + 2"}]}\n'
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     (tmp_path / "tasks.jsonl").write_text(ROW)
-    return load(
+    return load_recipe(
         QUICKSTART,
         [
             "model={hub: someone/tiny, tiny: null}",
@@ -47,7 +47,7 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in input_checks.inspect_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
+        for problem in input_checks.check_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
         if problem.key.startswith("model")
     ]
 
@@ -62,5 +62,5 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert model_problems(recipe) == []
     layout = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        setup.put_in_place(recipe, layout, lambda line: None, "/no", ())
-    assert starting_model(recipe, layout).resolve() == folder
+        setup.set_up_run_dir(recipe, layout, lambda line: None, "/no", ())
+    assert get_base_model(recipe, layout).resolve() == folder

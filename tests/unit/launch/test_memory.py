@@ -40,7 +40,7 @@ def architecture(name: str) -> Architecture:
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
-    assert memory.model_parameters(architecture(name)) == COUNTS[name]
+    assert memory.count_model_parameters(architecture(name)) == COUNTS[name]
 
 
 @pytest.mark.parametrize("name", COUNTS)
@@ -48,7 +48,7 @@ def test_parameters_are_counted_as_in_the_real_network(name: str) -> None:
     config = AutoConfig.from_pretrained(MODELS / name)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    assert memory.model_parameters(architecture(name)) == model.num_parameters()
+    assert memory.count_model_parameters(architecture(name)) == model.num_parameters()
 
 
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -76,7 +76,9 @@ def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[s
     ep = split.get("ep", 1) if arch.experts else 1
     parallel = ParallelConfig(**{**split, "ep": ep})
     for stage in range(parallel.pp):
-        assert memory.stage_parameters(arch, parallel, stage) == held_by(arch, parallel, stage)
+        assert memory.count_stage_parameters(arch, parallel, stage) == held_by(
+            arch, parallel, stage
+        )
 
 
 def trainer(**split: Any) -> TrainerConfig:
@@ -86,30 +88,34 @@ def trainer(**split: Any) -> TrainerConfig:
 def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32() -> None:
     arch, count = architecture("Qwen3-0.6B"), COUNTS["Qwen3-0.6B"]
     for dtype, size in (("bfloat16", 18), ("float32", 16)):
-        held = memory.trainer_memory(arch, TrainerConfig.model_validate({"dtype": dtype}))
+        held = memory.estimate_trainer_memory(arch, TrainerConfig.model_validate({"dtype": dtype}))
         assert held.parameters + held.gradients + held.optimizer == size * count
 
 
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
-    alone = memory.trainer_memory(arch, trainer())
-    assert memory.trainer_memory(arch, trainer(dp=4, cp=2)).optimizer == alone.optimizer // 8
-    assert memory.trainer_memory(arch, trainer(dp=4)).gradients == alone.gradients
+    alone = memory.estimate_trainer_memory(arch, trainer())
+    assert (
+        memory.estimate_trainer_memory(arch, trainer(dp=4, cp=2)).optimizer == alone.optimizer // 8
+    )
+    assert memory.estimate_trainer_memory(arch, trainer(dp=4)).gradients == alone.gradients
 
 
 def test_activations_of_a_layer_by_hand() -> None:
     arch = architecture("Qwen3-0.6B")
     # norms 4 x 1024, projected 4096, rotated 3072, attended 2048, MLP 3 x 3072
     a_token = 4 * 1024 + 4096 + 3072 + 2048 + 3 * 3072
-    assert memory.layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
-    assert memory.layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
+    assert memory.count_layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
+    assert memory.count_layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
     # of context-parallel ranks each also keeps the keys and values that it attends to
-    assert memory.layer_activations(arch, ParallelConfig(cp=2), 100) == 50 * a_token + 2048 * 125
+    assert (
+        memory.count_layer_activations(arch, ParallelConfig(cp=2), 100) == 50 * a_token + 2048 * 125
+    )
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
     arch = architecture("Qwen3-32B")
-    plain, deep = (memory.trainer_memory(arch, trainer(pp=pp, tp=8)) for pp in (1, 4))
+    plain, deep = (memory.estimate_trainer_memory(arch, trainer(pp=pp, tp=8)) for pp in (1, 4))
     assert deep.stage == 0
     assert deep.activations == plain.activations
     assert deep.logits == 0
@@ -119,18 +125,21 @@ def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
 def test_serving_by_hand() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
     config = InferenceConfig(max_total_tokens=1000)
-    held = memory.serving_memory(arch, config, None)
+    held = memory.estimate_serving_memory(arch, config, None)
     assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
     assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
     assert held.total == held.weights + 1000 * 57_344
-    assert memory.serving_memory(arch, InferenceConfig(tp=8), None).kv_per_token == 57_344 // 4
+    assert (
+        memory.estimate_serving_memory(arch, InferenceConfig(tp=8), None).kv_per_token
+        == 57_344 // 4
+    )
 
 
 def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
     arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), 80 * memory.GIB
-    held = memory.serving_memory(arch, InferenceConfig(), gpu)
+    held = memory.estimate_serving_memory(arch, InferenceConfig(), gpu)
     assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
-    assert memory.serving_memory(arch, InferenceConfig(), None).kv_tokens is None
+    assert memory.estimate_serving_memory(arch, InferenceConfig(), None).kv_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -148,7 +157,7 @@ def test_what_will_not_fit_is_told(
 ) -> None:
     arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), gpu_gib * memory.GIB
     config = InferenceConfig.model_validate(inference)
-    held = memory.trainer_memory(arch, trainer(tp=2, dp=4))
-    serving = memory.serving_memory(arch, config, gpu)
-    problems = memory.misfit_problems(held, serving, config, gpu)
+    held = memory.estimate_trainer_memory(arch, trainer(tp=2, dp=4))
+    serving = memory.estimate_serving_memory(arch, config, gpu)
+    problems = memory.find_memory_problems(held, serving, config, gpu)
     assert [problem.key for problem in problems] == keys

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.plan import Facts, Plan, plan
-from areal_hpc.recipe.loading import load
+from areal_hpc.launch.plan import LaunchFacts, RunPlan, plan_run
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-FACTS = Facts(train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=("/here",))
+FACTS = LaunchFacts(
+    train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=("/here",)
+)
 
 
-def planned(*overrides: str) -> Plan:
-    recipe = load(QUICKSTART, overrides)
-    return plan(recipe, RunPaths(Path("/run")), FACTS)
+def planned(*overrides: str) -> RunPlan:
+    recipe = load_recipe(QUICKSTART, overrides)
+    return plan_run(recipe, RunPaths(Path("/run")), FACTS)
 
 
 def test_the_warm_up_is_a_stage_of_its_own_before_training() -> None:
@@ -52,9 +54,9 @@ def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first
 
 def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
     parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
-    recipe = load(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
+    recipe = load_recipe(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
     facts = replace(FACTS, tasks_of_sources=(30, 70))
-    leader = plan(recipe, RunPaths(Path("/run")), facts).stages[1].leader
+    leader = plan_run(recipe, RunPaths(Path("/run")), facts).stages[1].leader
     assert leader.processes[0].config["task_sources"] == [
         {"n_tasks": 30, "weight": 2.0},
         {"n_tasks": 70, "weight": 1.0},

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, admissible
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
 
 small = st.integers(0, 30)
 policies = st.builds(
@@ -35,7 +35,7 @@ def test_what_is_granted_is_never_negative_and_keeps_every_bound(
     policy: TicketPolicy, now: TicketCounts
 ) -> None:
     assume(now.formed_steps <= policy.total_steps)
-    granted = admissible(policy, now)
+    granted = count_admissible(policy, now)
     assert granted >= 0
     if granted:
         after = replace(now, leased=now.leased + granted)
@@ -49,7 +49,7 @@ def test_what_is_granted_is_never_negative_and_keeps_every_bound(
 def test_one_ticket_more_would_break_a_bound(policy: TicketPolicy, now: TicketCounts) -> None:
     """Nothing is held back without a reason."""
     assume(now.formed_steps <= policy.total_steps)
-    more = admissible(policy, now) + 1
+    more = count_admissible(policy, now) + 1
     after = replace(now, leased=now.leased + more)
     needed = (policy.total_steps - now.formed_steps) * policy.batch_size
     assert (
@@ -64,8 +64,10 @@ def test_bound_zero_is_exactly_synchronous(policy: TicketPolicy, now: TicketCoun
     """Nothing is granted for the next batch while this one is not published."""
     policy = replace(policy, max_head_offpolicyness=0)
     if now.batched >= policy.batch_size:
-        assert admissible(policy, now) == 0
-    assert outstanding(now) + admissible(policy, now) <= max(outstanding(now), policy.batch_size)
+        assert count_admissible(policy, now) == 0
+    assert outstanding(now) + count_admissible(policy, now) <= max(
+        outstanding(now), policy.batch_size
+    )
 
 
 @given(policies, counts, st.sampled_from(["leased", "finished", "settled"]))
@@ -75,10 +77,10 @@ def test_a_ticket_that_leaves_starves_nobody(
     """Dropped, filtered or waiting: its place is free at once, whatever state it was in."""
     assume(getattr(now, state) > 0)
     without = replace(now, **{state: getattr(now, state) - 1})
-    assert admissible(policy, without) >= admissible(policy, now)
-    staleness_binds = policy.max_concurrent_tickets - now.leased > admissible(policy, now) > 0
+    assert count_admissible(policy, without) >= count_admissible(policy, now)
+    staleness_binds = policy.max_concurrent_tickets - now.leased > count_admissible(policy, now) > 0
     if staleness_binds:
-        assert admissible(policy, without) == admissible(policy, now) + 1
+        assert count_admissible(policy, without) == count_admissible(policy, now) + 1
 
 
 @given(policies, counts)
@@ -90,4 +92,10 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, now: TicketCounts) -> No
     batch_forms = now.settled >= policy.batch_size
     trainer_publishes = now.batched > 0
     is_over = now.formed_steps == policy.total_steps
-    assert cells_work or batch_forms or trainer_publishes or is_over or admissible(policy, now) > 0
+    assert (
+        cells_work
+        or batch_forms
+        or trainer_publishes
+        or is_over
+        or count_admissible(policy, now) > 0
+    )

@@ -1,11 +1,11 @@
 """How often cells are to be heard of."""
 
-from areal_hpc.ledger.leases import HEARTBEATS_PER_S, Cells
+from areal_hpc.ledger.leases import HEARTBEATS_PER_S, CellHeartbeats
 from areal_hpc.wire.ledger import LeaseRequest
 
 
-def cells_heard(count: int) -> Cells:
-    cells = Cells()
+def cells_heard(count: int) -> CellHeartbeats:
+    cells = CellHeartbeats()
     for number in range(count):
         cells.hear(LeaseRequest(f"cell-{number}", 8), now_s=float(number))
     return cells

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.ledger.curriculum import Curriculum, Weigh
+from areal_hpc.ledger.curriculum import Curriculum, WeighTasks
 
 
 def evenly(known: dict[str, Any]) -> Any:
     return np.ones(len(known["reward"]))
 
 
-def curriculum(path: Path, weigh: Weigh = evenly, batch_size: int = 3) -> Curriculum:
+def curriculum(path: Path, weigh: WeighTasks = evenly, batch_size: int = 3) -> Curriculum:
     return Curriculum(path / "curriculum.jsonl", weigh, n_tasks=6, batch_size=batch_size, seed=5)
 
 

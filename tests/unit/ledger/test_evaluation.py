@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-from areal_hpc.ledger.evaluation import Evaluation
+from areal_hpc.ledger.evaluation import EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 
 
 def test_every_task_is_leased_once_and_the_mean_waits_for_the_last() -> None:
-    evaluation = Evaluation(step=3, n_tasks=2)
+    evaluation = EvaluationState(step=3, n_tasks=2)
     refs = evaluation.lease("a", 9, 0.0)
     assert refs == [TicketRef(0, 1, 3), TicketRef(1, 1, 3)]
     assert evaluation.lease("b", 9, 0.0) == []
@@ -16,7 +16,7 @@ def test_every_task_is_leased_once_and_the_mean_waits_for_the_last() -> None:
 
 
 def test_a_result_counts_once() -> None:
-    evaluation = Evaluation(step=0, n_tasks=1)
+    evaluation = EvaluationState(step=0, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
     assert evaluation.settle(ref, 1.0)
     assert not evaluation.settle(ref, 0.0)
@@ -24,12 +24,12 @@ def test_a_result_counts_once() -> None:
 
 
 def test_a_result_for_a_task_that_is_not_evaluated_is_ignored() -> None:
-    assert not Evaluation(step=0, n_tasks=1).settle(TicketRef(1, 1, 0), 1.0)
+    assert not EvaluationState(step=0, n_tasks=1).settle(TicketRef(1, 1, 0), 1.0)
 
 
 def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
     """Episodes of one that was given up go on for a while, maybe on later weights."""
-    evaluation = Evaluation(step=7, n_tasks=1)
+    evaluation = EvaluationState(step=7, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
     given_up = TicketRef(ref.ticket_id, ref.attempt, eval_step=5)
     assert not evaluation.settle(given_up, 1.0)
@@ -40,7 +40,7 @@ def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
 
 
 def test_tasks_of_a_silent_cell_are_leased_again() -> None:
-    evaluation = Evaluation(step=0, n_tasks=2)
+    evaluation = EvaluationState(step=0, n_tasks=2)
     (lost,) = evaluation.lease("a", 1, 0.0)
     kept = evaluation.lease("b", 1, 0.0)
     evaluation.report("b", kept, 20.0)
@@ -50,14 +50,14 @@ def test_tasks_of_a_silent_cell_are_leased_again() -> None:
 
 def test_a_task_that_its_cell_does_not_report_is_leased_again_at_once() -> None:
     """The reply that granted it was lost, or the driver was restarted."""
-    evaluation = Evaluation(step=0, n_tasks=2)
+    evaluation = EvaluationState(step=0, n_tasks=2)
     lost, kept = evaluation.lease("a", 2, 0.0)
     evaluation.report("a", [kept], 1.0)
     assert evaluation.lease("a", 2, 1.0) == [TicketRef(lost.ticket_id, 2, 0)]
 
 
 def test_a_late_result_saves_the_second_run() -> None:
-    evaluation = Evaluation(step=0, n_tasks=1)
+    evaluation = EvaluationState(step=0, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
     evaluation.expire(10.0)
     assert evaluation.settle(ref, 1.0)
@@ -65,7 +65,7 @@ def test_a_late_result_saves_the_second_run() -> None:
 
 
 def test_a_failed_task_scores_zero_and_keeps_its_reason() -> None:
-    evaluation = Evaluation(step=0, n_tasks=1)
+    evaluation = EvaluationState(step=0, n_tasks=1)
     (ref,) = evaluation.lease("a", 1, 0.0)
     evaluation.fail(ref, "timed out")
     assert evaluation.mean_reward == 0.0

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import AgeCheck, next_batch, too_old
-from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.ledger.batch_formation import StalenessCheck, find_stale_tickets, form_next_batch
+from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import (
     NO_VERSION,
@@ -22,8 +22,8 @@ from areal_hpc.wire.ledger import (
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 
-def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> Tickets:
-    return Tickets(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
+def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> TicketTable:
+    return TicketTable(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
 
 
 def settled(ref: TicketRef, version: WeightVersion | None) -> SettledTicket:
@@ -31,21 +31,21 @@ def settled(ref: TicketRef, version: WeightVersion | None) -> SettledTicket:
     return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], oldest)
 
 
-def train(tickets: Tickets, steps: int) -> None:
+def train(tickets: TicketTable, steps: int) -> None:
     """Batches of fresh tickets, while one ticket (the first leased) is under way."""
     for _ in range(steps):
         refs = tickets.lease("b", 2, 0.0)
         assert len(refs) == 2
         for ref in refs:
             tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-        manifest = next_batch(tickets, epoch=1)
+        manifest = form_next_batch(tickets, epoch=1)
         assert manifest is not None
         assert manifest.counts == BatchCounts()
         tickets.record_batch(manifest)
         tickets.publish(manifest.step)
 
 
-def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[Tickets, TicketRef]:
+def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, TicketRef]:
     """A ticket sampled by version 1.0 settles when `steps` batches are trained."""
     tickets = tickets_of(stale_groups)
     ref = tickets.lease("a", 1, 0.0)[0]
@@ -54,17 +54,17 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[Tickets, TicketRef
     return tickets, ref
 
 
-def fill(tickets: Tickets) -> BatchManifest:
+def fill(tickets: TicketTable) -> BatchManifest:
     for ref in tickets.lease("b", 2 - tickets.settled, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-    manifest = next_batch(tickets, epoch=1)
+    manifest = form_next_batch(tickets, epoch=1)
     assert manifest is not None
     return manifest
 
 
 def test_a_group_within_the_bound_is_trained_and_not_counted() -> None:
     tickets, ref = overtaken("drop", steps=1)
-    assert too_old(tickets, 1, []) == []
+    assert find_stale_tickets(tickets, 1, []) == []
     manifest = fill(tickets)
     assert manifest.tickets[0].ref == ref
     assert manifest.counts == BatchCounts()
@@ -72,7 +72,7 @@ def test_a_group_within_the_bound_is_trained_and_not_counted() -> None:
 
 def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise() -> None:
     tickets, ref = overtaken("train_with_correction", steps=2)
-    assert too_old(tickets, 1, []) == []
+    assert find_stale_tickets(tickets, 1, []) == []
     manifest = fill(tickets)
     assert manifest.tickets[0].ref == ref
     assert manifest.counts == BatchCounts(stale_trained=1)
@@ -80,7 +80,7 @@ def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise()
 
 def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
-    (drop,) = too_old(tickets, 1, [])
+    (drop,) = find_stale_tickets(tickets, 1, [])
     assert drop == DroppedTicket(ref, "sampled 2 steps ago, at most 1", "stale")
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
@@ -91,7 +91,7 @@ def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
 
 def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("requeue", steps=2)
-    (drop,) = too_old(tickets, 1, [])
+    (drop,) = find_stale_tickets(tickets, 1, [])
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "waiting"
     assert tickets.lease("b", 1, 0.0) == [TicketRef(ref.ticket_id, ref.attempt + 1)]
@@ -104,7 +104,7 @@ def test_a_stale_group_is_issued_again_before_any_other_if_the_recipe_says_so() 
 def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
     """Its proxy may settle again; its driver reports finished tickets for a long time."""
     tickets, ref = overtaken("requeue", steps=2)
-    tickets.set_aside(too_old(tickets, 1, [])[0])
+    tickets.set_aside(find_stale_tickets(tickets, 1, [])[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
     tickets.report("a", [], [ref], 1.0)
     assert tickets.state_of(ref.ticket_id) == "waiting"
@@ -130,7 +130,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     drop = msgspec.convert(
         {"ref": {"ticket_id": 0, "attempt": 1}, "reason": "", "kind": kind}, DroppedTicket
     )
-    tickets = Tickets.rebuilt(
+    tickets = TicketTable.rebuilt(
         tickets_of().policy,
         incarnation=2,
         version_step=0,
@@ -149,14 +149,14 @@ def test_weights_of_an_abandoned_epoch_are_as_old_as_the_commit_that_both_share(
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)
     tickets.settle(settled(ref, WeightVersion(1, 2)))
-    assert too_old(tickets, 1, [GenerationFork(1, 0)]) == []
-    assert len(too_old(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
+    assert find_stale_tickets(tickets, 1, [GenerationFork(1, 0)]) == []
+    assert len(find_stale_tickets(tickets, 2, [GenerationFork(1, 0), GenerationFork(2, 0)])) == 1
 
 
 def test_a_group_of_unknown_age_is_not_stale() -> None:
     tickets = tickets_of("drop", bound=0)
     tickets.settle(settled(tickets.lease("a", 1, 0.0)[0], None))
-    assert too_old(tickets, 1, []) == []
+    assert find_stale_tickets(tickets, 1, []) == []
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     """A trainer asks after every event: thousands of times a second in a large run."""
     tickets, ages, forks = (
         tickets_of("drop", bound=9),
-        AgeCheck(),
+        StalenessCheck(),
         CountedForks([GenerationFork(1, 0)]),
     )
     for ref in tickets.lease("a", 20, 0.0):
@@ -208,7 +208,7 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
         for _ in range(3):
             assert ages.too_old(tickets, 1, forks) == []
     assert forks.looks == 20
-    manifest = next_batch(tickets, 1)
+    manifest = form_next_batch(tickets, 1)
     assert manifest is not None
     tickets.record_batch(manifest)
     ages.too_old(tickets, 1, forks)
@@ -224,7 +224,12 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
 def test_looking_once_finds_what_looking_always_does(
     events: list[str], policy: StaleGroups
 ) -> None:
-    tickets, ages, epoch, forks = tickets_of(policy, bound=2), AgeCheck(), 1, [GenerationFork(1, 0)]
+    tickets, ages, epoch, forks = (
+        tickets_of(policy, bound=2),
+        StalenessCheck(),
+        1,
+        [GenerationFork(1, 0)],
+    )
     for event in events:
         if event in ("fresh", "old"):
             step = tickets.formed_steps if event == "fresh" else 0
@@ -233,12 +238,12 @@ def test_looking_once_finds_what_looking_always_does(
         elif event == "epoch":
             epoch += 1
             forks.append(GenerationFork(epoch, max(0, tickets.version_step - 1)))
-        found = too_old(tickets, epoch, forks)
+        found = find_stale_tickets(tickets, epoch, forks)
         if event in ("look", "batch"):
             assert ages.too_old(tickets, epoch, forks) == found
             for drop in found:
                 tickets.set_aside(drop)
-        if event == "batch" and (manifest := next_batch(tickets, epoch, forks)):
+        if event == "batch" and (manifest := form_next_batch(tickets, epoch, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)
             tickets.publish(manifest.step)
@@ -248,7 +253,7 @@ def test_looking_once_finds_what_looking_always_does(
 def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: list[int]) -> None:
     """Whatever the ledger: one that lived through it, or one that reads the index of one writer."""
     policy = TicketPolicy(2, 20, 100, 20, 30.0)
-    living = Tickets(policy)
+    living = TicketTable(policy)
     refs = living.lease("a", 12, 0.0)
     arrivals, drops, formed = [], [], []
     for number in order:
@@ -258,10 +263,10 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))
         living.settle(arrivals[-1])
-        while manifest := next_batch(living, epoch=1):
+        while manifest := form_next_batch(living, epoch=1):
             living.record_batch(manifest)
             formed.append([ticket.ref for ticket in manifest.tickets])
-    replayed = Tickets.rebuilt(
+    replayed = TicketTable.rebuilt(
         policy,
         incarnation=2,
         version_step=0,
@@ -271,7 +276,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
         grants_from_s=0.0,
     )
     again = []
-    while manifest := next_batch(replayed, epoch=1):
+    while manifest := form_next_batch(replayed, epoch=1):
         replayed.record_batch(manifest)
         again.append([ticket.ref for ticket in manifest.tickets])
     assert again == formed

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from areal_hpc.ledger.task_stream import (
     TaskSource,
     TaskStream,
-    mixed_task_of,
-    seed_of,
-    shares_of,
-    task_of,
+    compute_shares,
+    derive_seed,
+    get_mixed_task,
+    get_task,
 )
 from areal_hpc.wire.ledger import TicketRef
 
@@ -21,13 +21,13 @@ from areal_hpc.wire.ledger import TicketRef
 @given(st.integers(1, 40), st.integers(0, 3), st.integers())
 def test_every_pass_visits_every_task_once(n_tasks: int, pass_number: int, seed: int) -> None:
     start = pass_number * n_tasks
-    visited = [task_of(ticket, n_tasks, seed) for ticket in range(start, start + n_tasks)]
+    visited = [get_task(ticket, n_tasks, seed) for ticket in range(start, start + n_tasks)]
     assert sorted(visited) == list(range(n_tasks))
 
 
 def test_passes_and_seeds_have_orders_of_their_own() -> None:
     orders = {
-        tuple(task_of(50 * pass_number + i, 50, seed) for i in range(50))
+        tuple(get_task(50 * pass_number + i, 50, seed) for i in range(50))
         for pass_number in range(3)
         for seed in range(3)
     }
@@ -36,7 +36,7 @@ def test_passes_and_seeds_have_orders_of_their_own() -> None:
 
 def test_the_order_never_changes_between_versions_of_the_package() -> None:
     """A resumed run must go on with the tasks it would have got."""
-    assert [task_of(ticket, 8, 1) for ticket in range(16)] == [
+    assert [get_task(ticket, 8, 1) for ticket in range(16)] == [
         1,
         5,
         4,
@@ -54,12 +54,12 @@ def test_the_order_never_changes_between_versions_of_the_package() -> None:
         0,
         7,
     ]
-    assert seed_of("train", 0, 1) == 881306757
+    assert derive_seed("train", 0, 1) == 881306757
 
 
 def test_seeds_differ_by_ticket_stream_and_run() -> None:
     seeds = Counter(
-        seed_of(stream, i, seed)
+        derive_seed(stream, i, seed)
         for stream in ("train", "eval")
         for i in range(500)
         for seed in (1, 2)
@@ -96,14 +96,14 @@ def source_of(task_index: int, sources: Sequence[TaskSource]) -> int:
 def test_every_block_holds_each_source_in_its_share(
     sources: tuple[TaskSource, ...], seed: int
 ) -> None:
-    shares = shares_of(sources)
+    shares = compute_shares(sources)
     block = sum(shares)
     total = sum(source.weight for source in sources)
     for share, source in zip(shares, sources, strict=True):
         assert share >= 1
         assert abs(share / block - source.weight / total) < 0.003
     for number in range(2):
-        tasks = [mixed_task_of(number * block + i, sources, seed) for i in range(block)]
+        tasks = [get_mixed_task(number * block + i, sources, seed) for i in range(block)]
         found = Counter(source_of(task, sources) for task in tasks)
         assert [found[place] for place in range(len(sources))] == list(shares)
 
@@ -112,7 +112,9 @@ def test_every_block_holds_each_source_in_its_share(
 def test_each_source_runs_through_its_tasks_in_passes(
     sources: tuple[TaskSource, ...], seed: int
 ) -> None:
-    tasks = [mixed_task_of(ticket, sources, seed) for ticket in range(3 * sum(shares_of(sources)))]
+    tasks = [
+        get_mixed_task(ticket, sources, seed) for ticket in range(3 * sum(compute_shares(sources)))
+    ]
     first_task = 0
     for place, source in enumerate(sources):
         mine = [task for task in tasks if source_of(task, sources) == place]
@@ -123,15 +125,15 @@ def test_each_source_runs_through_its_tasks_in_passes(
 
 
 def test_equal_sources_take_turns_and_unequal_ones_come_in_short_blocks() -> None:
-    assert shares_of((TaskSource(100), TaskSource(7))) == (1, 1)
-    assert shares_of((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
-    assert shares_of((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
-    assert shares_of((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
+    assert compute_shares((TaskSource(100), TaskSource(7))) == (1, 1)
+    assert compute_shares((TaskSource(9, 0.1), TaskSource(9, 0.3))) == (1, 3)
+    assert compute_shares((TaskSource(9), TaskSource(9), TaskSource(9))) == (1, 1, 1)
+    assert compute_shares((TaskSource(9, 1e-9), TaskSource(9, 1.0))) == (1, 1000)
 
 
 def test_the_mixed_order_never_changes_between_versions_of_the_package() -> None:
     sources = (TaskSource(3, 1.0), TaskSource(2, 2.0))
-    assert [mixed_task_of(ticket, sources, 1) for ticket in range(12)] == [
+    assert [get_mixed_task(ticket, sources, 1) for ticket in range(12)] == [
         3,
         4,
         2,

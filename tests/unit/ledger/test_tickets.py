@@ -8,8 +8,8 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import next_batch
-from areal_hpc.ledger.tickets import Tickets
+from areal_hpc.ledger.batch_formation import form_next_batch
+from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SettledTicket, TicketRef
 
@@ -24,21 +24,21 @@ def settled(ref: TicketRef) -> SettledTicket:
     return SettledTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION)
 
 
-def form_batch(tickets: Tickets) -> BatchManifest:
-    manifest = next_batch(tickets, epoch=1)
+def form_batch(tickets: TicketTable) -> BatchManifest:
+    manifest = form_next_batch(tickets, epoch=1)
     assert manifest is not None
     tickets.record_batch(manifest)
     return manifest
 
 
-def fill_batch(tickets: Tickets) -> BatchManifest:
+def fill_batch(tickets: TicketTable) -> BatchManifest:
     for ref in tickets.lease("a", 2, 0.0):
         tickets.settle(settled(ref))
     return form_batch(tickets)
 
 
 def test_synchronous_training_generates_one_batch_per_published_step() -> None:
-    tickets = Tickets(policy(offpolicyness=0))
+    tickets = TicketTable(policy(offpolicyness=0))
     fill_batch(tickets)
     assert tickets.lease("a", 9, 0.0) == []
     tickets.publish(1)
@@ -47,12 +47,12 @@ def test_synchronous_training_generates_one_batch_per_published_step() -> None:
 
 @pytest.mark.parametrize("offpolicyness", [0, 1, 4])
 def test_generation_runs_ahead_by_the_allowed_number_of_batches(offpolicyness: int) -> None:
-    tickets = Tickets(policy(offpolicyness=offpolicyness))
+    tickets = TicketTable(policy(offpolicyness=offpolicyness))
     assert len(tickets.lease("a", 100, 0.0)) == 2 * (offpolicyness + 1)
 
 
 def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
-    tickets = Tickets(policy(offpolicyness=4, concurrent=3))
+    tickets = TicketTable(policy(offpolicyness=4, concurrent=3))
     refs = tickets.lease("a", 100, 0.0)
     assert len(refs) == 3
     tickets.report("a", refs[1:], refs[:1], 0.0)
@@ -60,14 +60,14 @@ def test_concurrency_is_limited_by_what_runs_not_by_what_is_finished() -> None:
 
 
 def test_a_dropped_ticket_is_replaced_by_a_new_one() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     refs = tickets.lease("a", 9, 0.0)
     assert tickets.drop(DroppedTicket(refs[0], "boom"))
     assert [ref.ticket_id for ref in tickets.lease("a", 9, 0.0)] == [2]
 
 
 def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     (old, _) = tickets.lease("a", 9, 0.0)
     tickets.expire(31.0)
     tickets.lease("b", 9, 31.0)
@@ -76,7 +76,7 @@ def test_a_fenced_cell_cannot_drop_what_another_now_runs() -> None:
 
 
 def test_the_run_ends_with_nothing_issued_in_vain() -> None:
-    tickets = Tickets(policy(offpolicyness=4, total_steps=2))
+    tickets = TicketTable(policy(offpolicyness=4, total_steps=2))
     refs = tickets.lease("a", 100, 0.0)
     assert len(refs) == 4
     tickets.drop(DroppedTicket(refs[0], "boom"))
@@ -84,7 +84,7 @@ def test_the_run_ends_with_nothing_issued_in_vain() -> None:
 
 
 def test_batches_take_tickets_in_the_order_they_settled() -> None:
-    tickets = Tickets(policy(batch_size=3))
+    tickets = TicketTable(policy(batch_size=3))
     a, b, c = tickets.lease("a", 3, 0.0)
     for ref in (c, a, b):
         tickets.settle(settled(ref))
@@ -92,15 +92,15 @@ def test_batches_take_tickets_in_the_order_they_settled() -> None:
 
 
 def test_asking_for_a_batch_changes_nothing_until_it_is_recorded() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     for ref in tickets.lease("a", 2, 0.0):
         tickets.settle(settled(ref))
-    assert next_batch(tickets, 1) == next_batch(tickets, 1)
+    assert form_next_batch(tickets, 1) == form_next_batch(tickets, 1)
     assert tickets.settled == 2
 
 
 def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> None:
-    tickets = Tickets(policy(offpolicyness=1))
+    tickets = TicketTable(policy(offpolicyness=1))
     lost = tickets.lease("a", 2, 0.0)
     kept = tickets.lease("b", 2, 0.0)
     tickets.report("b", kept, [], 30.0)
@@ -111,7 +111,7 @@ def test_tickets_of_a_silent_cell_come_first_and_need_no_room_of_their_own() -> 
 
 def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
     """The cell lives and reports, but does not mention the ticket."""
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     _, kept = tickets.lease("a", 2, 0.0)
     tickets.report("a", [kept], [], 1.0)
     assert tickets.lease("a", 9, 1.0) == [TicketRef(0, 2)]
@@ -119,7 +119,7 @@ def test_a_grant_whose_reply_was_lost_is_issued_again_at_once() -> None:
 
 
 def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     refs = tickets.lease("a", 2, 0.0)
     tickets.report("a", [], refs, 1.0)
     tickets.expire(32.0)
@@ -127,7 +127,7 @@ def test_finished_tickets_of_a_silent_cell_are_issued_again() -> None:
 
 
 def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     refs = tickets.lease("a", 2, 0.0)
     tickets.expire(31.0)
     tickets.report("a", refs, [], 32.0)
@@ -136,7 +136,7 @@ def test_a_cell_that_comes_back_keeps_what_nobody_else_has() -> None:
 
 
 def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() -> None:
-    tickets = Tickets(policy(batch_size=1))
+    tickets = TicketTable(policy(batch_size=1))
     (first,) = tickets.lease("a", 1, 0.0)
     tickets.expire(31.0)
     (second,) = tickets.lease("b", 1, 31.0)
@@ -148,7 +148,7 @@ def test_an_attempt_number_is_never_used_twice_even_if_an_old_one_came_back() ->
 
 
 def test_a_late_settle_of_an_older_attempt_counts_once() -> None:
-    tickets = Tickets(policy(batch_size=1))
+    tickets = TicketTable(policy(batch_size=1))
     (old,) = tickets.lease("a", 1, 0.0)
     tickets.expire(31.0)
     (new,) = tickets.lease("b", 1, 31.0)
@@ -161,7 +161,7 @@ def test_a_late_settle_of_an_older_attempt_counts_once() -> None:
 
 
 def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
-    tickets = Tickets(policy(offpolicyness=1))
+    tickets = TicketTable(policy(offpolicyness=1))
     for step in (1, 2, 3):
         fill_batch(tickets)
         tickets.publish(step)
@@ -174,13 +174,13 @@ def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
 
 def test_a_step_without_a_batch_cannot_be_published() -> None:
     with pytest.raises(ValueError, match="step 1 cannot be served"):
-        Tickets(policy()).publish(1)
+        TicketTable(policy()).publish(1)
 
 
 def rebuilt(
     manifests: list[BatchManifest], index: list[SettledTicket], version_step: int = 0
-) -> Tickets:
-    return Tickets.rebuilt(
+) -> TicketTable:
+    return TicketTable.rebuilt(
         policy(offpolicyness=4),
         incarnation=2,
         version_step=version_step,
@@ -213,7 +213,7 @@ def test_a_settle_that_the_dead_ledger_missed_is_believed() -> None:
 
 
 def test_a_ticket_that_was_never_issued_is_not_believed() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     assert not tickets.settle(settled(TicketRef(3, 1)))
     tickets.report("a", [TicketRef(4, 1), TicketRef(-1, 1)], [TicketRef(5, 1)], 0.0)
     assert tickets.leased == tickets.finished == 0
@@ -234,7 +234,7 @@ def test_a_ticket_in_two_batches_is_refused() -> None:
 
 
 def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_success() -> None:
-    tickets = Tickets(policy())
+    tickets = TicketTable(policy())
     for _ in range(2):
         assert tickets.setbacks.trouble() == ""
         for ref in tickets.lease("a", 2, 0.0):
@@ -248,7 +248,7 @@ def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_suc
 def test_a_ticket_costs_the_same_however_many_went_before() -> None:
     """A quadratic queue would make this take minutes."""
     count = 20_000
-    tickets = Tickets(policy(batch_size=count, concurrent=count, total_steps=2))
+    tickets = TicketTable(policy(batch_size=count, concurrent=count, total_steps=2))
     began = time.process_time()
     refs = [ref for _ in range(count) for ref in tickets.lease("a", 1, 0.0)]
     tickets.report("a", refs, [], 1.0)

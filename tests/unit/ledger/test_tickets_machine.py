@@ -21,10 +21,10 @@ from hypothesis.stateful import (
 )
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import AgeCheck, next_batch
-from areal_hpc.ledger.tickets import State, Tickets
+from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
+from areal_hpc.ledger.tickets import TicketState, TicketTable
 from areal_hpc.rundir.drops import DroppedTicket
-from areal_hpc.view.audit.ticket_status import Fate
+from areal_hpc.view.audit.ticket_status import TicketStatus
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, StaleGroups, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 from tests.unit.ledger.ticket_world import Cell, Disk
@@ -60,8 +60,8 @@ class TicketHistories(RuleBasedStateMachine):
         self.cells = {name: Cell(name) for name in CELLS}
         self.granted: Counter[TicketRef] = Counter()
         self.drops = 0
-        self.ledger = Tickets(self.policy)
-        self.ages = AgeCheck()
+        self.ledger = TicketTable(self.policy)
+        self.ages = StalenessCheck()
 
     # Cells -----------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class TicketHistories(RuleBasedStateMachine):
             if crash == "after write":
                 return self.restart_ledger()
             self.ledger.set_aside(drop)
-        manifest = next_batch(self.ledger, self.epoch, self.forks)
+        manifest = form_next_batch(self.ledger, self.epoch, self.forks)
         if manifest is None:
             return None
         if crash != "before write":
@@ -210,8 +210,8 @@ class TicketHistories(RuleBasedStateMachine):
     @rule()
     def restart_ledger(self) -> None:
         self.disk.incarnation += 1
-        self.ages = AgeCheck()
-        self.ledger = Tickets.rebuilt(
+        self.ages = StalenessCheck()
+        self.ledger = TicketTable.rebuilt(
             self.policy,
             incarnation=self.disk.incarnation,
             version_step=self.disk.version_step,
@@ -223,7 +223,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     # What must always hold -------------------------------------------------------------------
 
-    def count(self, *states: State) -> int:
+    def count(self, *states: TicketState) -> int:
         """Counted ticket by ticket, so independently of the sizes admission goes by."""
         highest = max((ref.ticket_id for ref in self.granted), default=-1)
         found = [self.ledger.state_of(i) for i in range(highest + 1)]
@@ -276,7 +276,7 @@ class TicketHistories(RuleBasedStateMachine):
     @invariant()
     def the_audit_finds_nothing_at_fault(self) -> None:
         audit = self.disk.audited(self.policy)
-        assert audit.is_clean, [one for one in audit.tickets if one.fate is Fate.LOST]
+        assert audit.is_clean, [one for one in audit.tickets if one.fate is TicketStatus.LOST]
 
     @invariant()
     def no_ticket_is_issued_twice_as_the_same_attempt(self) -> None:
@@ -298,7 +298,9 @@ class TicketHistories(RuleBasedStateMachine):
         self.commit()
         audit = self.disk.audited(self.policy, is_finished=True)
         assert audit.is_clean, audit.verdict
-        assert len(audit.of(Fate.TRAINED)) == self.policy.total_steps * self.policy.batch_size
+        assert (
+            len(audit.of(TicketStatus.TRAINED)) == self.policy.total_steps * self.policy.batch_size
+        )
 
     def work_one_round(self) -> None:
         self.now_s += self.policy.report_within_s

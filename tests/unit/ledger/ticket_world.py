@@ -8,8 +8,8 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.drops import DroppedTicket
 from areal_hpc.shards.index import SealedShard, ShardTicket
-from areal_hpc.view.audit.records import Evidence
-from areal_hpc.view.audit.ticket_status import Audit, judge
+from areal_hpc.view.audit.records import TicketRecords
+from areal_hpc.view.audit.ticket_status import AuditReport, classify_tickets
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket, TicketRef
 
 
@@ -34,7 +34,7 @@ class Disk:
     version_step: int = 0
     committed_step: int = 0
 
-    def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> Audit:
+    def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> AuditReport:
         """What `areal-hpc audit` would say: it sees the disk alone."""
         files = sorted({ticket.shard for ticket in self.index})
         rows = {file: [one for one in self.index if one.shard == file] for file in files}
@@ -58,8 +58,8 @@ class Disk:
             )
             for file in files
         ]
-        return judge(
-            Evidence(
+        return classify_tickets(
+            TicketRecords(
                 commit=TrainerState(
                     step=self.committed_step,
                     epoch=1,

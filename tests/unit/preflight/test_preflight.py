@@ -5,26 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.doctor.checks import Verdict, describe_checks, fail, ok, warn
-from areal_hpc.launch.doctor.python_checks import check_pythons
+from areal_hpc.launch.doctor.checks import CheckStatus, fail, format_checks, ok, warn
+from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.slurm_checks import _minutes
 from areal_hpc.launch.doctor.storage_checks import check_storage
 
 
 def test_a_directory_that_keeps_its_promises_is_well_and_is_left_as_it_was(tmp_path: Path) -> None:
     found = {check.name: check for check in check_storage(tmp_path)}
-    assert found["file root"].verdict is Verdict.OK
-    assert found["rename, fsync"].verdict is Verdict.OK
-    assert found["locks"].verdict is Verdict.OK
-    assert found["clock"].verdict is Verdict.OK
-    assert found["shared"].verdict is Verdict.WARN, "one node alone cannot know"
+    assert found["file root"].verdict is CheckStatus.OK
+    assert found["rename, fsync"].verdict is CheckStatus.OK
+    assert found["locks"].verdict is CheckStatus.OK
+    assert found["clock"].verdict is CheckStatus.OK
+    assert found["shared"].verdict is CheckStatus.WARN, "one node alone cannot know"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_place_that_cannot_be_written_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (found,) = check_storage(tmp_path / "file" / "below")
-    assert found.verdict is Verdict.FAIL
+    assert found.verdict is CheckStatus.FAIL
     assert "cluster.fileroot" in found.hint
 
 
@@ -33,13 +33,13 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     broken.write_text("#!/bin/sh\necho no such library >&2\nexit 127\n")
     broken.chmod(0o755)
     pythons = {"train": sys.executable, "serve": sys.executable, "agents": str(broken)}
-    train, serve, agents = check_pythons(pythons)
-    assert train.verdict is Verdict.OK
+    train, serve, agents = check_interpreters(pythons)
+    assert train.verdict is CheckStatus.OK
     assert "megatron-core 0.16.1" in train.finding
-    assert serve.verdict is Verdict.FAIL
+    assert serve.verdict is CheckStatus.FAIL
     assert "lacks sglang" in serve.finding
     assert agents.finding.endswith("does not start: no such library")
-    (missing,) = check_pythons({"train": "/no/such/python"})
+    (missing,) = check_interpreters({"train": "/no/such/python"})
     assert missing.hint == "make setup, or cluster.train.python=/path/to/python"
 
 
@@ -52,7 +52,7 @@ def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | Non
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:
-    lines = describe_checks(
+    lines = format_checks(
         [ok("a", "good"), warn("longer", "so so\nand more", "this"), fail("c", "bad", "that")]
     )
     assert lines == [

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.hints import hints_in, without_nulls
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
@@ -74,5 +74,5 @@ def test_hints_are_named_where_they_stand() -> None:
     "body", [b'{"messages": null}', b'{"model": null}', b'{"n": "two"}', b"null"]
 )
 def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
-    with pytest.raises(RequestRefused):
+    with pytest.raises(RequestError):
         decode(msgspec.json.Decoder(ChatRequest), body)

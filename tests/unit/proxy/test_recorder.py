@@ -27,8 +27,8 @@ from areal_hpc.proxy.sessions.events import (
     decode_event,
     encode_event,
 )
-from areal_hpc.proxy.sessions.recorder import Recorder
-from areal_hpc.proxy.sessions.store import SessionBook, key_digest, new_key
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
+from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import NO_VERSION, SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
@@ -38,7 +38,7 @@ SYNC_INTERVAL_S = 60.0
 draws = st.integers(0, 1000)
 
 
-def picture(book: SessionBook) -> dict[str, Any]:
+def picture(book: SessionStore) -> dict[str, Any]:
     """Everything recorded in a book, as plain data."""
     return {
         "sessions": {
@@ -66,7 +66,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
-        self.recorder = Recorder(self.folder / "journal", SYNC_INTERVAL_S)
+        self.recorder = JournaledRecorder(self.folder / "journal", SYNC_INTERVAL_S)
         self.count = 0
 
     def teardown(self) -> None:
@@ -74,7 +74,7 @@ class RecorderMachine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
     @property
-    def book(self) -> SessionBook:
+    def book(self) -> SessionStore:
         return self.recorder.book
 
     def pick(self, draw: int, *, ended: bool) -> Any:
@@ -95,7 +95,7 @@ class RecorderMachine(RuleBasedStateMachine):
         if ref is not None and self.book.rows_of(ref) is not None:
             return
         request = StartSessionRequest("task", ref, draw % 3)
-        opened = SessionOpened(f"s{self.count}", key_digest(new_key()), request)
+        opened = SessionOpened(f"s{self.count}", hash_key(generate_key()), request)
         self.recorder.record(opened)
 
     @rule(draw=draws, text=st.sampled_from(["a", "b", "é"]))
@@ -168,7 +168,7 @@ class RecorderMachine(RuleBasedStateMachine):
     def crash(self) -> None:
         before = picture(self.book)
         self.recorder.close()
-        self.recorder = Recorder(self.folder / "journal", SYNC_INTERVAL_S)
+        self.recorder = JournaledRecorder(self.folder / "journal", SYNC_INTERVAL_S)
         assert picture(self.book) == before
 
     @invariant()
@@ -189,9 +189,9 @@ def test_events_survive_the_journal_as_they_are() -> None:
 
 
 def test_a_key_is_found_by_its_digest_alone() -> None:
-    book = SessionBook()
-    key = new_key()
-    book.apply(SessionOpened("s", key_digest(key), StartSessionRequest("t")))
+    book = SessionStore()
+    key = generate_key()
+    book.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
     assert book.session_of_key(key) is book.sessions["s"]
     assert book.session_of_key(key[:-1]) is None
     assert key not in str(msgspec.to_builtins(book.sessions["s"].opened))
@@ -202,7 +202,7 @@ def test_a_key_is_found_by_its_digest_alone() -> None:
     [(TicketRef(1, 0), True, False), (None, True, True), (None, False, False)],
 )
 def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, dropped: bool) -> None:
-    book = SessionBook()
+    book = SessionStore()
     book.apply(SessionOpened("s", b"k", StartSessionRequest("t", ref, disposable=not ref)))
     session = book.sessions["s"]
     session.ended = ended
@@ -216,7 +216,7 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
 
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
     """They may be tried again and again until a replica serves."""
-    book = SessionBook()
+    book = SessionStore()
     for name, ticket_id in (("good", 1), ("tried", 1), ("other", 2)):
         request = StartSessionRequest("t", TicketRef(ticket_id, 0))
         book.apply(SessionOpened(name, name.encode(), request))

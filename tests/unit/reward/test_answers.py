@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from areal_hpc.reward.answer_extraction import boxed, fenced, tagged
+from areal_hpc.reward.answer_extraction import extract_boxed, extract_code, extract_tagged
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
@@ -39,7 +39,7 @@ def texts(pieces: list[str]) -> st.SearchStrategy[str]:
 @example("<answer>a</answer>b</answer><answer>c")
 def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
     found = TAGGED.findall(text)
-    assert tagged(text) == (found[-1].strip() if found else None)
+    assert extract_tagged(text) == (found[-1].strip() if found else None)
 
 
 @given(texts(FENCES))
@@ -47,13 +47,13 @@ def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
 @example("````python\na```\n```")
 def test_the_last_fence_is_that_of_the_expression(text: str) -> None:
     found = FENCED.findall(text)
-    assert fenced(text) == (found[-1] if found else None)
+    assert extract_code(text) == (found[-1] if found else None)
 
 
 def test_a_box_may_hold_braces() -> None:
-    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}}") == "\\frac{1}{2}"
-    assert boxed("\\boxed{1} or \\boxed{\\frac{1}{2}") is None
-    assert boxed("1") is None
+    assert extract_boxed("\\boxed{1} or \\boxed{\\frac{1}{2}}}") == "\\frac{1}{2}"
+    assert extract_boxed("\\boxed{1} or \\boxed{\\frac{1}{2}") is None
+    assert extract_boxed("1") is None
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from areal_hpc.sandbox.run import Limits, run_program
+from areal_hpc.sandbox.run import ProgramLimits, run_program
 
-SMALL = Limits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
+SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
 
 
 def test_a_program_reads_and_prints() -> None:

@@ -7,20 +7,22 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.limits import EpisodeLimits, limits_of, refuse_unkeepable_limits
+from areal_hpc.rollout.episodes.limits import EpisodeLimits, check_task_limits, resolve_limits
 
 ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
 
 
 def test_the_recipe_limits_an_episode() -> None:
-    assert limits_of(ROLLOUT, {"question": "2+2"}) == EpisodeLimits(
+    assert resolve_limits(ROLLOUT, {"question": "2+2"}) == EpisodeLimits(
         max_turns=8, max_tokens=0, timeout_s=60.0
     )
 
 
 def test_a_task_overrides_what_it_names() -> None:
     task = {"limits": {"max_tokens": 100, "timeout_s": 5}}
-    assert limits_of(ROLLOUT, task) == EpisodeLimits(max_turns=8, max_tokens=100, timeout_s=5.0)
+    assert resolve_limits(ROLLOUT, task) == EpisodeLimits(
+        max_turns=8, max_tokens=100, timeout_s=5.0
+    )
 
 
 @pytest.mark.parametrize("limits", [3, {"max_turn": 1}, {"max_turns": -1}, {"timeout_s": 0}])
@@ -28,7 +30,7 @@ def test_limits_of_a_task_that_cannot_be_read_are_an_error(limits: Any) -> None:
     with pytest.raises(
         RecipeError, match=re.escape("give any of max_turns, max_tokens, timeout_s")
     ):
-        limits_of(ROLLOUT, {"limits": limits})
+        resolve_limits(ROLLOUT, {"limits": limits})
 
 
 @pytest.mark.parametrize(
@@ -42,9 +44,9 @@ def test_limits_that_cannot_be_kept_are_refused_before_any_episode(
     limits: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(RecipeError, match=said):
-        refuse_unkeepable_limits(ROLLOUT, 3600.0, {"limits": limits})
+        check_task_limits(ROLLOUT, 3600.0, {"limits": limits})
 
 
 def test_other_limits_are_let_through() -> None:
-    refuse_unkeepable_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1200}})
-    refuse_unkeepable_limits(ROLLOUT, 1.0, {"question": "2+2"})
+    check_task_limits(ROLLOUT, 3600.0, {"limits": {"timeout_s": 1200}})
+    check_task_limits(ROLLOUT, 1.0, {"question": "2+2"})

@@ -9,26 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.rollout.episodes.episode import checked_rewards
+from areal_hpc.rollout.episodes.episode import validate_rewards
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))
 def test_finite_float_goes_to_the_last_interaction(reward: float) -> None:
-    assert checked_rewards(reward) == {None: reward}
+    assert validate_rewards(reward) == {None: reward}
 
 
 @pytest.mark.parametrize(
     "reward", [1, True, False, np.float32(0.5), np.int64(2), np.bool_(True), np.array(3.0)]
 )
 def test_other_real_numbers_become_floats(reward: Any) -> None:
-    (value,) = checked_rewards(reward).values()
+    (value,) = validate_rewards(reward).values()
     assert type(value) is float
     assert value == reward
 
 
 @given(st.dictionaries(st.text(), st.floats(-1e6, 1e6), min_size=1))
 def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> None:
-    assert checked_rewards(rewards) == rewards
+    assert validate_rewards(rewards) == rewards
 
 
 @pytest.mark.parametrize(
@@ -49,17 +49,17 @@ def test_dict_gives_every_interaction_its_reward(rewards: dict[str, float]) -> N
 )
 def test_anything_else_is_refused_with_what_was_returned(returned: object, said: str) -> None:
     with pytest.raises(AgentError) as caught:
-        checked_rewards(returned)
+        validate_rewards(returned)
     assert said in str(caught.value)
 
 
 def test_long_wrong_returns_are_cut_short() -> None:
     with pytest.raises(AgentError) as caught:
-        checked_rewards("x" * 10_000)
+        validate_rewards("x" * 10_000)
     assert len(str(caught.value)) < 400
 
 
 @pytest.mark.parametrize("reward", [1e39, -1e39])
 def test_a_reward_too_large_to_be_stored_is_refused_before_it_is_recorded(reward: float) -> None:
     with pytest.raises(AgentError, match="finite float"):
-        checked_rewards(reward)
+        validate_rewards(reward)

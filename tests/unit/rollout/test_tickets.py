@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rollout.episodes.episode import episode_seed
-from areal_hpc.rollout.leased_tickets import TicketBoard
+from areal_hpc.rollout.episodes.episode import derive_episode_seed
+from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
@@ -19,7 +19,7 @@ def grant(ticket_id: int, n_samples: int = 4) -> TicketGrant:
 
 
 def test_slots_free_up_episode_by_episode() -> None:
-    board = TicketBoard(6, 4)
+    board = LeasedTickets(6, 4)
     assert board.accept(grant(1))
     assert board.capacity == 2
     board.end_episode(grant(1).ref)
@@ -29,7 +29,7 @@ def test_slots_free_up_episode_by_episode() -> None:
 
 
 def test_ticket_is_held_then_reported_finished() -> None:
-    board = TicketBoard(8, 4)
+    board = LeasedTickets(8, 4)
     board.accept(grant(1))
     board.accept(grant(2))
     board.finish(grant(1).ref)
@@ -38,7 +38,7 @@ def test_ticket_is_held_then_reported_finished() -> None:
 
 
 def test_repeated_grant_is_run_once() -> None:
-    board = TicketBoard(8, 4)
+    board = LeasedTickets(8, 4)
     assert board.accept(grant(1))
     assert not board.accept(grant(1))
     board.finish(grant(1).ref)
@@ -46,7 +46,7 @@ def test_repeated_grant_is_run_once() -> None:
 
 
 def test_dropped_ticket_is_forgotten() -> None:
-    board = TicketBoard(8, 4)
+    board = LeasedTickets(8, 4)
     board.accept(grant(1))
     board.release(grant(1).ref)
     assert (board.held, board.finished, board.capacity) == ([], [], 8)
@@ -54,7 +54,7 @@ def test_dropped_ticket_is_forgotten() -> None:
 
 
 def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> None:
-    board = TicketBoard(24, 4)
+    board = LeasedTickets(24, 4)
     for number in range(3):
         board.accept(grant(number))
         board.finish(grant(number).ref)
@@ -66,14 +66,14 @@ def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> No
 
 @given(st.lists(st.integers(1, 5), max_size=20))
 def test_capacity_is_never_negative(sizes: list[int]) -> None:
-    board = TicketBoard(8, 4)
+    board = LeasedTickets(8, 4)
     for number, size in enumerate(sizes):
         board.accept(grant(number, size))
         assert board.capacity == max(0, 8 - sum(sizes[: number + 1]))
 
 
 def test_started_over_ticket_takes_all_its_slots_again() -> None:
-    board = TicketBoard(8, 4)
+    board = LeasedTickets(8, 4)
     board.accept(grant(1))
     board.end_episode(grant(1).ref)
     board.begin(grant(1))
@@ -81,10 +81,12 @@ def test_started_over_ticket_takes_all_its_slots_again() -> None:
 
 
 def test_every_episode_and_every_repetition_has_its_own_seed() -> None:
-    seeds = {episode_seed(*which) for which in itertools.product(range(20), range(8), range(3))}
+    seeds = {
+        derive_episode_seed(*which) for which in itertools.product(range(20), range(8), range(3))
+    }
     assert len(seeds) == 20 * 8 * 3
     assert all(0 <= seed < 2**31 for seed in seeds)
-    assert episode_seed(7, 1, 0) == episode_seed(7, 1, 0)
+    assert derive_episode_seed(7, 1, 0) == derive_episode_seed(7, 1, 0)
 
 
 def test_tasks_are_fresh_copies(tmp_path: Path) -> None:

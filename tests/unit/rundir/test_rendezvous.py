@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.topology import launched_position
+from areal_hpc.jobs.topology import detect_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 
@@ -51,10 +51,10 @@ def test_trainers_that_start_at_once_take_different_epochs(tmp_path: Path) -> No
 
 
 def test_position_is_read_from_slurm_or_from_the_local_executor() -> None:
-    slurm = launched_position(
+    slurm = detect_task_position(
         {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1"}
     )
     assert (slurm.rank, slurm.num_tasks, slurm.local_rank, slurm.node_rank) == (3, 4, 1, 1)
-    local = launched_position({"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"})
+    local = detect_task_position({"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2"})
     assert (local.rank, local.num_tasks) == (1, 2)
-    assert launched_position({}).is_first
+    assert detect_task_position({}).is_first

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import normalise_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from tests.support.chatml import CHATML, byte_level_tokenizer
 
 ENCODER = TokenEncoder(byte_level_tokenizer())
@@ -20,18 +20,20 @@ _numbers = count()
 
 
 def user(text: str) -> Message:
-    return normalise_chat_message({"role": "user", "content": text})
+    return normalize_chat_message({"role": "user", "content": text})
 
 
 def assistant(text: str) -> Message:
-    return normalise_chat_message({"role": "assistant", "content": text})
+    return normalize_chat_message({"role": "assistant", "content": text})
 
 
 def prompt_ids(tree: InteractionTree, interaction: Interaction) -> list[int]:
     """The whole prompt of an interaction."""
     path = tree.path(interaction)
-    ids = [i for one in path[:-1] for part in (one.new_ids, one.output_ids) for i in ids_of(part)]
-    return [int(i) for i in (*ids, *ids_of(interaction.new_ids))]
+    ids = [
+        i for one in path[:-1] for part in (one.new_ids, one.output_ids) for i in unpack_ids(part)
+    ]
+    return [int(i) for i in (*ids, *unpack_ids(interaction.new_ids))]
 
 
 def say(

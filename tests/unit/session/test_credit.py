@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.errors import RewardRefused
+from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.credit import CreditRule, assign_credit, retry_orphans
+from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 from tests.unit.session.model_stub import assistant, say, user
@@ -145,7 +145,7 @@ def test_earnings_stay_within_what_a_shard_can_hold() -> None:
 
 @pytest.mark.parametrize("discount", [math.nan, math.inf])
 def test_a_discount_is_finite(discount: float) -> None:
-    with pytest.raises(RewardRefused, match="finite"):
+    with pytest.raises(InvalidRewardError, match="finite"):
         assign_credit(InteractionTree(), discount)
 
 
@@ -153,7 +153,7 @@ def test_a_reply_whose_request_was_sent_again_is_an_orphan() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3))
-    assert retry_orphans(tree) == {lost.interaction_id}
+    assert find_retry_orphans(tree) == {lost.interaction_id}
 
 
 def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
@@ -162,18 +162,18 @@ def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
     say(tree, [user("a"), assistant("one"), user("b")], "x", during=(4, 5))
     say(tree, [user("a")], "three", during=(6, 7))
-    assert retry_orphans(tree) == frozenset()
+    assert find_retry_orphans(tree) == frozenset()
 
 
 def test_replies_sampled_side_by_side_are_no_orphans() -> None:
     tree = InteractionTree()
     for text in ("one", "two"):
         say(tree, [user("a")], text, during=(0, 1))
-    assert retry_orphans(tree) == frozenset()
+    assert find_retry_orphans(tree) == frozenset()
 
 
 def test_an_orphan_left_out_shares_nothing() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "lost", during=(0, 1))
     say(tree, [user("a")], "kept", during=(2, 3)).reward = 1.0
-    assert totals(tree, left_out=retry_orphans(tree)) == [1.0]
+    assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]

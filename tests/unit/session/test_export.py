@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_hpc.errors import RewardRefused
+from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import EpisodeKey, ExportRule, ExportStyle, export_rows, plan_rows
-from areal_hpc.session.rewards import check_reward, final_reward, rewarded_interaction
-from areal_hpc.session.tree import Interaction, InteractionTree, ids_of
+from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
+from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from tests.unit.session.model_stub import assistant, prompt_ids, say, user
 
 KEY = EpisodeKey(ticket_id=5, attempt=1, episode=2)
@@ -31,7 +31,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     said[-1].reward = 0.5
     (row,) = export_rows(tree, KEY)
     last = said[-1]
-    assert row.input_ids_T.tolist() == prompt_ids(tree, last) + ids_of(last.output_ids).tolist()
+    assert row.input_ids_T.tolist() == prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
     assert row.loss_mask_T.sum() == sum(one.output_tokens for one in said)
     assert (row.versions_T == -1).tolist() == (row.loss_mask_T == 0).tolist()
     assert sorted(set(row.versions_T.tolist())) == [-1, 0, 1, 2]
@@ -175,40 +175,40 @@ def test_an_empty_session_has_no_rows() -> None:
 def test_the_last_completed_interaction_is_rewarded_by_default() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two")
-    assert rewarded_interaction(tree, None) is said[-1]
-    assert rewarded_interaction(tree, said[0].interaction_id) is said[0]
-    with pytest.raises(RewardRefused, match=said[0].interaction_id):
-        rewarded_interaction(tree, "chatcmpl-unknown")
-    with pytest.raises(RewardRefused, match="no completed interaction"):
-        rewarded_interaction(InteractionTree(), None)
+    assert find_rewarded_interaction(tree, None) is said[-1]
+    assert find_rewarded_interaction(tree, said[0].interaction_id) is said[0]
+    with pytest.raises(InvalidRewardError, match=said[0].interaction_id):
+        find_rewarded_interaction(tree, "chatcmpl-unknown")
+    with pytest.raises(InvalidRewardError, match="no completed interaction"):
+        find_rewarded_interaction(InteractionTree(), None)
 
 
 @pytest.mark.parametrize(
     "reward", [float("nan"), float("inf"), 1e39, 10**400, None, "1", 1j, np.ones(2)]
 )
 def test_rewards_are_finite_numbers(reward: object) -> None:
-    with pytest.raises(RewardRefused, match="finite"):
-        check_reward(reward)
+    with pytest.raises(InvalidRewardError, match="finite"):
+        validate_reward(reward)
 
 
 @pytest.mark.parametrize("reward", [1.0, 1, True, np.float32(1), np.int8(1), np.bool_(1)])
 def test_every_kind_of_number_is_a_reward(reward: object) -> None:
-    assert check_reward(reward) == 1.0
-    assert type(check_reward(reward)) is float
+    assert validate_reward(reward) == 1.0
+    assert type(validate_reward(reward)) is float
 
 
 def test_a_reward_for_an_unknown_id_names_those_that_there_are() -> None:
     tree = InteractionTree()
     first, second = chain(tree, "one", "two")
-    assert rewarded_interaction(tree, first.interaction_id) is first
+    assert find_rewarded_interaction(tree, first.interaction_id) is first
     known = f"{first.interaction_id}, {second.interaction_id}"
-    with pytest.raises(RewardRefused, match=f"no interaction 'resp-1' .*it has: {known}"):
-        rewarded_interaction(tree, "resp-1")
+    with pytest.raises(InvalidRewardError, match=f"no interaction 'resp-1' .*it has: {known}"):
+        find_rewarded_interaction(tree, "resp-1")
 
 
 def test_the_final_reward_is_the_last_one_given() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
-    assert final_reward(tree) is None
+    assert get_final_reward(tree) is None
     said[1].reward = 0.5
-    assert final_reward(tree) == 0.5
+    assert get_final_reward(tree) == 0.5

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalise_chat_message
-from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, ids_of
+from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from tests.support.prompt_audit import audit_prompt, prompt_ids, rendered_ids
 from tests.unit.session.families import ENCODER, FAMILIES, MARKS, Family
 
@@ -76,7 +76,7 @@ def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
         sent["tool_calls"] = [
             {"id": "other", "function": {"name": function["name"], "arguments": respelled}}
         ]
-    return normalise_chat_message(sent)
+    return normalize_chat_message(sent)
 
 
 def speak(
@@ -96,7 +96,7 @@ def speak(
         splice=turn.splice,
         context=turn.context,
         new_messages=turn.new_messages,
-        reply=normalise_chat_message(message(family, reply, len(tree))),
+        reply=normalize_chat_message(message(family, reply, len(tree))),
         prompt_tokens=prior + len(new_ids),
         new_ids=np.asarray(new_ids, "<i4").tobytes(),
         output_ids=np.asarray(output, "<i4").tobytes(),
@@ -118,11 +118,11 @@ def converse(family: Family, conversation: list[tuple[str, Reply]]) -> Interacti
     for question, reply in conversation:
         asks_back = bool(messages) and "tool_calls" in messages[-1]
         role = {"role": "tool", "tool_call_id": "other"} if asks_back else {"role": "user"}
-        messages.append(normalise_chat_message({**role, "content": question}))
+        messages.append(normalize_chat_message({**role, "content": question}))
         interaction = speak(tree, family, messages, reply)
         prompt = prompt_ids(tree, interaction)
         assert prompt[: len(read)] == read
-        read = prompt + ids_of(interaction.output_ids).tolist()
+        read = prompt + unpack_ids(interaction.output_ids).tolist()
         told = message(family, reply, len(tree) - 1)
         messages.append(as_an_sdk_sends_it(told))
     return tree
@@ -147,7 +147,7 @@ def test_what_is_new_in_a_prompt_is_what_the_template_writes(
     tree = converse(family, conversation)
     for one in list(tree)[1:]:
         said_end = tree[one.parent_id or ""].closed
-        new = ENCODER.decode(ids_of(one.new_ids).tolist())
+        new = ENCODER.decode(unpack_ids(one.new_ids).tolist())
         rendering = ENCODER.decode(rendered_ids(tree, one, family.template, ENCODER))
         tail = new if said_end else new.removeprefix(family.end_of_turn)
         assert rendering.endswith(tail)
@@ -215,7 +215,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
         {"role": "user", "content": "d"},
     ]
     turn = tree.open_turn(
-        [normalise_chat_message(one) for one in history], family.template, tools=TOOLS
+        [normalize_chat_message(one) for one in history], family.template, tools=TOOLS
     )
     assert (turn.parent, turn.splice, turn.forked) == (None, "root", why)
 
@@ -228,7 +228,7 @@ def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not
     def forked(*contents: str, tools: Any = TOOLS) -> str | None:
         roles = ["user", "assistant"] * 3
         messages = [
-            normalise_chat_message({"role": role, "content": content})
+            normalize_chat_message({"role": role, "content": content})
             for role, content in zip(roles, contents, strict=False)
         ]
         return tree.open_turn(messages, family.template, tools=tools).forked

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from areal_hpc.session.message_matching import normalise_chat_message, without_volatile_lines
+from areal_hpc.session.message_matching import normalize_chat_message, strip_volatile_lines
 
 
 def call(arguments: str) -> object:
-    return normalise_chat_message(
+    return normalize_chat_message(
         {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
     )["tool_calls"][0]["function"]["arguments"]
 
@@ -34,7 +34,7 @@ def test_arguments_are_values_unless_no_journal_could_hold_them(
 
 
 def test_a_developer_is_the_system() -> None:
-    assert normalise_chat_message({"role": "developer", "content": "a"}) == {
+    assert normalize_chat_message({"role": "developer", "content": "a"}) == {
         "role": "system",
         "content": "a",
     }
@@ -42,7 +42,7 @@ def test_a_developer_is_the_system() -> None:
 
 def test_a_billing_line_is_taken_away_and_nothing_else() -> None:
     line = "x-anthropic-billing-header: cc_version=2.1; cch=1a2b3;\n"
-    assert without_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."
-    assert without_volatile_lines(line.strip()) == ""
+    assert strip_volatile_lines(line + "You help.\n  Well.") == "You help.\n  Well."
+    assert strip_volatile_lines(line.strip()) == ""
     kept = "Say x-anthropic-billing-header: when asked."
-    assert without_volatile_lines(kept) == kept
+    assert strip_volatile_lines(kept) == kept

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.completion_prompts import open_ids_turn, open_text_turn
+from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan
 from tests.support.chatml import byte_level_tokenizer
 from tests.support.prompt_audit import audit_prompt
@@ -43,10 +43,10 @@ def complete(
 ) -> tuple[Interaction, list[int]]:
     """Answer a plain prompt; the model says every letter as a token of its own."""
     if isinstance(prompt, str):
-        turn = open_text_turn(tree, prompt, encoder)
+        turn = match_text_prompt(tree, prompt, encoder)
         new_ids = encoder.encode(turn.text, add_special_tokens=turn.parent is None)
     else:
-        turn, new_ids = open_ids_turn(tree, prompt, encoder)
+        turn, new_ids = match_ids_prompt(tree, prompt, encoder)
     output = [i for letter in reply for i in encoder.encode(letter)]
     output += encoder.encode("<|im_end|>") * closed
     prior = turn.parent.sequence_tokens if turn.parent else 0
@@ -107,16 +107,16 @@ def test_the_longest_history_is_continued() -> None:
     complete(tree, encoder, "a", "b")
     longer, _ = complete(tree, encoder, "ab c", "d")
     complete(tree, encoder, "a", "bc")
-    assert open_text_turn(tree, "ab cd e", encoder).parent is longer
-    assert open_text_turn(tree, "ab cd e", encoder).text == " e"
-    assert open_text_turn(tree, "x", encoder).parent is None
+    assert match_text_prompt(tree, "ab cd e", encoder).parent is longer
+    assert match_text_prompt(tree, "ab cd e", encoder).text == " e"
+    assert match_text_prompt(tree, "x", encoder).parent is None
 
 
 def test_a_conversation_goes_on_as_its_text() -> None:
     encoder, tree = encoder_of(leads=False), InteractionTree()
     first = say(tree, [user("hi")], "hello")
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\nSystem:"
-    turn = open_text_turn(tree, text, encoder)
+    turn = match_text_prompt(tree, text, encoder)
     assert (turn.parent, turn.text) == (first, "\nSystem:")
 
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.template_suffix import REPLY_PLACEHOLDER
-from areal_hpc.session.tree import InteractionTree, ids_of
+from areal_hpc.session.tree import InteractionTree, unpack_ids
 from tests.support.chatml import CHATML
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, prompt_ids, say, user
 
@@ -47,7 +47,7 @@ def test_the_models_own_tokens_stay_verbatim_however_it_split_them(
         prompt = prompt_ids(tree, interaction)
         assert prompt[: len(read)] == read
         assert ENCODER.decode(prompt) == TEMPLATE.render(messages)
-        read = prompt + ids_of(interaction.output_ids).tolist()
+        read = prompt + unpack_ids(interaction.output_ids).tolist()
         messages.append(assistant(reply))
     assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
 
@@ -61,7 +61,7 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
         say(tree, messages, reply)
         messages.append(assistant(reply))
     last = tree.last
-    sequence = prompt_ids(tree, last) + ids_of(last.output_ids).tolist()
+    sequence = prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
     assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"") + b"]") == sequence
     assert msgspec.json.decode(b"[" + tree.sequence_json(last, b"7,8") + b"]") == [*sequence, 7, 8]
     assert tree.sequence_json(None, b"7") == b"7"
@@ -72,7 +72,7 @@ def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", closed=False)
     second = say(tree, [user("a"), assistant("hello"), user("b")], "x")
-    sequence = prompt_ids(tree, first) + ids_of(first.output_ids).tolist()
+    sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
     added = prompt_ids(tree, second)[len(sequence) :]
     assert ENCODER.decode(added).startswith("<|im_end|>\n<|im_start|>user\nb")
 
@@ -137,7 +137,7 @@ def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
     first = say(tree, [user("a")], reply, template=forgetful)
     second = say(tree, [user("a"), assistant(reply), user("b")], "x", template=forgetful)
     assert second.splice == "spliced"
-    sequence = prompt_ids(tree, first) + ids_of(first.output_ids).tolist()
+    sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
     assert prompt_ids(tree, second)[: len(sequence)] == sequence
 
 

@@ -7,9 +7,9 @@ import pytest
 from jinja2.exceptions import SecurityError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_hpc.errors import RecipeError, TemplateRefusal
+from areal_hpc.errors import ChatTemplateError, RecipeError
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 from tests.support.chatml import write_model_dir
 
 MESSAGES = [{"role": "user", "content": "<é>"}]
@@ -41,12 +41,12 @@ def test_generation_marks_render_their_content() -> None:
     "source", ["{{ raise_exception('roles must alternate') }}", "{{ messages[0].content + 1 }}"]
 )
 def test_a_template_that_raises_refuses_the_messages(source: str) -> None:
-    with pytest.raises(TemplateRefusal):
+    with pytest.raises(ChatTemplateError):
         ChatTemplate(source).render(MESSAGES)
 
 
 def test_a_template_cannot_reach_the_interpreter() -> None:
-    with pytest.raises(TemplateRefusal):
+    with pytest.raises(ChatTemplateError):
         ChatTemplate("{{ messages.__class__.__mro__ }}{{ ''.__class__ }}").render(MESSAGES)
 
 
@@ -59,7 +59,7 @@ def test_a_message_has_the_attributes_that_jinja_gives_it(name: str) -> None:
     try:
         rendered = expected.render(message=message)
     except SecurityError:
-        with pytest.raises(TemplateRefusal):
+        with pytest.raises(ChatTemplateError):
             ChatTemplate(source).render([message])
     else:
         again = ChatTemplate(source).render([message])
@@ -125,11 +125,11 @@ def test_the_vocabulary_is_the_models(tmp_path: Path) -> None:
     ],
 )
 def test_what_sdks_change_makes_no_difference(one: Message, other: Message) -> None:
-    same = [normalise_chat_message({"role": "assistant", **message}) for message in (one, other)]
+    same = [normalize_chat_message({"role": "assistant", **message}) for message in (one, other)]
     assert same[0] == same[1]
 
 
 def test_a_malformed_tool_call_stays_text() -> None:
     call = {"function": {"name": "f", "arguments": '{"x":'}}
-    message = normalise_chat_message({"role": "assistant", "tool_calls": [call]})
+    message = normalize_chat_message({"role": "assistant", "tool_calls": [call]})
     assert message["tool_calls"][0]["function"]["arguments"] == '{"x":'

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.shards.disk_io import Buffer, write_whole
+from areal_hpc.shards.disk_io import Buffer, write_all
 
 
 def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_buffers_of_any_type_lie_one_after_another(tmp_path: Path) -> None:
         np.array([1, 2], "<i4"),
         memoryview(b"c"),
     ]
-    assert write_whole(descriptor, buffers) == 11
-    assert write_whole(descriptor, [b"X"] * 3000, offset=20) == 3000
+    assert write_all(descriptor, buffers) == 11
+    assert write_all(descriptor, [b"X"] * 3000, offset=20) == 3000
     os.close(descriptor)
     start = b"ab\x01\0\0\0\x02\0\0\0c"
     assert path.read_bytes() == start.ljust(20, b"\0") + b"X" * 3000
@@ -30,7 +30,7 @@ def test_a_write_that_the_kernel_shortens_goes_on_where_it_stopped() -> None:
     content = np.zeros(most_bytes + 12345, np.uint8)
     descriptor = os.open("/dev/null", os.O_WRONLY)
     assert os.writev(descriptor, [content.data]) == most_bytes
-    assert write_whole(descriptor, [b"head", content, b"tail"]) == len(content) + 8
+    assert write_all(descriptor, [b"head", content, b"tail"]) == len(content) + 8
     os.close(descriptor)
 
 
@@ -41,7 +41,7 @@ def test_what_does_not_fit_is_an_error_even_when_some_of_it_did(tmp_path: Path) 
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
         try:
-            write_whole(os.open(path, os.O_WRONLY | os.O_CREAT), [b"x" * 60, b"y" * 60])
+            write_all(os.open(path, os.O_WRONLY | os.O_CREAT), [b"x" * 60, b"y" * 60])
         except OSError:
             os._exit(7)
         os._exit(0)

@@ -8,12 +8,12 @@ from tokenizers.models import WordLevel
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.view.shard_report import (
-    describe_verification,
+    find_ticket_rows,
+    format_shards_json,
+    format_verification,
     list_shards,
-    rows_of_ticket,
-    shards_as_json,
     show_trajectory,
 )
 from tests.support.sample_trajectories import ticket, trajectory
@@ -24,7 +24,7 @@ def layout(tmp_path: Path) -> RunPaths:
     layout = RunPaths(tmp_path)
     for ticket_ids in ((1, 2), (3,)):
         rows = [row for ticket_id in ticket_ids for row in ticket(ticket_id)]
-        seal(rows, layout.shards_dir, layout.index_dir, "cell-0")
+        seal_shard(rows, layout.shards_dir, layout.index_dir, "cell-0")
     return layout
 
 
@@ -41,18 +41,20 @@ def test_the_list_has_a_line_per_shard_and_a_total(layout: RunPaths) -> None:
 
 
 def test_the_list_as_json_holds_the_index_and_the_versions(layout: RunPaths) -> None:
-    first, second = map(json.loads, shards_as_json(layout, step_of).splitlines())
+    first, second = map(json.loads, format_shards_json(layout, step_of).splitlines())
     assert (first["file"], first["versions"]) == ("cell-0-000000.h5", "1.1..1.2")
     assert [ticket["ticket_id"] for ticket in second["tickets"]] == [3]
 
 
 def test_the_rows_of_a_ticket_are_found_in_a_run_and_in_a_file(layout: RunPaths) -> None:
-    seal(ticket(1), layout.shards_dir, layout.index_dir, "cell-1")  # sealed twice, after a crash
-    assert rows_of_ticket(layout.root, 1) == [0, 1, 6, 7]
-    assert rows_of_ticket(layout.root, 3) == [4, 5]
-    assert rows_of_ticket(layout.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
+    seal_shard(
+        ticket(1), layout.shards_dir, layout.index_dir, "cell-1"
+    )  # sealed twice, after a crash
+    assert find_ticket_rows(layout.root, 1) == [0, 1, 6, 7]
+    assert find_ticket_rows(layout.root, 3) == [4, 5]
+    assert find_ticket_rows(layout.shards_dir / "cell-0-000001.h5", 3) == [0, 1]
     with pytest.raises(RecipeError, match="no row of ticket 9"):
-        rows_of_ticket(layout.root, 9)
+        find_ticket_rows(layout.root, 9)
 
 
 def test_the_list_says_when_a_shard_cannot_be_read(layout: RunPaths) -> None:
@@ -80,7 +82,7 @@ def test_rows_of_a_single_file_are_counted_in_the_file(layout: RunPaths) -> None
 
 def test_tokens_are_decoded_with_a_tokenizer(tmp_path: Path) -> None:
     layout = RunPaths(tmp_path)
-    seal([trajectory(tokens=2)], layout.shards_dir, layout.index_dir, "cell-0")
+    seal_shard([trajectory(tokens=2)], layout.shards_dir, layout.index_dir, "cell-0")
     tokenizer_json = tmp_path / "tokenizer.json"
     Tokenizer(WordLevel({"two": 0, "\n": 1}, unk_token="two")).save(str(tokenizer_json))
     lines = show_trajectory(layout.root, 0, tokenizer_json).splitlines()
@@ -100,9 +102,9 @@ def test_a_missing_tokenizer_is_an_error(layout: RunPaths) -> None:
 
 
 def test_a_verification_ends_with_its_totals(layout: RunPaths) -> None:
-    assert describe_verification(verify_run(layout)) == "2 shards, 6 rows verified, 0 problems"
+    assert format_verification(verify_run(layout)) == "2 shards, 6 rows verified, 0 problems"
     path = layout.shards_dir / "cell-0-000000.h5"
     path.unlink()
-    problem, last = describe_verification(verify_run(layout)).splitlines()
+    problem, last = format_verification(verify_run(layout)).splitlines()
     assert problem == f"{path}: the file is missing"
     assert last == "2 shards, 6 rows verified, 1 problems"

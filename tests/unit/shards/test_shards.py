@@ -16,7 +16,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from areal_hpc.wire.trajectory import Trajectory
 from tests.support.sample_trajectories import fields, ticket, trajectories, trajectory
 
@@ -34,7 +34,7 @@ def ten_rows(layout: RunPaths) -> ShardReader:
 
 
 def seal_in(layout: RunPaths, rows: list[Trajectory], writer: str = "cell-0") -> SealedShard:
-    return seal(rows, layout.shards_dir, layout.index_dir, writer)
+    return seal_shard(rows, layout.shards_dir, layout.index_dir, writer)
 
 
 @settings(max_examples=40)

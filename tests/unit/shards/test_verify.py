@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import repair, verify_run
-from areal_hpc.shards.writer import seal
+from areal_hpc.shards.writer import seal_shard
 from tests.support.sample_trajectories import ticket
 
 
@@ -17,7 +17,7 @@ def layout(tmp_path: Path) -> RunPaths:
     """A run with two shards of one writer and one of another."""
     layout = RunPaths(tmp_path)
     for ticket_id, writer in ((1, "cell-0"), (2, "cell-0"), (3, "cell-1")):
-        seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, writer)
+        seal_shard(ticket(ticket_id), layout.shards_dir, layout.index_dir, writer)
     return layout
 
 
@@ -60,7 +60,7 @@ def test_a_run_without_shards_has_no_problems(tmp_path: Path) -> None:
 def module_layout(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
     layout = RunPaths(tmp_path_factory.mktemp("run"))
     for ticket_id in (1, 2):
-        seal(ticket(ticket_id), layout.shards_dir, layout.index_dir, "cell-0")
+        seal_shard(ticket(ticket_id), layout.shards_dir, layout.index_dir, "cell-0")
     return layout
 
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.metrics.step_metrics import read_step_lines
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import MetricsWriter, replace_non_finite, summarize_update_pauses
 from areal_hpc.rundir.jsonl import FlatRow, read_lines
-from areal_hpc.wire.replicas import Stall
+from areal_hpc.wire.replicas import UpdatePause
 
 
 def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
@@ -47,7 +47,7 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
         {"step": 2, "loss": 2.0},
         {"step": 3, "loss": 3.0, "eval/reward": 0.5},
     ]
-    assert read_step_lines(path) == [*expected, {"step": 4, "loss": 4.0, "eval/reward": 0.75}]
+    assert read_metrics(path) == [*expected, {"step": 4, "loss": 4.0, "eval/reward": 0.75}]
     resumed = MetricsWriter(path, None, 3)
     assert resumed.judged_step == 3
     assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
@@ -82,10 +82,10 @@ def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> 
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
     stalls = [
-        Stall("1.9", 9.0, 8.0, 7, 6),
-        Stall("1.10", 0.5, 0.1, 3, 100),
-        Stall("1.10", 0.7, 0.3, 2, 20),
-        Stall("", 5.0, 5.0, 5, 5),
+        UpdatePause("1.9", 9.0, 8.0, 7, 6),
+        UpdatePause("1.10", 0.5, 0.1, 3, 100),
+        UpdatePause("1.10", 0.7, 0.3, 2, 20),
+        UpdatePause("", 5.0, 5.0, 5, 5),
     ]
     assert summarize_update_pauses(stalls) == {
         "weights/stall_version": "1.10",

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.recipe.sections.trainer import OptimizerConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
@@ -14,14 +14,14 @@ from areal_hpc.trainer.sft_data import get_batch_indices
 
 
 def test_the_rate_climbs_then_stays() -> None:
-    config = OptimizerConfig(lr=1.0, warmup_steps=4)
+    config = AdamConfig(lr=1.0, warmup_steps=4)
     rates = [compute_learning_rate(step, 100, config) for step in range(6)]
     assert rates == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0, 1.0])
 
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_the_rate_decays_to_its_floor(decay: str) -> None:
-    config = OptimizerConfig.model_validate({"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1})
+    config = AdamConfig.model_validate({"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1})
     rates = [compute_learning_rate(step, 51, config) for step in range(51)]
     assert rates[0] == pytest.approx(1.0)
     assert rates[25] == pytest.approx(0.55)
@@ -31,7 +31,7 @@ def test_the_rate_decays_to_its_floor(decay: str) -> None:
 
 @pytest.mark.parametrize("decay", ["linear", "cosine"])
 def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> None:
-    config = OptimizerConfig.model_validate(
+    config = AdamConfig.model_validate(
         {"lr": 1.0, "decay": decay, "min_lr_ratio": 0.1, "warmup_steps": 5}
     )
     rates = [compute_learning_rate(step, 20, config) for step in range(20)]

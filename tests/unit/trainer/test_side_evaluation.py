@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluation
 from areal_hpc.trainer.loop.schedule import Schedule
-from areal_hpc.weights.discovery import Found
+from areal_hpc.weights.discovery import DiscoveredReplicas
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
@@ -18,7 +18,7 @@ SCHEDULE = Schedule(TOTAL, 1, 0, 5, 8)
 READY = ""
 
 
-def cell(*versions: str) -> Found:
+def cell(*versions: str) -> DiscoveredReplicas:
     """Its replicas, by the versions that they serve."""
     return [found(at, "serving" if one else "ready", one) for at, one in enumerate(versions)]
 

@@ -6,10 +6,21 @@ from typing import Any
 
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import Look, QueuedJob
+from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
 from areal_hpc.slurm.states import parse_state
-from areal_hpc.view.diagnosis import CASCADE_S, OUTLIVED_S, Finding, diagnose, last_failure
-from areal_hpc.view.inspection import Evidence, LastWord, Stack, last_stack
+from areal_hpc.view.diagnosis import (
+    CASCADE_WINDOW_S,
+    RECOVERED_WINDOW_S,
+    FailureEvent,
+    diagnose,
+    find_last_failure,
+)
+from areal_hpc.view.inspection import (
+    LogTraceback,
+    RunInspection,
+    TaskExitRecord,
+    find_last_traceback,
+)
 from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
 
@@ -22,12 +33,12 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
     return JobView(name, submission, queued, {})
 
 
-def evidence(place: Path, *jobs: JobView, **more: Any) -> Evidence:
+def evidence(place: Path, *jobs: JobView, **more: Any) -> RunInspection:
     layout = RunPaths(place)
-    look = Look({one.queued.job_id: one.queued for one in jobs if one.queued})
+    look = QueueSnapshot({one.queued.job_id: one.queued for one in jobs if one.queued})
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(layout, jobs, look, ids)
-    empty = Evidence(run, (), {}, (), (), (), (), ())
+    empty = RunInspection(run, (), {}, (), (), (), (), ())
     return dataclasses.replace(empty, **more)
 
 
@@ -41,7 +52,7 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
         tmp_path,
         job("trainer", "FAILED", "1", end=NOW + 9, exit_code=1),
         job("cell-0", "CANCELLED", "2", end=NOW + 30),
-        stacks=(Stack(NOW, log_file("trainer", "trainer-3"), lines),),
+        stacks=(LogTraceback(NOW, log_file("trainer", "trainer-3"), lines),),
         events=(
             {
                 "time": NOW + 1,
@@ -59,7 +70,7 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
             },
         ),
         last_words=(
-            LastWord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
+            TaskExitRecord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
         ),
     )
     diagnosis = diagnose(found)
@@ -75,7 +86,7 @@ def test_memory_outweighs_the_traceback_of_another(tmp_path: Path) -> None:
     starved = job("cell-0", "FAILED", "2", end=NOW, exit_code=1, bad_steps=("OUT_OF_MEMORY",))
     lines = ("Traceback (most recent call last):", "ConnectionError: gone")
     found = evidence(
-        tmp_path, starved, stacks=(Stack(NOW + 1, log_file("cell-0", "driver"), lines),)
+        tmp_path, starved, stacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),)
     )
     assert "cell-0 (job 2) used more memory" in diagnose(found).headline
     assert "more memory" in diagnose(found).hint
@@ -102,7 +113,7 @@ def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
 
 def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     held = job("cell-0", "PENDING", "2", reason="job_requeued_in_held_state")
-    word = LastWord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
+    word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
     found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), last_words=(word,))
     diagnosis = diagnose(found)
     assert "comes back with the trainer" in diagnosis.headline
@@ -154,7 +165,7 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
     found = evidence(tmp_path, job("trainer", "RUNNING", "1"))
     silent = dataclasses.replace(
         found.run,
-        look=Look(silence="squeue had no answer"),
+        look=QueueSnapshot(silence="squeue had no answer"),
         jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
     )
     assert "Slurm does not answer" in diagnose(dataclasses.replace(found, run=silent)).headline
@@ -165,7 +176,7 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None
     found = evidence(
         tmp_path,
         job("trainer", "FAILED", "1", end=NOW, exit_code=78),
-        last_words=(LastWord("trainer", 0, NOW - 1, outcome),),
+        last_words=(TaskExitRecord("trainer", 0, NOW - 1, outcome),),
     )
     diagnosis = diagnose(found)
     assert "exit code 78 (the recipe must change)" in diagnosis.headline
@@ -173,9 +184,9 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None
 
 
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
-    old, new, newest = (Finding(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert last_failure([old, new, newest], CASCADE_S) == (new, newest)
-    assert last_failure([old, new, newest], OUTLIVED_S) == (newest,)
+    old, new, newest = (FailureEvent(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
+    assert find_last_failure([old, new, newest], CASCADE_WINDOW_S) == (new, newest)
+    assert find_last_failure([old, new, newest], RECOVERED_WINDOW_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:
@@ -191,7 +202,7 @@ Traceback (most recent call last):
 RuntimeError: the effect
 2026-11-22 10:00:01,000 INFO goodbye
 """
-    stack = last_stack(log_file("trainer", "trainer"), text)
+    stack = find_last_traceback(log_file("trainer", "trainer"), text)
     assert stack is not None
     assert stack.lines[-1] == "KeyError: 'the cause'"
     assert stack.at is not None

@@ -6,9 +6,9 @@ import yaml
 
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, find_runs
-from areal_hpc.slurm.queue import Queue
-from areal_hpc.view.compare import compare, differing_keys
-from areal_hpc.view.tables import span
+from areal_hpc.slurm.queue import JobQueue
+from areal_hpc.view.compare import find_differing_keys, render_comparison
+from areal_hpc.view.tables import format_duration
 
 
 def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
@@ -16,13 +16,13 @@ def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
         {"trial_name": "a", "trainer": {"lr": 1e-3, "seed": 1}, "proxy": {"seed": 1}},
         {"trial_name": "b", "trainer": {"lr": 2e-3, "seed": 1}, "proxy": {"seed": 2}},
     ]
-    assert differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
-    assert differing_keys(recipes[:1]) == []
+    assert find_differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
+    assert find_differing_keys(recipes[:1]) == []
 
 
 def test_two_keys_of_one_name_are_told_apart() -> None:
     recipes = [{"a": {"lr": 1}, "b": {"lr": 1}}, {"a": {"lr": 2}, "b": {"lr": 2}}]
-    assert [short for _, short in differing_keys(recipes)] == ["a.lr", "b.lr"]
+    assert [short for _, short in find_differing_keys(recipes)] == ["a.lr", "b.lr"]
 
 
 def make_run(root: Path, trial: str, lr: float) -> RunPaths:
@@ -40,7 +40,7 @@ def make_run(root: Path, trial: str, lr: float) -> RunPaths:
 def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     make_run(tmp_path, "a", 0.25)
     make_run(tmp_path, "b", 0.75).finished_marker.touch()
-    rows = [line.split() for line in compare(find_runs(tmp_path), Queue())]
+    rows = [line.split() for line in render_comparison(find_runs(tmp_path), JobQueue())]
     assert rows == [
         ["run", "state", "step", "reward", "held-out", "lr"],
         ["exp/a", "stopped", "2/5", "0.500", "0.250", "0.25"],
@@ -52,6 +52,6 @@ def test_a_sweep_is_a_table(tmp_path: Path) -> None:
 
 
 def test_spans_are_said_in_their_largest_units() -> None:
-    assert [span(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
+    assert [format_duration(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
         *("0 s", "119 s", "2 min", "2 h 00 min", "25 h 01 min", "2 d 7 h")
     ]

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.logs import Follower, last_lines, log_files, records_of, tail
+from areal_hpc.view.logs import LogFollower, log_files, parse_records, read_last_lines, read_tail
 
 
 def make_run(place: Path) -> RunPaths:
@@ -28,10 +28,10 @@ def make_run(place: Path) -> RunPaths:
 
 
 def test_lines_of_all_processes_come_in_the_order_of_time(tmp_path: Path) -> None:
-    lines = last_lines(log_files(make_run(tmp_path), 1), 100)
+    lines = read_last_lines(log_files(make_run(tmp_path), 1), 100)
     told = [line.split()[-1] for file, line in lines if "restart" not in line]
     assert told == ["a", "b", "b", "c", "d", "e"]
-    assert [line for _, line in last_lines(log_files(make_run(tmp_path), 1), 2)] == [
+    assert [line for _, line in read_last_lines(log_files(make_run(tmp_path), 1), 2)] == [
         "[2026-11-22 10:00:04] d",
         "2026-11-22 10:00:05,000 INFO e",
     ]
@@ -61,7 +61,7 @@ def test_jobs_and_processes_can_be_asked_for(tmp_path: Path) -> None:
 
 def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path) -> None:
     layout = make_run(tmp_path)
-    follower = Follower(layout, ["trainer"])
+    follower = LogFollower(layout, ["trainer"])
     assert follower.look() == []
     old = layout.log_dir(1) / "trainer" / "restart_01" / "trainer-0.log"
     with old.open("a") as stream:
@@ -80,12 +80,12 @@ def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path
 def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "long.log"
     path.write_text("".join(f"line {number}\n" for number in range(1000)))
-    assert tail(path, 25) == "line 998\nline 999\n"
-    assert tail(path) == path.read_text()
+    assert read_tail(path, 25) == "line 998\nline 999\n"
+    assert read_tail(path) == path.read_text()
 
 
 @given(st.text(max_size=300))
 def test_no_line_is_lost_and_no_record_goes_back_in_time(text: str) -> None:
-    records = records_of(text)
+    records = parse_records(text)
     assert [line for record in records for line in record.lines] == text.splitlines()
     assert [record.time for record in records] == sorted(record.time for record in records)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.bucket import BucketInPlace, PackingBuffers, unpack
-from areal_hpc.weights.buckets.plan import Bucket, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.bucket import InPlaceBucket, PackingBuffers, unpack_bucket
+from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -18,7 +18,7 @@ SPECS = [
 ]
 
 
-def only_bucket() -> Bucket:
+def only_bucket() -> BucketPlan:
     (bucket,) = plan_buckets(SPECS, 1 << 20)
     return bucket
 
@@ -30,7 +30,7 @@ def test_packing_and_unpacking_are_inverse_in_any_order_of_arrival() -> None:
         assert not packed.is_full
         packed.place(name, TENSORS[name])
     assert packed.is_full
-    for name, tensor in unpack(bucket, packed.flat).items():
+    for name, tensor in unpack_bucket(bucket, packed.flat).items():
         assert tensor.dtype == TENSORS[name].dtype
         assert torch.equal(tensor, TENSORS[name])
 
@@ -52,7 +52,7 @@ def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
 
 
 def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
-    full = BucketInPlace(only_bucket())
+    full = InPlaceBucket(only_bucket())
     for name, tensor in reversed(TENSORS.items()):
         full.place(name, tensor)
     assert full.is_full
@@ -63,7 +63,7 @@ def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
 
 def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
     (bucket,) = plan_buckets([TensorSpec("w", (3, 2), "float32")], 1)
-    full = BucketInPlace(bucket)
+    full = InPlaceBucket(bucket)
     scattered = torch.arange(6.0).reshape(2, 3).T
     full.place("w", scattered)
     (message,) = full.messages
@@ -89,4 +89,4 @@ def test_a_parameter_that_breaks_its_promise_is_refused(
 
 def test_a_vector_of_another_length_is_refused() -> None:
     with pytest.raises(WeightSyncError, match="expected 35 bytes, got 34"):
-        unpack(only_bucket(), torch.zeros(34, dtype=torch.uint8))
+        unpack_bucket(only_bucket(), torch.zeros(34, dtype=torch.uint8))

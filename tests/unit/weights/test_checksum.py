@@ -2,7 +2,12 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.checksum import compare, rank_digests, sha_hash, word_hash
+from areal_hpc.weights.checksum import (
+    compare_checksums,
+    compute_rank_digests,
+    hash_cpu_tensor,
+    hash_gpu_tensor,
+)
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 KEY = "model.layers.0.self_attn.k_proj.weight"
@@ -12,7 +17,7 @@ DOWN = "model.layers.0.mlp.down_proj.weight"
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return f"{sha_hash(tensor.contiguous().view(torch.uint8).reshape(-1)):016x}"
+    return f"{hash_cpu_tensor(tensor.contiguous().view(torch.uint8).reshape(-1)):016x}"
 
 
 def rows(count: int, start: int = 0) -> torch.Tensor:
@@ -22,12 +27,12 @@ def rows(count: int, start: int = 0) -> torch.Tensor:
 def test_fused_parameters_are_hashed_in_the_servers_order_whatever_the_order_of_arrival() -> None:
     tensors = {VALUE: rows(2, 200), QUERY: rows(4), KEY: rows(2, 100)}
     whole = torch.cat([tensors[QUERY], tensors[KEY], tensors[VALUE]])
-    assert rank_digests(tensors, 0, 1, "cpu") == {FUSED: {digest(whole)}}
+    assert compute_rank_digests(tensors, 0, 1, "cpu") == {FUSED: {digest(whole)}}
 
 
 def test_ranks_hold_slices_and_repeated_key_value_heads() -> None:
     tensors = {QUERY: rows(4), KEY: rows(2, 100), VALUE: rows(2, 200), DOWN: rows(3)}
-    found = rank_digests(tensors, 1, 2, "cpu")
+    found = compute_rank_digests(tensors, 1, 2, "cpu")
     sliced = torch.cat([rows(4)[2:], rows(2, 100)[1:], rows(2, 200)[1:]])
     repeated = torch.cat([rows(4)[2:], rows(2, 100), rows(2, 200)])
     assert found[FUSED] == {digest(sliced), digest(repeated)}
@@ -37,7 +42,7 @@ def test_ranks_hold_slices_and_repeated_key_value_heads() -> None:
 def test_vocabulary_rows_are_padded_with_zeros() -> None:
     padded = torch.zeros(64, 4)
     padded[:50] = rows(50)
-    found = rank_digests({"lm_head.weight": rows(50)}, 0, 1, "cpu")
+    found = compute_rank_digests({"lm_head.weight": rows(50)}, 0, 1, "cpu")
     assert found == {"lm_head.weight": {digest(padded)}}
 
 
@@ -52,9 +57,9 @@ def test_vocabulary_rows_are_padded_with_zeros() -> None:
 )
 def test_every_kind_of_difference_is_named(reported: dict[str, str], message: str) -> None:
     expected = {"a": frozenset("1"), "b": frozenset("2")}
-    compare(expected, {"a": "1", "b": "2", "model.experts.0.w13": "9"}, "replica 0")
+    compare_checksums(expected, {"a": "1", "b": "2", "model.experts.0.w13": "9"}, "replica 0")
     with pytest.raises(WeightSyncError, match=message):
-        compare(expected, reported, "replica 0")
+        compare_checksums(expected, reported, "replica 0")
 
 
 def reference_word_hash(data: bytes) -> int:
@@ -90,7 +95,7 @@ def reference_word_hash(data: bytes) -> int:
 @pytest.mark.parametrize("size", [1, 4, 7, 4 * 8192, 4 * 8192 * 2 + 6])
 def test_the_gpu_hash_equals_its_definition_word_by_word(size: int) -> None:
     flat = torch.randint(0, 256, (size,), dtype=torch.uint8)
-    assert word_hash(flat) == reference_word_hash(bytes(flat.tolist()))
+    assert hash_gpu_tensor(flat) == reference_word_hash(bytes(flat.tolist()))
 
 
 @pytest.mark.parametrize(
@@ -98,4 +103,4 @@ def test_the_gpu_hash_equals_its_definition_word_by_word(size: int) -> None:
 )
 def test_the_gpu_hash_equals_sglangs_own_kernel(size: int, expected: int) -> None:
     """Recorded from sglang 0.5.23's kernel under Triton's interpreter."""
-    assert word_hash((torch.arange(size) * 31 % 251).to(torch.uint8)) == expected
+    assert hash_gpu_tensor((torch.arange(size) * 31 % 251).to(torch.uint8)) == expected

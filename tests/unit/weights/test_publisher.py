@@ -9,7 +9,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.transports.broadcast import partition
+from areal_hpc.weights.transports.broadcast import partition_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 
 SPECS = [TensorSpec(f"norm.{at}.weight", (4,), "float32") for at in range(5)]
@@ -60,5 +60,5 @@ def test_an_export_that_is_not_as_promised_is_drained_and_refused(
 
 def test_a_replica_that_failed_is_updated_alone_so_that_it_fails_nobody_else() -> None:
     keys = [ReplicaKey(f"cell-{at}", 0, 1, 1, "", 0.0) for at in range(5)]
-    groups = partition([*reversed(keys)], 2, {("cell-1", 0), ("cell-9", 0)})
+    groups = partition_replicas([*reversed(keys)], 2, {("cell-1", 0), ("cell-9", 0)})
     assert groups == [(keys[0], keys[2]), (keys[3], keys[4]), (keys[1],)]

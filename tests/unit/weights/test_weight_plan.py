@@ -2,7 +2,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.weights.buckets.plan import ITEM_BYTES, Bucket, TensorSpec, fused_name, plan_buckets
+from areal_hpc.weights.buckets.plan import (
+    ITEM_BYTES,
+    BucketPlan,
+    TensorSpec,
+    get_fused_name,
+    plan_buckets,
+)
 
 PARTS = [
     "self_attn.q_proj",
@@ -27,7 +33,7 @@ def spec_lists(draw: st.DrawFn) -> list[TensorSpec]:
     return [TensorSpec(name, draw(shapes), draw(dtypes)) for name in names]
 
 
-def specs_in(bucket: Bucket) -> list[TensorSpec]:
+def specs_in(bucket: BucketPlan) -> list[TensorSpec]:
     return [slot.spec for slot in bucket.slots]
 
 
@@ -58,12 +64,12 @@ def test_buckets_follow_arrival_and_never_part_what_is_fused(
     assert arrival == sorted(arrival), "a bucket is complete before the next one begins"
     homes: dict[str, set[int]] = {}
     for spec in specs:
-        homes.setdefault(fused_name(spec.name), set()).add(bucket_of[spec.name])
+        homes.setdefault(get_fused_name(spec.name), set()).add(bucket_of[spec.name])
     assert all(len(found) == 1 for found in homes.values())
     for bucket in buckets:
         if bucket.size_bytes > bucket_bytes:
             first, *_, last = [*sorted(position[spec.name] for spec in specs_in(bucket))] * 2
-            whole = {fused_name(spec.name) for spec in specs[first : last + 1]}
+            whole = {get_fused_name(spec.name) for spec in specs[first : last + 1]}
             assert len(bucket.slots) == 1 or len(whole) < len(bucket.slots), "cannot be parted"
 
 
@@ -87,4 +93,4 @@ def test_a_name_that_comes_twice_is_an_error() -> None:
     ],
 )
 def test_fused_names_are_the_servers(name: str, fused: str) -> None:
-    assert fused_name(name) == fused
+    assert get_fused_name(name) == fused

@@ -9,13 +9,18 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import PromptTooLong, RequestRefused
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.errors import PromptTooLong, RequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, parse
-from areal_hpc.proxy.dialects.blocks import Block, BlockReader, Change, blocks_of
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, named_event
+from areal_hpc.proxy.dialects.blocks import (
+    BlockChange,
+    BlockReader,
+    ContentBlock,
+    split_into_blocks,
+)
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, format_named_event
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import CallPart, Said
+from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.proxy.sessions.store import Session
 
 _KINDS = {
@@ -38,10 +43,10 @@ class MessagesExchange:
         self.streams = bool(request.stream)
         self._model = model
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of a Message."""
         (answer,) = answers
-        blocks = blocks_of(_as_objects(answer.said))
+        blocks = split_into_blocks(_as_objects(answer.said))
         return msgspec.json.encode(
             {
                 **self.frame(),
@@ -63,15 +68,15 @@ class MessagesExchange:
             "stop_sequence": None,
         }
 
-    def events(self, live: LiveAnswers) -> MessageEvents:
+    def events(self, live: ReplyStream) -> MessageEventStream:
         """The events of a Message."""
-        return MessageEvents(self, live)
+        return MessageEventStream(self, live)
 
 
-class MessageEvents(EventStream):
+class MessageEventStream(EventStream):
     """The server-sent events of a streamed Message. `message_delta` tells the end."""
 
-    def __init__(self, exchange: MessagesExchange, live: LiveAnswers) -> None:
+    def __init__(self, exchange: MessagesExchange, live: ReplyStream) -> None:
         super().__init__(live)
         self._exchange = exchange
         self._reader = BlockReader()
@@ -81,25 +86,25 @@ class MessageEvents(EventStream):
         happened = await anext(self._live)
         beginning = b"" if self._begun else self._beginning()
         self._begun = True
-        if isinstance(happened, Delta):
+        if isinstance(happened, ReplyChunk):
             return beginning + _events(self._reader.feed(_as_objects(happened.said)))
         rest = _events(self._reader.finish())
         return beginning + rest + self._end(happened)
 
-    def broken(self, refusal: RequestRefused) -> bytes:
+    def broken(self, refusal: RequestError) -> bytes:
         """What says that the stream ends early."""
-        return named_event(_error_fields(refusal))
+        return format_named_event(_error_fields(refusal))
 
     def _beginning(self) -> bytes:
         usage = {"input_tokens": self._live.prompt_tokens, "output_tokens": 0}
         message = {**self._exchange.frame(), "usage": usage}
-        return named_event({"type": "message_start", "message": message})
+        return format_named_event({"type": "message_start", "message": message})
 
-    def _end(self, answer: Answer) -> bytes:
+    def _end(self, answer: RecordedReply) -> bytes:
         delta = _end(answer, self._reader.blocks)
-        return named_event(
+        return format_named_event(
             {"type": "message_delta", "delta": delta, "usage": _usage(answer)}
-        ) + named_event({"type": "message_stop"})
+        ) + format_named_event({"type": "message_stop"})
 
 
 def _read(body: bytes, session: Session, model: ServedModel) -> MessagesExchange:
@@ -107,9 +112,9 @@ def _read(body: bytes, session: Session, model: ServedModel) -> MessagesExchange
     return MessagesExchange(request, call, model)
 
 
-def _as_objects(said: Said) -> Said:
+def _as_objects(said: ReplyDelta) -> ReplyDelta:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
-    calls: list[CallPart] = []
+    calls: list[ToolCallDelta] = []
     text = said.text
     for call in said.calls:
         if _is_object(call.arguments):
@@ -117,7 +122,7 @@ def _as_objects(said: Said) -> Said:
         else:
             text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
             text += f'"arguments": {call.arguments}}}'
-    return said if len(calls) == len(said.calls) else Said(text, said.reasoning, calls)
+    return said if len(calls) == len(said.calls) else ReplyDelta(text, said.reasoning, calls)
 
 
 def _is_object(arguments: str) -> bool:
@@ -127,7 +132,7 @@ def _is_object(arguments: str) -> bool:
         return False
 
 
-def _content(block: Block) -> dict[str, Any]:
+def _content(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": block.text, "signature": _signature(block)}
     if block.kind == "text":
@@ -136,12 +141,12 @@ def _content(block: Block) -> dict[str, Any]:
     return {**tool_use, "input": msgspec.Raw(block.text.encode())}
 
 
-def _signature(block: Block) -> str:
+def _signature(block: ContentBlock) -> str:
     """Clients hand it back as it is and drop reasoning that has none. Nobody checks it."""
     return hashlib.blake2b(block.text.encode(), digest_size=16).hexdigest()
 
 
-def _events(changes: Iterable[Change]) -> bytes:
+def _events(changes: Iterable[BlockChange]) -> bytes:
     parts = []
     for kind, block, text in changes:
         if kind == "begin":
@@ -157,11 +162,11 @@ def _events(changes: Iterable[Change]) -> bytes:
     return b"".join(parts)
 
 
-def _block_event(name: str, block: Block, fields: dict[str, Any]) -> bytes:
-    return named_event({"type": name, "index": block.index, **fields})
+def _block_event(name: str, block: ContentBlock, fields: dict[str, Any]) -> bytes:
+    return format_named_event({"type": name, "index": block.index, **fields})
 
 
-def _begun(block: Block) -> dict[str, Any]:
+def _begun(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": "", "signature": ""}
     if block.kind == "text":
@@ -169,7 +174,7 @@ def _begun(block: Block) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _delta(block: Block, text: str) -> dict[str, Any]:
+def _delta(block: ContentBlock, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking_delta", "thinking": text}
     if block.kind == "text":
@@ -177,7 +182,7 @@ def _delta(block: Block, text: str) -> dict[str, Any]:
     return {"type": "input_json_delta", "partial_json": text}
 
 
-def _end(answer: Answer, blocks: Sequence[Block]) -> dict[str, Any]:
+def _end(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Why the reply ended."""
     generation = answer.generation
     if generation.finish_reason == "length":
@@ -189,7 +194,7 @@ def _end(answer: Answer, blocks: Sequence[Block]) -> dict[str, Any]:
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
+def _usage(answer: RecordedReply) -> dict[str, Any]:
     """Anthropic counts what came from the prefix cache apart from the other input."""
     cached_tokens = answer.generation.cached_tokens
     return {
@@ -200,18 +205,18 @@ def _usage(answer: Answer) -> dict[str, Any]:
     }
 
 
-def token_count(tokens: int) -> bytes:
+def format_token_count(tokens: int) -> bytes:
     """The JSON body of POST /v1/messages/count_tokens."""
     return msgspec.json.encode({"input_tokens": tokens})
 
 
-def _error_fields(refusal: RequestRefused) -> dict[str, Any]:
+def _error_fields(refusal: RequestError) -> dict[str, Any]:
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
     kind = _KINDS.get(refusal.status, default)
     return {"type": "error", "error": {"type": kind, "message": _message(refusal)}}
 
 
-def _message(refusal: RequestRefused) -> str:
+def _message(refusal: RequestError) -> str:
     """The refusal with the parameter at fault in front, for which Anthropic has no field."""
     if isinstance(refusal, PromptTooLong):  # Claude Code knows it by the whole of these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
@@ -219,9 +224,9 @@ def _message(refusal: RequestRefused) -> str:
     return f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
 
 
-def error(refusal: RequestRefused) -> bytes:
+def format_error(refusal: RequestError) -> bytes:
     """A refusal in Anthropic's shape."""
     return msgspec.json.encode(_error_fields(refusal))
 
 
-MESSAGES = Dialect(MessagesRequest, _read, error)
+MESSAGES = Dialect(MessagesRequest, _read, format_error)

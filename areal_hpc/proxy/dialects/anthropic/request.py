@@ -13,25 +13,25 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.dialects.validation import (
-    Positive,
+    PositiveParam,
     Probability,
     Temperature,
     TopK,
+    build_function_tool,
+    check_tools_supported,
     decode,
     decode_part,
-    either,
-    function_tool,
-    json_schema,
-    refuse_tools_without_parser,
-    tool_choice,
+    encode_json_schema,
+    first_given,
+    parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalise_chat_message, without_volatile_lines
+from areal_hpc.session.message_matching import normalize_chat_message, strip_volatile_lines
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -55,7 +55,7 @@ class _Thinking(Struct, tag="thinking"):
     thinking: str
 
 
-class _Message(Struct):
+class _InputMessage(Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[_Text | _ToolUse | _ToolResult | _Thinking]
 
@@ -66,7 +66,7 @@ class _Choice(Struct, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class _Tool(Struct, forbid_unknown_fields=True):
+class _InputTool(Struct, forbid_unknown_fields=True):
     name: str
     input_schema: dict[str, Any]
     description: str | None = None
@@ -85,22 +85,22 @@ class _ThinkingConfig(Struct, forbid_unknown_fields=True):
     """The reasoning is always returned in full."""
 
 
-class _Format(Struct):
+class _OutputFormat(Struct):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class _OutputConfig(Struct, forbid_unknown_fields=True):
-    format: _Format | None = None
+    format: _OutputFormat | None = None
     effort: Hint = None
 
 
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages, as far as this proxy can honour it."""
 
-    messages: Annotated[list[_Message], Meta(min_length=1)]
+    messages: Annotated[list[_InputMessage], Meta(min_length=1)]
     model: str = ""
-    max_tokens: Positive | None = None
+    max_tokens: PositiveParam | None = None
     system: str | list[_Text] | None = None
     stop_sequences: list[str] | None = None
     temperature: Temperature | None = None
@@ -134,16 +134,16 @@ def parse(
         model: Who will answer.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"
-        raise RequestRefused(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
+        raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*hints_in(request)]
     tools = _tools(request.tools or [], ignored)
     choice = _tool_choice(request.tool_choice, tools)
-    refuse_tools_without_parser(model, tools, choice)
+    check_tools_supported(model, tools, choice)
     messages = [*_system(request.system), *_conversation(request.messages)]
     return request, ModelCall(
         messages=messages,
@@ -161,28 +161,28 @@ def parse(
 def _system(system: str | list[_Text] | None) -> Iterator[Message]:
     """The system message, if the request has one."""
     blocks = [system] if isinstance(system, str) else [one.text for one in system or ()]
-    kept = [text for text in map(without_volatile_lines, blocks) if text]
+    kept = [text for text in map(strip_volatile_lines, blocks) if text]
     if kept:
-        yield normalise_chat_message({"role": "system", "content": "\n".join(kept)})
+        yield normalize_chat_message({"role": "system", "content": "\n".join(kept)})
 
 
-def _conversation(messages: Sequence[_Message]) -> Iterator[Message]:
+def _conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     for i, message in enumerate(messages):
         if message.role == "system":
             yield from _system(_texts(message, i))
         elif message.role == "user":
-            yield from map(normalise_chat_message, _user(message, i))
+            yield from map(normalize_chat_message, _user(message, i))
         else:
-            yield normalise_chat_message(_assistant(message, i))
+            yield normalize_chat_message(_assistant(message, i))
     if messages[-1].role == "assistant":
-        raise RequestRefused(
+        raise RequestError(
             400,
             "the last message is the assistant's: a reply cannot be begun for the model",
             key=f"messages[{len(messages) - 1}]",
         )
 
 
-def _texts(message: _Message, i: int) -> str | list[_Text]:
+def _texts(message: _InputMessage, i: int) -> str | list[_Text]:
     if isinstance(message.content, str):
         return message.content
     for j, block in enumerate(message.content):
@@ -191,7 +191,7 @@ def _texts(message: _Message, i: int) -> str | list[_Text]:
     return [block for block in message.content if isinstance(block, _Text)]
 
 
-def _user(message: _Message, i: int) -> Iterator[Message]:
+def _user(message: _InputMessage, i: int) -> Iterator[Message]:
     """The results of tools as messages of their own, text between them as the user's."""
     if isinstance(message.content, str):
         yield {"role": "user", "content": message.content}
@@ -221,7 +221,7 @@ def _result(block: _ToolResult) -> str:
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
 
 
-def _assistant(message: _Message, i: int) -> Message:
+def _assistant(message: _InputMessage, i: int) -> Message:
     if isinstance(message.content, str):
         return {"role": "assistant", "content": message.content}
     text, reasoning, calls = "", "", []
@@ -240,10 +240,10 @@ def _assistant(message: _Message, i: int) -> Message:
     return {"role": "assistant", "content": text, **fields}
 
 
-def _misplaced(message: _Message, i: int, j: int) -> RequestRefused:
+def _misplaced(message: _InputMessage, i: int, j: int) -> RequestError:
     assert not isinstance(message.content, str)
     kind = type(message.content[j]).__struct_config__.tag
-    return RequestRefused(
+    return RequestError(
         400,
         f"a message of the {message.role} cannot hold a block of type {kind!r}",
         key=f"messages[{i}].content[{j}].type",
@@ -257,7 +257,7 @@ def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any
     tools = []
     hints: set[str] = set()
     for i, one in enumerate(raw):
-        tool: _Tool = decode_part(one, _Tool, f"tools[{i}]")
+        tool: _InputTool = decode_part(one, _InputTool, f"tools[{i}]")
         hints |= {*hints_in(tool, "tools[].")}
         function = {
             "name": tool.name,
@@ -265,19 +265,19 @@ def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any
             "parameters": tool.input_schema,
             "strict": tool.strict,
         }
-        tools.append(function_tool(function, f"tools[{i}]"))
+        tools.append(build_function_tool(function, f"tools[{i}]"))
     ignored += sorted(hints)
     return tools
 
 
 def _tool_choice(asked: _Choice | None, tools: Sequence[dict[str, Any]]) -> ToolChoice:
     if asked is None:
-        return tool_choice(tools, None, None, parallel=True)
+        return parse_tool_choice(tools, None, None, parallel=True)
     if asked.type == "tool" and asked.name is None:
-        raise RequestRefused(400, "the tool's name is missing", key="tool_choice.name")
+        raise RequestError(400, "the tool's name is missing", key="tool_choice.name")
     mode = "required" if asked.type == "any" else asked.type
     name = asked.name if asked.type == "tool" else None
-    return tool_choice(tools, mode, name, parallel=not asked.disable_parallel_tool_use)
+    return parse_tool_choice(tools, mode, name, parallel=not asked.disable_parallel_tool_use)
 
 
 def _thinking_variables(
@@ -302,12 +302,12 @@ def _sampling_of(
     request: MessagesRequest, defaults: SamplingDefaults, choice: ToolChoice
 ) -> SamplingParams:
     form = request.output_config.format if request.output_config else None
-    schema = json_schema(form.schema if form else None, choice)
+    schema = encode_json_schema(form.schema if form else None, choice)
     return SamplingParams(
-        temperature=either(request.temperature, defaults.temperature),
+        temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=request.max_tokens or 0,
-        top_p=either(request.top_p, defaults.top_p),
-        top_k=either(request.top_k, defaults.top_k) or -1,
+        top_p=first_given(request.top_p, defaults.top_p),
+        top_k=first_given(request.top_k, defaults.top_k) or -1,
         stop=[text for text in request.stop_sequences or () if text] or None,
         json_schema=schema,
     )

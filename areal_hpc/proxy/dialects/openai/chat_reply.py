@@ -9,12 +9,17 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest, parse
-from areal_hpc.proxy.dialects.openai.format import ChoiceEvents, error, token_logprobs, usage
+from areal_hpc.proxy.dialects.openai.format import (
+    ChoiceEvents,
+    format_error,
+    format_logprobs,
+    format_usage,
+)
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import CallPart, Said
+from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import TokenEncoder
 
@@ -29,7 +34,7 @@ class ChatExchange:
         self._request = request
         self._model = model
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of a ChatCompletion."""
         encoder = self._model.encoder
         return msgspec.json.encode(
@@ -39,13 +44,13 @@ class ChatExchange:
                 "created": int(time.time()),
                 "model": self._model.name,
                 "choices": [_choice(self._request, answer, encoder) for answer in answers],
-                "usage": usage(answers),
+                "usage": format_usage(answers),
             }
         )
 
-    def events(self, live: LiveAnswers) -> ChatEvents:
+    def events(self, live: ReplyStream) -> ChatEventStream:
         """The chunks of a ChatCompletion."""
-        return ChatEvents(
+        return ChatEventStream(
             self.answer_id, self._model.name, self._request, live, self._model.encoder
         )
 
@@ -54,10 +59,10 @@ def _read(body: bytes, session: Session, model: ServedModel) -> ChatExchange:
     return ChatExchange(*parse(body, session.request.sampling, model), model)
 
 
-CHAT = Dialect(ChatRequest, _read, error)
+CHAT = Dialect(ChatRequest, _read, format_error)
 
 
-class ChatEvents(ChoiceEvents):
+class ChatEventStream(ChoiceEvents):
     """The server-sent events of a streamed ChatCompletion."""
 
     def __init__(
@@ -65,7 +70,7 @@ class ChatEvents(ChoiceEvents):
         answer_id: str,
         model: str,
         request: ChatRequest,
-        live: LiveAnswers,
+        live: ReplyStream,
         encoder: TokenEncoder,
     ) -> None:
         frame = {
@@ -80,12 +85,12 @@ class ChatEvents(ChoiceEvents):
         self._encoder = encoder
         self._begun: set[int] = set()
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: ReplyChunk) -> bytes:
         """One chunk, and one for each tool call."""
         piece = delta.piece
         logprobs = None
         if self._with_logprobs and piece.output_ids:
-            content = token_logprobs(
+            content = format_logprobs(
                 piece.output_ids, piece.logprobs, piece.top_logprobs, self._encoder
             )
             logprobs = {"content": content, "refusal": None}
@@ -97,7 +102,7 @@ class ChatEvents(ChoiceEvents):
             chunks.append(self._chunk(delta.choice, {"tool_calls": [_call_delta(call)]}, None))
         return b"".join(chunks)
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self, answer: RecordedReply) -> bytes:
         """A chunk without text."""
         return self._beginning(answer.choice) + self._chunk(answer.choice, {}, answer.finish_reason)
 
@@ -116,7 +121,7 @@ class ChatEvents(ChoiceEvents):
         )
 
 
-def _delta_fields(said: Said) -> dict[str, Any]:
+def _delta_fields(said: ReplyDelta) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if said.reasoning:
         fields["reasoning_content"] = said.reasoning
@@ -125,18 +130,18 @@ def _delta_fields(said: Said) -> dict[str, Any]:
     return fields
 
 
-def _call_delta(call: CallPart) -> dict[str, Any]:
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
     if not call.call_id:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     function = {"name": call.name, "arguments": call.arguments}
     return {"index": call.index, "id": call.call_id, "type": "function", "function": function}
 
 
-def _choice(request: ChatRequest, answer: Answer, encoder: TokenEncoder) -> dict[str, Any]:
+def _choice(request: ChatRequest, answer: RecordedReply, encoder: TokenEncoder) -> dict[str, Any]:
     generation = answer.generation
     logprobs = None
     if request.logprobs:
-        content = token_logprobs(
+        content = format_logprobs(
             generation.output_ids, generation.logprobs, generation.top_logprobs, encoder
         )
         logprobs = {"content": content, "refusal": None}
@@ -148,7 +153,7 @@ def _choice(request: ChatRequest, answer: Answer, encoder: TokenEncoder) -> dict
     }
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message(said: ReplyDelta) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
     if said.reasoning:
         message["reasoning_content"] = said.reasoning

@@ -13,24 +13,24 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import Hint, hints_in
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
-    refuse_contradictions,
-    sampling_of,
+    build_sampling_params,
+    check_consistency,
 )
 from areal_hpc.proxy.dialects.validation import (
     FunctionSchema,
-    Positive,
+    PositiveParam,
+    check_tools_supported,
     decode,
     decode_part,
     effort_variables,
-    refuse_tools_without_parser,
-    tool_choice,
+    parse_tool_choice,
 )
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -39,13 +39,13 @@ class _TextPart(Struct):
     text: str | None = None
 
 
-class _Function(Struct):
+class _CalledFunction(Struct):
     name: str
     arguments: str
 
 
 class _ToolCall(Struct):
-    function: _Function
+    function: _CalledFunction
     id: str | None = None
     type: Literal["function"] = "function"
 
@@ -65,12 +65,12 @@ class _NamedFunction(Struct):
     name: str
 
 
-class _NamedChoice(Struct, forbid_unknown_fields=True):
+class _ChatToolChoice(Struct, forbid_unknown_fields=True):
     function: _NamedFunction
     type: Literal["function"] = "function"
 
 
-class _Tool(Struct):
+class _ChatTool(Struct):
     function: FunctionSchema
     type: Literal["function"] = "function"
 
@@ -79,11 +79,11 @@ class ChatRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/chat/completions, as far as this proxy can honour it."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1)]
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: PositiveParam | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
     reasoning_effort: Any = None
@@ -113,65 +113,67 @@ def parse(
         model: Who will answer.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
-    refuse_contradictions(request, model)
+    check_consistency(request, model)
     _refuse_contradictions(request)
-    refuse_other_media(request.messages)
-    tools = checked_tools(request.tools or [])
+    require_text_only(request.messages)
+    tools = validate_tools(request.tools or [])
     choice = _tool_choice(request, tools)
-    refuse_tools_without_parser(model, tools, choice)
+    check_tools_supported(model, tools, choice)
     return request, _call_of(request, defaults, model, tools, choice)
 
 
 def _refuse_contradictions(request: ChatRequest) -> None:
     limits = {request.max_tokens, request.max_completion_tokens} - {None}
     if len(limits) > 1:
-        raise RequestRefused(
+        raise RequestError(
             400,
             f"max_tokens {request.max_tokens} and max_completion_tokens "
             f"{request.max_completion_tokens} contradict each other",
             key="max_tokens",
         )
     if request.top_logprobs and not request.logprobs:
-        raise RequestRefused(400, "top_logprobs needs logprobs", key="top_logprobs")
+        raise RequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
 
 
-def refuse_other_media(messages: Sequence[ChatMessage]) -> None:
+def require_text_only(messages: Sequence[ChatMessage]) -> None:
     """Only text is served.
 
     Raises:
-        RequestRefused: 400, naming the part.
+        RequestError: 400, naming the part.
     """
     for i, message in enumerate(messages):
         if isinstance(message.content, list):
             for j, part in enumerate(message.content):
                 if part.type != "text" or part.text is None:
-                    raise RequestRefused(
+                    raise RequestError(
                         400,
                         f"content parts of type {part.type!r} are not supported",
                         key=f"messages[{i}].content[{j}].type",
                     )
 
 
-def checked_tools(raw: Sequence[msgspec.Raw]) -> list[dict[str, Any]]:
+def validate_tools(raw: Sequence[msgspec.Raw]) -> list[dict[str, Any]]:
     """The function schemas as the client wrote them, once they have been checked.
 
     Raises:
-        RequestRefused: 400, naming what is wrong.
+        RequestError: 400, naming what is wrong.
     """
     tools: list[dict[str, Any]] = []
     for i, one in enumerate(raw):
-        decode_part(one, _Tool, f"tools[{i}]")
+        decode_part(one, _ChatTool, f"tools[{i}]")
         tools.append(msgspec.json.decode(one))
     return tools
 
 
 def _tool_choice(request: ChatRequest, tools: Sequence[dict[str, Any]]) -> ToolChoice:
     asked = request.tool_choice
-    mode, name = (None, asked.function.name) if isinstance(asked, _NamedChoice) else (asked, None)
-    return tool_choice(tools, mode, name, parallel=request.parallel_tool_calls is not False)
+    mode, name = (
+        (None, asked.function.name) if isinstance(asked, _ChatToolChoice) else (asked, None)
+    )
+    return parse_tool_choice(tools, mode, name, parallel=request.parallel_tool_calls is not False)
 
 
 def _call_of(
@@ -187,11 +189,11 @@ def _call_of(
     if request.reasoning_effort is not None and effort is None:
         ignored.append("reasoning_effort")
     return ModelCall(
-        messages=[normalise_chat_message(msgspec.to_builtins(one)) for one in request.messages],
+        messages=[normalize_chat_message(msgspec.to_builtins(one)) for one in request.messages],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables={**(effort or {}), **(request.chat_template_kwargs or {})} or None,
-        sampling=sampling_of(request, defaults, choice, limit),
+        sampling=build_sampling_params(request, defaults, choice, limit),
         n=request.n or 1,
         top_logprobs=request.top_logprobs or 0,
         ignored=ignored,

@@ -10,11 +10,16 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.completions_request import CompletionRequest, parse
-from areal_hpc.proxy.dialects.openai.format import ChoiceEvents, error, token_logprobs, usage
-from areal_hpc.proxy.engine.generation import Generation, Piece
+from areal_hpc.proxy.dialects.openai.format import (
+    ChoiceEvents,
+    format_error,
+    format_logprobs,
+    format_usage,
+)
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
@@ -31,7 +36,7 @@ class CompletionExchange:
         self._model = model
         self._created_at = int(time.time())
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of a Completion."""
         choices = [
             self.choice(
@@ -42,11 +47,13 @@ class CompletionExchange:
             )
             for answer in answers
         ]
-        return msgspec.json.encode({**self.frame(), "choices": choices, "usage": usage(answers)})
+        return msgspec.json.encode(
+            {**self.frame(), "choices": choices, "usage": format_usage(answers)}
+        )
 
-    def events(self, live: LiveAnswers) -> CompletionEvents:
+    def events(self, live: ReplyStream) -> CompletionEventStream:
         """The chunks of a Completion."""
-        return CompletionEvents(self, live)
+        return CompletionEventStream(self, live)
 
     def frame(self) -> dict[str, Any]:
         """What a Completion and each chunk of one begin with."""
@@ -63,7 +70,7 @@ class CompletionExchange:
         """One choice, or what is new of it."""
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def logprobs(self, said: Generation | Piece, offset: int) -> dict[str, Any] | None:
+    def logprobs(self, said: Generation | TokenChunk, offset: int) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for.
 
         Args:
@@ -72,7 +79,7 @@ class CompletionExchange:
         """
         if not self._with_logprobs:
             return None
-        tokens = token_logprobs(
+        tokens = format_logprobs(
             said.output_ids, said.logprobs, said.top_logprobs, self._model.encoder
         )
         offsets = []
@@ -90,23 +97,23 @@ class CompletionExchange:
         }
 
 
-class CompletionEvents(ChoiceEvents):
+class CompletionEventStream(ChoiceEvents):
     """The server-sent events of a streamed Completion."""
 
-    def __init__(self, exchange: CompletionExchange, live: LiveAnswers) -> None:
+    def __init__(self, exchange: CompletionExchange, live: ReplyStream) -> None:
         super().__init__(live, exchange.frame(), counts_usage=exchange.counts_usage)
         self._exchange = exchange
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
 
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: ReplyChunk) -> bytes:
         """One chunk."""
         logprobs = self._exchange.logprobs(delta.piece, self._token_chars[delta.choice])
         if logprobs is not None:
             self._token_chars[delta.choice] += sum(map(len, logprobs["tokens"]))
         return self.chunk(self._exchange.choice(delta.choice, delta.said.text, logprobs, None))
 
-    def end(self, answer: Answer) -> bytes:
+    def end(self, answer: RecordedReply) -> bytes:
         """A chunk without text."""
         return self.chunk(self._exchange.choice(answer.choice, "", None, answer.finish_reason))
 
@@ -115,4 +122,4 @@ def _read(body: bytes, session: Session, model: ServedModel) -> CompletionExchan
     return CompletionExchange(*parse(body, session.request.sampling, model), model)
 
 
-COMPLETIONS = Dialect(CompletionRequest, _read, error)
+COMPLETIONS = Dialect(CompletionRequest, _read, format_error)

@@ -12,14 +12,14 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import hints_in
 from areal_hpc.proxy.dialects.openai.sampling import (
     CompletionSampling,
-    refuse_contradictions,
-    sampling_of,
+    build_sampling_params,
+    check_consistency,
 )
-from areal_hpc.proxy.dialects.validation import decode, refuse_unknown_tokens
+from areal_hpc.proxy.dialects.validation import check_token_ids, decode
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.wire.proxy import SamplingDefaults
 
@@ -48,21 +48,21 @@ def parse(
         model: Who will answer.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
-    refuse_contradictions(request, model)
+    check_consistency(request, model)
     if request.echo:
-        raise RequestRefused(400, "a reply does not repeat its prompt", key="echo")
+        raise RequestError(400, "a reply does not repeat its prompt", key="echo")
     if request.suffix:
-        raise RequestRefused(400, "nothing can be put after a reply", key="suffix")
+        raise RequestError(400, "nothing can be put after a reply", key="suffix")
     if request.best_of not in (None, request.n or 1):
-        raise RequestRefused(400, "all replies are returned: best_of is n", key="best_of")
+        raise RequestError(400, "all replies are returned: best_of is n", key="best_of")
     return request, ModelCall(
         messages=(),
         tools=None,
         variables=None,
-        sampling=sampling_of(request, defaults, ToolChoice(), request.max_tokens or 0),
+        sampling=build_sampling_params(request, defaults, ToolChoice(), request.max_tokens or 0),
         prompt_key="prompt",
         prompt=_prompt(request.prompt, model),
         n=request.n or 1,
@@ -78,8 +78,8 @@ def _prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if any(isinstance(part, str | list) for part in prompt):
-        raise RequestRefused(400, "one prompt a request, please", key="prompt")
+        raise RequestError(400, "one prompt a request, please", key="prompt")
     if any(type(part) is not int for part in prompt):
-        raise RequestRefused(400, "a prompt is a text or token ids", key="prompt")
-    refuse_unknown_tokens(model, "prompt", prompt)
+        raise RequestError(400, "a prompt is a text or token ids", key="prompt")
+    check_token_ids(model, "prompt", prompt)
     return prompt

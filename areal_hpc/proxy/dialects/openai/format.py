@@ -8,17 +8,17 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import EventStream
-from areal_hpc.proxy.engine.generation import Alternatives
+from areal_hpc.proxy.engine.generation import TopLogprobs
 from areal_hpc.session.chat_template import TokenEncoder
 
 DONE = b"data: [DONE]\n\n"
 _KINDS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
-def error_fields(refusal: RequestRefused) -> dict[str, Any]:
+def format_error_fields(refusal: RequestError) -> dict[str, Any]:
     """A refusal as OpenAI's error object."""
     default = "server_error" if refusal.status >= 500 else "invalid_request_error"
     return {
@@ -29,12 +29,12 @@ def error_fields(refusal: RequestRefused) -> dict[str, Any]:
     }
 
 
-def error(refusal: RequestRefused) -> bytes:
+def format_error(refusal: RequestError) -> bytes:
     """A refusal in OpenAI's shape."""
-    return msgspec.json.encode({"error": error_fields(refusal)})
+    return msgspec.json.encode({"error": format_error_fields(refusal)})
 
 
-def usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def format_usage(answers: Sequence[RecordedReply]) -> dict[str, Any]:
     """The `usage` of a (chat) completion: its prompt once, all of its choices."""
     prompt_tokens = answers[0].interaction.prompt_tokens
     completion_tokens = sum(len(answer.generation.output_ids) for answer in answers)
@@ -49,20 +49,20 @@ def usage(answers: Sequence[Answer]) -> dict[str, Any]:
 class ChoiceEvents(EventStream):
     """The server-sent events of a (chat) completion: its choices' chunks, usage, the end mark."""
 
-    def __init__(self, live: LiveAnswers, frame: dict[str, Any], *, counts_usage: bool) -> None:
+    def __init__(self, live: ReplyStream, frame: dict[str, Any], *, counts_usage: bool) -> None:
         super().__init__(live)
         self._frame = frame
         """What every chunk begins with."""
         self._counts_usage = counts_usage
-        self._answers: list[Answer] = []
+        self._answers: list[RecordedReply] = []
         self._done = False
 
     @abstractmethod
-    def delta(self, delta: Delta) -> bytes:
+    def delta(self, delta: ReplyChunk) -> bytes:
         """What says a part of a choice."""
 
     @abstractmethod
-    def end(self, answer: Answer) -> bytes:
+    def end(self, answer: RecordedReply) -> bytes:
         """What says that a choice has ended."""
 
     async def __anext__(self) -> bytes:
@@ -73,14 +73,14 @@ class ChoiceEvents(EventStream):
         except StopAsyncIteration:
             self._done = True
             return self._usage_event() + DONE
-        if isinstance(happened, Delta):
+        if isinstance(happened, ReplyChunk):
             return self.delta(happened)
         self._answers.append(happened)
         return self.end(happened)
 
-    def broken(self, refusal: RequestRefused) -> bytes:
+    def broken(self, refusal: RequestError) -> bytes:
         """What says that the stream ends early."""
-        return b"data: " + error(refusal) + b"\n\n" + DONE
+        return b"data: " + format_error(refusal) + b"\n\n" + DONE
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """One event."""
@@ -88,17 +88,17 @@ class ChoiceEvents(EventStream):
         return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
     def _usage_event(self) -> bytes:
-        return self.chunk(usage=usage(self._answers)) if self._counts_usage else b""
+        return self.chunk(usage=format_usage(self._answers)) if self._counts_usage else b""
 
 
-def token_logprobs(
+def format_logprobs(
     output_ids: Sequence[int],
     logprobs: Sequence[float],
-    top_logprobs: Sequence[Alternatives],
+    top_logprobs: Sequence[TopLogprobs],
     encoder: TokenEncoder,
 ) -> list[dict[str, Any]]:
     """Token, log-probability, bytes and likeliest alternatives of each token."""
-    tops: Iterable[Alternatives] = top_logprobs or [None] * len(output_ids)
+    tops: Iterable[TopLogprobs] = top_logprobs or [None] * len(output_ids)
     return [
         {
             **_token(token, logprob, encoder),
@@ -115,7 +115,7 @@ def _token(token: int, logprob: float, encoder: TokenEncoder) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": utf8}
 
 
-def models(model: str, context_tokens: int) -> bytes:
+def format_models(model: str, context_tokens: int) -> bytes:
     """The JSON body of GET /v1/models: OpenAI's fields and Anthropic's, which share the address."""
     card = {
         "id": model,

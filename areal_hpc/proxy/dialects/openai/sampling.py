@@ -6,20 +6,20 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import Hint
 from areal_hpc.proxy.dialects.validation import (
     Bias,
     Penalty,
-    Positive,
+    PositiveParam,
     Probability,
     Seed,
     Temperature,
     TopK,
-    either,
-    json_schema,
-    refuse_two_grammars,
-    refuse_unknown_tokens,
+    check_single_grammar,
+    check_token_ids,
+    encode_json_schema,
+    first_given,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -48,7 +48,7 @@ class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
     """What chat completions and legacy completions have in common."""
 
     model: str = ""
-    max_tokens: Positive | None = None
+    max_tokens: PositiveParam | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     n: Annotated[int, Meta(ge=1, le=128)] | None = None
@@ -75,22 +75,22 @@ class CompletionSampling(Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-def refuse_contradictions(request: CompletionSampling, model: ServedModel) -> None:
+def check_consistency(request: CompletionSampling, model: ServedModel) -> None:
     """Refuse what cannot hold together, and tokens that the model does not have.
 
     Raises:
-        RequestRefused: 400, naming the parameter.
+        RequestError: 400, naming the parameter.
     """
     if request.stream_options is not None and not request.stream:
-        raise RequestRefused(400, "stream_options needs stream", key="stream_options")
+        raise RequestError(400, "stream_options needs stream", key="stream_options")
     form = request.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
-        raise RequestRefused(400, "the schema is missing", key="response_format.json_schema")
-    refuse_unknown_tokens(model, "stop_token_ids", request.stop_token_ids)
-    refuse_unknown_tokens(model, "logit_bias", request.logit_bias)
+        raise RequestError(400, "the schema is missing", key="response_format.json_schema")
+    check_token_ids(model, "stop_token_ids", request.stop_token_ids)
+    check_token_ids(model, "logit_bias", request.logit_bias)
 
 
-def sampling_of(
+def build_sampling_params(
     request: CompletionSampling,
     defaults: SamplingDefaults,
     choice: ToolChoice,
@@ -99,21 +99,21 @@ def sampling_of(
     """The request's parameters; the session's where it is silent.
 
     Raises:
-        RequestRefused: 400, naming a grammar that cannot hold beside another or a tool choice.
+        RequestError: 400, naming a grammar that cannot hold beside another or a tool choice.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     schema = _schema_of(request.response_format, choice)
     grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
-    refuse_two_grammars(grammars, choice)
+    check_single_grammar(grammars, choice)
     return SamplingParams(
-        temperature=either(request.temperature, defaults.temperature),
+        temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
-        top_p=either(request.top_p, defaults.top_p),
-        top_k=either(request.top_k, defaults.top_k) or -1,
+        top_p=first_given(request.top_p, defaults.top_p),
+        top_k=first_given(request.top_k, defaults.top_k) or -1,
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=either(request.repetition_penalty, 1.0),
+        repetition_penalty=first_given(request.repetition_penalty, 1.0),
         stop=[text for text in stop or () if text] or None,
         stop_token_ids=request.stop_token_ids or None,
         sampling_seed=request.seed,
@@ -129,4 +129,4 @@ def _schema_of(form: _ResponseFormat | None, choice: ToolChoice) -> str | None:
     if form is None or form.type == "text":
         return None
     schema = form.json_schema.schema if form.json_schema else {"type": "object"}
-    return json_schema(schema, choice)
+    return encode_json_schema(schema, choice)

@@ -11,12 +11,12 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalise_chat_message
+from areal_hpc.session.message_matching import normalize_chat_message
 
 
-class Part(Struct):
+class ContentPart(Struct):
     """A piece of an item's content."""
 
     type: str
@@ -24,7 +24,7 @@ class Part(Struct):
     refusal: str | None = None
 
 
-class Item(Struct):
+class InputItem(Struct):
     """One item of `input`; which fields it must have depends on its type.
 
     What SDKs add when they hand an item back (`id`, `status`, `annotations`, ...) makes no
@@ -33,13 +33,13 @@ class Item(Struct):
 
     type: str = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
-    summary: list[Part] | None = None
+    output: str | list[ContentPart] | None = None
+    summary: list[ContentPart] | None = None
 
 
 _NEEDED = {
@@ -51,16 +51,16 @@ _NEEDED = {
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-def qualified(namespace: str | None, name: str) -> str:
+def qualify_tool_name(namespace: str | None, name: str) -> str:
     """The name under which the model knows a tool. One that is its own namespace has none."""
     return f"{namespace}.{name}" if namespace and namespace != name else name
 
 
-def conversation(items: Sequence[Item]) -> Iterator[Message]:
+def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     """The messages that items stand for, in normal form.
 
     Raises:
-        RequestRefused: 400, naming what cannot be read.
+        RequestError: 400, naming what cannot be read.
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
@@ -71,7 +71,7 @@ def conversation(items: Sequence[Item]) -> Iterator[Message]:
                 yield _assistant(reply)
             reply = {}
         if said is None:
-            yield normalise_chat_message(_heard(item, i))
+            yield normalize_chat_message(_heard(item, i))
         else:
             calls = [*reply.get("tool_calls", ()), *said.pop("tool_calls", ())]
             reply |= said
@@ -82,7 +82,7 @@ def conversation(items: Sequence[Item]) -> Iterator[Message]:
 
 
 def _assistant(reply: dict[str, Any]) -> Message:
-    return normalise_chat_message({"role": "assistant", **reply})
+    return normalize_chat_message({"role": "assistant", **reply})
 
 
 def _joins(reply: dict[str, Any], said: dict[str, Any]) -> bool:
@@ -92,38 +92,41 @@ def _joins(reply: dict[str, Any], said: dict[str, Any]) -> bool:
     return "tool_calls" in said or "content" not in reply
 
 
-def _check(item: Item, i: int) -> None:
+def _check(item: InputItem, i: int) -> None:
     needed = _NEEDED.get(item.type)
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"
-        raise RequestRefused(400, problem, key=f"input[{i}].type")
+        raise RequestError(400, problem, key=f"input[{i}].type")
     for name in needed:
         if getattr(item, name) is None:
             problem = f"an item of type {item.type!r} needs {name}"
-            raise RequestRefused(400, problem, key=f"input[{i}].{name}")
+            raise RequestError(400, problem, key=f"input[{i}].{name}")
 
 
-def _said(item: Item, i: int) -> dict[str, Any] | None:
+def _said(item: InputItem, i: int) -> dict[str, Any] | None:
     """What an item adds to a message of the assistant; None if it is not the assistant's."""
     if item.type == "reasoning":
         parts = item.content or item.summary or []
         return {"reasoning_content": _text(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
-        function = {"name": qualified(item.namespace, item.name or ""), "arguments": item.arguments}
+        function = {
+            "name": qualify_tool_name(item.namespace, item.name or ""),
+            "arguments": item.arguments,
+        }
         return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
     if item.type == "message" and item.role == "assistant":
         return {"content": _text(item.content or "", f"input[{i}].content", joint="")}
     return None
 
 
-def _heard(item: Item, i: int) -> Message:
+def _heard(item: InputItem, i: int) -> Message:
     if item.type == "function_call_output":
         text = _text(item.output or "", f"input[{i}].output")
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
     return {"role": item.role, "content": _text(item.content or "", f"input[{i}].content")}
 
 
-def _text(content: str | Sequence[Part], key: str, joint: str = "\n") -> str:
+def _text(content: str | Sequence[ContentPart], key: str, joint: str = "\n") -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -131,6 +134,6 @@ def _text(content: str | Sequence[Part], key: str, joint: str = "\n") -> str:
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXTS, "refusal") or text is None:
             problem = f"content parts of type {part.type!r} are not supported"
-            raise RequestRefused(400, problem, key=f"{key}[{j}].type")
+            raise RequestError(400, problem, key=f"{key}[{j}].type")
         texts.append(text)
     return joint.join(texts)

@@ -9,19 +9,28 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import RequestRefused
-from areal_hpc.proxy.completion.streaming import Answer, Delta, LiveAnswers
-from areal_hpc.proxy.dialects.blocks import Block, BlockReader, Change, blocks_of
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, named_event
-from areal_hpc.proxy.dialects.openai.format import error, error_fields, token_logprobs
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.dialects.blocks import (
+    BlockChange,
+    BlockReader,
+    ContentBlock,
+    split_into_blocks,
+)
+from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, format_named_event
+from areal_hpc.proxy.dialects.openai.format import (
+    format_error,
+    format_error_fields,
+    format_logprobs,
+)
 from areal_hpc.proxy.dialects.openai_responses.request import (
-    INSTRUCTED,
-    PLAIN,
+    PLAIN_PREFIX,
+    WITH_INSTRUCTIONS_PREFIX,
     ResponsesRequest,
     parse,
 )
-from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools
-from areal_hpc.proxy.engine.generation import Generation, Piece
+from areal_hpc.proxy.dialects.openai_responses.tools import ToolSet
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
@@ -34,14 +43,16 @@ class ResponsesExchange:
     def __init__(
         self,
         request: ResponsesRequest,
-        tools: OfferedTools,
+        tools: ToolSet,
         call: ModelCall,
         model: ServedModel,
         session: Session,
     ) -> None:
         self.call = call
         number = os.urandom(14).hex()
-        self.answer_id = (INSTRUCTED if request.instructions else PLAIN) + number
+        self.answer_id = (
+            WITH_INSTRUCTIONS_PREFIX if request.instructions else PLAIN_PREFIX
+        ) + number
         self.streams = bool(request.stream)
         self._request = request
         self._tools = tools
@@ -49,14 +60,14 @@ class ResponsesExchange:
         self._session = session
         self._created_at = int(time.time())
 
-    def whole(self, answers: Sequence[Answer]) -> bytes:
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The JSON body of a Response."""
         (answer,) = answers
-        return self.finished(answer, blocks_of(answer.said))
+        return self.finished(answer, split_into_blocks(answer.said))
 
-    def events(self, live: LiveAnswers) -> ResponseEvents:
+    def events(self, live: ReplyStream) -> ResponseEventStream:
         """The events of a Response."""
-        return ResponseEvents(self, live)
+        return ResponseEventStream(self, live)
 
     def frame(self) -> dict[str, Any]:
         """A Response before the model speaks."""
@@ -91,9 +102,9 @@ class ResponsesExchange:
             "metadata": request.metadata or {},
         }
 
-    def finished(self, answer: Answer, blocks: Sequence[Block]) -> bytes:
+    def finished(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
-        status, logprobs = status_of(answer), self.logprobs(answer.generation)
+        status, logprobs = get_status(answer), self.logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
         response = {
@@ -111,14 +122,16 @@ class ResponsesExchange:
             self._session.responses[self.answer_id] = body
         return body
 
-    def logprobs(self, said: Generation | Piece) -> list[dict[str, Any]]:
+    def logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
         """The reply's tokens, if they were asked for."""
         if not self._request.with_logprobs:
             return []
         encoder = self._model.encoder
-        return token_logprobs(said.output_ids, said.logprobs, said.top_logprobs, encoder)
+        return format_logprobs(said.output_ids, said.logprobs, said.top_logprobs, encoder)
 
-    def item(self, block: Block, status: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def item(
+        self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
+    ) -> dict[str, Any]:
         """A block as an output item."""
         fields: dict[str, Any] = {"id": self.item_id(block), "status": status}
         if block.kind == "call":
@@ -126,17 +139,17 @@ class ResponsesExchange:
             fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
             placed = {"namespace": namespace} if namespace is not None else {}
             return {"type": "function_call", **fields, **placed}
-        content = [] if status == "in_progress" else [part(block, block.text, logprobs)]
+        content = [] if status == "in_progress" else [format_part(block, block.text, logprobs)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **fields, "summary": [], "content": content}
         return {"type": "message", **fields, "role": "assistant", "content": content}
 
-    def item_id(self, block: Block) -> str:
+    def item_id(self, block: ContentBlock) -> str:
         """Id of an output item."""
-        number = self.answer_id[len(PLAIN) :]
+        number = self.answer_id[len(PLAIN_PREFIX) :]
         return f"{_ID_PREFIXES[block.kind]}_{number}{block.index:02x}"
 
-    def _usage(self, answer: Answer) -> dict[str, Any]:
+    def _usage(self, answer: RecordedReply) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
         output_tokens = len(answer.generation.output_ids)
         reasoning = answer.said.reasoning
@@ -151,10 +164,10 @@ class ResponsesExchange:
         }
 
 
-class ResponseEvents(EventStream):
+class ResponseEventStream(EventStream):
     """The server-sent events of a streamed Response. The last one has the whole Response."""
 
-    def __init__(self, exchange: ResponsesExchange, live: LiveAnswers) -> None:
+    def __init__(self, exchange: ResponsesExchange, live: ReplyStream) -> None:
         super().__init__(live)
         self._exchange = exchange
         self._reader = BlockReader()
@@ -168,23 +181,23 @@ class ResponseEvents(EventStream):
     async def __anext__(self) -> bytes:
         happened = await anext(self._live)
         beginning = b"" if self._sent else self._beginning()
-        if isinstance(happened, Delta):
+        if isinstance(happened, ReplyChunk):
             self._tokens += self._exchange.logprobs(happened.piece)
             return beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
-        self._end_status = status_of(happened)
+        self._end_status = get_status(happened)
         rest = b"".join(map(self._change, self._reader.finish()))
         response = msgspec.Raw(self._exchange.finished(happened, self._reader.blocks))
         return beginning + rest + self._event(f"response.{self._end_status}", response=response)
 
-    def broken(self, refusal: RequestRefused) -> bytes:
+    def broken(self, refusal: RequestError) -> bytes:
         """What says that the stream ends early."""
-        fields = error_fields(refusal)
+        fields = format_error_fields(refusal)
         code = fields["code"] or fields["type"]
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
         return self._event("error", error=fields, **named)
 
     def _event(self, kind: str, /, **fields: Any) -> bytes:
-        event = named_event({"type": kind, **fields, "sequence_number": self._sent})
+        event = format_named_event({"type": kind, **fields, "sequence_number": self._sent})
         self._sent += 1
         return event
 
@@ -193,7 +206,7 @@ class ResponseEvents(EventStream):
         created = self._event("response.created", response=frame)
         return created + self._event("response.in_progress", response=frame)
 
-    def _change(self, change: Change) -> bytes:
+    def _change(self, change: BlockChange) -> bytes:
         kind, block, text = change
         if kind == "begin":
             return self._begun(block)
@@ -201,19 +214,19 @@ class ResponseEvents(EventStream):
             return self._added(block, text)
         return self._ended(block)
 
-    def _place(self, block: Block) -> dict[str, Any]:
+    def _place(self, block: ContentBlock) -> dict[str, Any]:
         place = {"item_id": self._exchange.item_id(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
-    def _begun(self, block: Block) -> bytes:
+    def _begun(self, block: ContentBlock) -> bytes:
         item = self._exchange.item(block, "in_progress", [])
         begun = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return begun
-        place, empty = self._place(block), part(block, "", [])
+        place, empty = self._place(block), format_part(block, "", [])
         return begun + self._event("response.content_part.added", **place, part=empty)
 
-    def _added(self, block: Block, text: str) -> bytes:
+    def _added(self, block: ContentBlock, text: str) -> bytes:
         place = self._place(block)
         if block.kind == "call":
             return self._event("response.function_call_arguments.delta", **place, delta=text)
@@ -222,7 +235,7 @@ class ResponseEvents(EventStream):
         logprobs, self._shown = self._tokens[self._shown :], len(self._tokens)
         return self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs)
 
-    def _ended(self, block: Block) -> bytes:
+    def _ended(self, block: ContentBlock) -> bytes:
         place, kind, text = self._place(block), block.kind, block.text
         item = self._exchange.item(block, self._end_status, self._tokens)
         if kind == "call":
@@ -239,37 +252,39 @@ class ResponseEvents(EventStream):
         return ended + self._event("response.output_item.done", output_index=block.index, item=item)
 
 
-def status_of(answer: Answer) -> str:
+def get_status(answer: RecordedReply) -> str:
     """Whether the model came to its end."""
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
 
 
-def part(block: Block, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def format_part(
+    block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]
+) -> dict[str, Any]:
     """The content of a block's item."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def retrieved(session: Session, response_id: str) -> bytes:
+def retrieve_response(session: Session, response_id: str) -> bytes:
     """The body of a Response that was answered before.
 
     Raises:
-        RequestRefused: 404, there is none of this id.
+        RequestError: 404, there is none of this id.
     """
     body = session.responses.get(response_id)
     if body is None:
-        raise RequestRefused(404, f"this session has no response {response_id!r}")
+        raise RequestError(404, f"this session has no response {response_id!r}")
     return body
 
 
-def deleted(session: Session, response_id: str) -> bytes:
+def delete_response(session: Session, response_id: str) -> bytes:
     """Keep a Response no longer. What was said stays recorded, and may be gone on from.
 
     Raises:
-        RequestRefused: 404, there is none of this id.
+        RequestError: 404, there is none of this id.
     """
-    retrieved(session, response_id)
+    retrieve_response(session, response_id)
     del session.responses[response_id]
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
@@ -278,4 +293,4 @@ def _read(body: bytes, session: Session, model: ServedModel) -> ResponsesExchang
     return ResponsesExchange(*parse(body, session, model), model, session)
 
 
-RESPONSES = Dialect(ResponsesRequest, _read, error)
+RESPONSES = Dialect(ResponsesRequest, _read, format_error)

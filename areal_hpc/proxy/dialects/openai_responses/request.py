@@ -13,20 +13,20 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Struct
 
-from areal_hpc.errors import RequestRefused
+from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import Hint, hints_in
-from areal_hpc.proxy.dialects.openai_responses.input_items import Item, conversation
-from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools, offered_tools
+from areal_hpc.proxy.dialects.openai_responses.input_items import InputItem, build_messages
+from areal_hpc.proxy.dialects.openai_responses.tools import ToolSet, parse_tools
 from areal_hpc.proxy.dialects.validation import (
-    Positive,
+    PositiveParam,
     Probability,
     Temperature,
+    check_tools_supported,
     decode,
     effort_variables,
-    either,
-    json_schema,
-    refuse_tools_without_parser,
-    tool_choice,
+    encode_json_schema,
+    first_given,
+    parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -36,18 +36,18 @@ from areal_hpc.session.completion_prompts import RAW_CONTEXT
 from areal_hpc.wire.proxy import SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
-INSTRUCTED = "resp_i"
+WITH_INSTRUCTIONS_PREFIX = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
 such a reply brings its own. Other ids begin with `PLAIN`."""
-PLAIN = "resp_n"
+PLAIN_PREFIX = "resp_n"
 
 
-class _NamedChoice(Struct, forbid_unknown_fields=True):
+class _ResponsesToolChoice(Struct, forbid_unknown_fields=True):
     name: str
     type: Literal["function"]
 
 
-class _Format(Struct):
+class _TextFormat(Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
     schema: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ class _Format(Struct):
 
 
 class _TextConfig(Struct, forbid_unknown_fields=True):
-    format: _Format = msgspec.field(default_factory=_Format)
+    format: _TextFormat = msgspec.field(default_factory=_TextFormat)
     verbosity: Hint = None
 
 
@@ -65,21 +65,21 @@ class _Reasoning(Struct, forbid_unknown_fields=True):
     generate_summary: Hint = None
 
 
-class _StreamOptions(Struct):
+class _ResponsesStreamOptions(Struct):
     include_obfuscation: bool | None = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/responses, as far as this proxy can honour it."""
 
-    input: str | list[Item] | None = None
+    input: str | list[InputItem] | None = None
     model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[msgspec.Raw] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: PositiveParam | None = None
     temperature: Temperature | None = None
     top_p: Probability | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
@@ -88,7 +88,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     include: list[str] | None = None
     """`LOGPROBS`, and what other models and hosted tools would add, which are not here."""
     stream: bool | None = None
-    stream_options: _StreamOptions | None = None
+    stream_options: _ResponsesStreamOptions | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
@@ -112,7 +112,7 @@ _decoder = msgspec.json.Decoder(ResponsesRequest)
 
 def parse(
     body: bytes, session: Session, model: ServedModel
-) -> tuple[ResponsesRequest, OfferedTools, ModelCall]:
+) -> tuple[ResponsesRequest, ToolSet, ModelCall]:
     """Validate a request.
 
     Args:
@@ -121,16 +121,16 @@ def parse(
         model: Who will answer.
 
     Raises:
-        RequestRefused: 400, naming the parameter that is wrong or cannot be honoured.
+        RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
     request = decode(_decoder, body)
     _refuse_contradictions(request)
-    tools = offered_tools(request.tools or [])
+    tools = parse_tools(request.tools or [])
     choice = _tool_choice(request, tools)
-    refuse_tools_without_parser(model, tools.schemas, choice)
+    check_tools_supported(model, tools.schemas, choice)
     messages = [*_instructions(request), *_previous(request, session), *_input(request)]
     if not messages:
-        raise RequestRefused(400, "there is nothing to answer", key="input")
+        raise RequestError(400, "there is nothing to answer", key="input")
     variables = effort_variables(request.reasoning.effort, model) if request.reasoning else None
     return (
         request,
@@ -150,16 +150,16 @@ def parse(
 
 def _refuse_contradictions(request: ResponsesRequest) -> None:
     if request.background:
-        raise RequestRefused(400, "a reply is answered at once", key="background")
+        raise RequestError(400, "a reply is answered at once", key="background")
     if request.top_logprobs and not request.with_logprobs:
-        raise RequestRefused(400, f"top_logprobs needs {LOGPROBS} in include", key="top_logprobs")
+        raise RequestError(400, f"top_logprobs needs {LOGPROBS} in include", key="top_logprobs")
     options = request.stream_options
     if options is not None and (options.include_obfuscation or not request.stream):
         problem = "only include_obfuscation: false of a stream can be honoured"
-        raise RequestRefused(400, problem, key="stream_options")
+        raise RequestError(400, problem, key="stream_options")
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and form.schema is None:
-        raise RequestRefused(400, "the schema is missing", key="text.format.schema")
+        raise RequestError(400, "the schema is missing", key="text.format.schema")
 
 
 def _instructions(request: ResponsesRequest) -> Iterable[Message]:
@@ -174,26 +174,26 @@ def _previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
         return []
     if previous_id not in tree:
         problem = f"this session has no response {previous_id!r}"
-        raise RequestRefused(400, problem, key="previous_response_id")
+        raise RequestError(400, problem, key="previous_response_id")
     path = tree.path(tree[previous_id])
     if any(one.context == RAW_CONTEXT for one in path):
         problem = f"{previous_id!r} continues a plain prompt, not a conversation"
-        raise RequestRefused(400, problem, key="previous_response_id")
+        raise RequestError(400, problem, key="previous_response_id")
     messages = [message for one in path for message in (*one.new_messages, one.reply)]
-    return messages[1:] if previous_id.startswith(INSTRUCTED) else messages
+    return messages[1:] if previous_id.startswith(WITH_INSTRUCTIONS_PREFIX) else messages
 
 
 def _input(request: ResponsesRequest) -> Iterable[Message]:
     if isinstance(request.input, str):
         return [{"role": "user", "content": request.input}]
-    return conversation(request.input or [])
+    return build_messages(request.input or [])
 
 
-def _tool_choice(request: ResponsesRequest, tools: OfferedTools) -> ToolChoice:
+def _tool_choice(request: ResponsesRequest, tools: ToolSet) -> ToolChoice:
     asked = request.tool_choice
-    mode, name = (None, asked.name) if isinstance(asked, _NamedChoice) else (asked, None)
+    mode, name = (None, asked.name) if isinstance(asked, _ResponsesToolChoice) else (asked, None)
     parallel = request.parallel_tool_calls is not False
-    return tool_choice(tools.schemas, mode, name, parallel=parallel)
+    return parse_tool_choice(tools.schemas, mode, name, parallel=parallel)
 
 
 def _unheard(request: ResponsesRequest, variables: dict[str, Any] | None) -> Iterator[str]:
@@ -207,15 +207,15 @@ def _unheard(request: ResponsesRequest, variables: dict[str, Any] | None) -> Ite
 def _sampling_of(
     request: ResponsesRequest, defaults: SamplingDefaults, choice: ToolChoice
 ) -> SamplingParams:
-    form = request.text.format if request.text else _Format()
+    form = request.text.format if request.text else _TextFormat()
     schema = None
     if form.type != "text":
         asked = form.schema if form.type == "json_schema" else {"type": "object"}
-        schema = json_schema(asked, choice)
+        schema = encode_json_schema(asked, choice)
     return SamplingParams(
-        temperature=either(request.temperature, defaults.temperature),
+        temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=request.max_output_tokens or 0,
-        top_p=either(request.top_p, defaults.top_p),
+        top_p=first_given(request.top_p, defaults.top_p),
         top_k=defaults.top_k or -1,
         json_schema=schema,
     )

@@ -15,8 +15,8 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.proxy.dialects.hints import Hint, hints_in
-from areal_hpc.proxy.dialects.openai_responses.input_items import qualified
-from areal_hpc.proxy.dialects.validation import decode_part, function_tool
+from areal_hpc.proxy.dialects.openai_responses.input_items import qualify_tool_name
+from areal_hpc.proxy.dialects.validation import build_function_tool, decode_part
 
 _HOSTED = re.compile(r"(web_search|web_search_preview|image_generation|tool_search)(_[0-9_]+)?")
 """Types of such tools, dated or not. Those that name a client's own files, servers or containers
@@ -27,7 +27,7 @@ class _Kind(Struct):
     type: str = ""
 
 
-class _Function(Struct, tag="function", forbid_unknown_fields=True):
+class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -37,12 +37,12 @@ class _Function(Struct, tag="function", forbid_unknown_fields=True):
 
 class _Namespace(Struct, tag="namespace", forbid_unknown_fields=True):
     name: str
-    tools: list[_Function]
+    tools: list[_ToolFunction]
     description: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedTools:
+class ToolSet:
     """What the model may call."""
 
     schemas: list[dict[str, Any]]
@@ -53,16 +53,16 @@ class OfferedTools:
     """Hints in the tools, and tools that are left out."""
 
 
-def offered_tools(raw: Sequence[msgspec.Raw]) -> OfferedTools:
+def parse_tools(raw: Sequence[msgspec.Raw]) -> ToolSet:
     """Check the tools of a request.
 
     A tool within a namespace is known to the model as `namespace.name`, and the description of
     the namespace stands before its own.
 
     Raises:
-        RequestRefused: 400, naming what is wrong.
+        RequestError: 400, naming what is wrong.
     """
-    offered = OfferedTools([], {}, set())
+    offered = ToolSet([], {}, set())
     kinds = [decode_part(one, _Kind, f"tools[{i}]").type for i, one in enumerate(raw)]
     hosted = [_HOSTED.fullmatch(kind) for kind in kinds]
     for i, one in enumerate(raw):
@@ -70,14 +70,14 @@ def offered_tools(raw: Sequence[msgspec.Raw]) -> OfferedTools:
         if named is not None and not all(hosted):
             offered.ignored.add(f"tools[{named[1]}]")
             continue
-        tool = decode_part(one, _Function | _Namespace, f"tools[{i}]")
-        if isinstance(tool, _Function):
+        tool = decode_part(one, _ToolFunction | _Namespace, f"tools[{i}]")
+        if isinstance(tool, _ToolFunction):
             offered.ignored.update(hints_in(tool, "tools[]."))
             offered.schemas.append(_schema(tool, f"tools[{i}]"))
             continue
         for j, function in enumerate(tool.tools):
             offered.ignored.update(hints_in(function, "tools[]."))
-            name = qualified(tool.name, function.name)
+            name = qualify_tool_name(tool.name, function.name)
             offered.origins[name] = (tool.name, function.name)
             described = [text for text in (tool.description, function.description) if text]
             renamed = msgspec.structs.replace(
@@ -87,7 +87,7 @@ def offered_tools(raw: Sequence[msgspec.Raw]) -> OfferedTools:
     return offered
 
 
-def _schema(tool: _Function, key: str) -> dict[str, Any]:
+def _schema(tool: _ToolFunction, key: str) -> dict[str, Any]:
     fields = msgspec.structs.asdict(tool)
     del fields["defer_loading"]
-    return function_tool(fields, key)
+    return build_function_tool(fields, key)

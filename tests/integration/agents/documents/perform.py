@@ -19,10 +19,10 @@ import msgspec
 
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
-from areal_hpc.rollout.episodes.http_client import open_http_client
-from areal_hpc.rollout.execution.agent_pickle import packed
+from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_pickle import save_agent
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.rollout.service_client import Peer
+from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
@@ -89,7 +89,7 @@ class Reader:
         """The same in a process of its own."""
         folder = self._layout.workflow_dir
         sys.path.insert(0, str(folder))
-        agent = SubprocessAgent(packed(workflow, {}, folder, (), alias=True), {}, 1)
+        agent = SubprocessAgent(save_agent(workflow, {}, folder, (), alias=True), {}, 1)
         try:
             return await self._play(agent)
         finally:
@@ -97,8 +97,8 @@ class Reader:
 
     async def _play(self, agent: Any) -> float:
         order = self._order
-        peer = Peer(self._layout.rendezvous_dir, f"proxy-{order.cell}", order.admin_key)
-        http_client = open_http_client(TIMEOUT_S)
+        peer = ServiceClient(self._layout.rendezvous_dir, f"proxy-{order.cell}", order.admin_key)
+        http_client = make_http_client(TIMEOUT_S)
         session = StartSessionRequest(
             "document",
             TicketRef(next(self._tickets), 0),
