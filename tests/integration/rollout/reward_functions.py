@@ -40,11 +40,11 @@ def not_a_number() -> float:
     return float("nan")
 
 
-class Unpicklable(Exception):
+class UnpicklableError(Exception):
     def __init__(self, why: str, where: str) -> None:
         super().__init__(why)
         self.held = lambda: where
 
 
 def raises_something_odd() -> float:
-    raise Unpicklable("odd", "here")
+    raise UnpicklableError("odd", "here")
