@@ -13,6 +13,7 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     ClusterError,
+    JobFailedError,
     Problem,
     RecipeError,
     ShardError,
@@ -24,7 +25,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from areal_hpc.areal.ppo_trainer import PPOTrainer
     from areal_hpc.client.areal_openai import ArealOpenAI
-    from areal_hpc.errors import JobFailedError
     from areal_hpc.launch.run import RunResult, run, submit
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.recipe import Recipe
@@ -35,11 +35,10 @@ else:
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
         "ArealOpenAI": ("areal_hpc.client.areal_openai", "ArealOpenAI"),
         "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
-        "JobFailedError": ("areal_hpc.launch.local_launcher", "JobFailedError"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
-        "Recipe": ("areal_hpc.recipe.cross_checks", "Recipe"),
+        "Recipe": ("areal_hpc.recipe.recipe", "Recipe"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),
-        "load_recipe": ("areal_hpc.recipe.cross_checks", "load"),
+        "load_recipe": ("areal_hpc.recipe.loading", "load_recipe"),
         "run": ("areal_hpc.launch.run", "run"),
         "submit": ("areal_hpc.launch.run", "submit"),
     }

@@ -237,3 +237,14 @@ class PromptTooLong(RequestError):
 
 def _rebuild_request(status: int, message: str, key: str, hint: str) -> RequestError:
     return RequestError(status, message, key=key, hint=hint)
+
+
+class HttpRefused(ClusterError):
+    """The peer answered, with a status that says no."""
+
+    def __init__(self, status: int, url: str, body: str) -> None:
+        super().__init__(f"{url} answered {status}: {body[:500]}")
+        self.status, self.url, self.body = status, url, body
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (HttpRefused, (self.status, self.url, self.body))

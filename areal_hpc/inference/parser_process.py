@@ -1,6 +1,6 @@
 """Process that runs SGLang's tool-call and reasoning parsers.
 
-Runs in SGLang's environment, for a proxy that does not (`wire/parsing.py` is what they say to
+Runs in SGLang's environment, for a proxy that does not (`wire/parsers.py` is what they say to
 one another). Either name may be empty. The parsers are SGLang's own; this module decides only
 what may be shown while a reply is still being said, and keeps what SGLang would drop:
 
@@ -19,13 +19,7 @@ from typing import Any
 import msgspec
 
 import areal_hpc.inference.cpu.sglang_cpu  # noqa: F401  # stand-ins for what needs a GPU to import
-from areal_hpc.wire.parsing import (
-    ConstrainRequest,
-    Opening,
-    ParsedCall,
-    ParseRequest,
-    ParserReply,
-)
+from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParsedCall, ParseRequest, ParserReply
 
 MAX_OPEN_REPLIES = 4096
 MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")

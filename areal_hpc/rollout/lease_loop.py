@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from areal_hpc.errors import HttpRefused
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.service_client import Services
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealReply
 

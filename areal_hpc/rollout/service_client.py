@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, HttpRefused
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient, HttpRefused
+from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError, RecipeError, encodable
+from areal_hpc.errors import AgentError, ArealError, HttpRefused, RecipeError, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import (
@@ -25,7 +25,6 @@ from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import Services
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,

@@ -84,7 +84,7 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
         "processes": limits.processes,
         "report_fd": writing,
     }
-    confine = Path(__file__).with_name("confine.py")
+    child = Path(__file__).with_name("child.py")
     out, err = folder / "stdout", folder / "stderr"
     with (
         (folder / "stdin").open("rb") as stdin,
@@ -93,7 +93,7 @@ def _run(folder: Path, own: Path, program: Path, limits: ProgramLimits) -> Progr
     ):
         try:
             process = subprocess.Popen(
-                [sys.executable, "-I", str(confine), json.dumps(request), str(program)],
+                [sys.executable, "-I", str(child), json.dumps(request), str(program)],
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,

@@ -9,28 +9,16 @@ import aiohttp
 import httpx
 import msgspec
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, HttpRefused
 from areal_hpc.wire.backoff import Backoff
 
 ReplyT = TypeVar("ReplyT")
-
 KEEP_ALIVE_S = 75
 """For which servers keep an idle connection. Clients must give up theirs earlier (httpx after 5 s,
 aiohttp after 15), or a request meets the closing of its connection."""
 RETRYABLE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the tries of a call."""
-
-
-class HttpRefused(ClusterError):
-    """The peer answered, with a status that says no."""
-
-    def __init__(self, status: int, url: str, body: str) -> None:
-        super().__init__(f"{url} answered {status}: {body[:500]}")
-        self.status, self.url, self.body = status, url, body
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return (HttpRefused, (self.status, self.url, self.body))
 
 
 def is_accepted(method: str, url: str, timeout_s: float) -> bool:

@@ -12,44 +12,34 @@ from tests.support.environments import CHECKOUT
 
 OFFENSES = [
     # what is appended to which module, and how the report shows it (line numbers left out)
-    # An actor imports an actor, the client, its ledger.
-    (
-        "recipe/sections/rollout.py",
-        "import areal_hpc.recipe.sections.recording",
-        "rollout.config -> {}.proxy.config",
-    ),
-    (
-        "recipe/sections/rollout.py",
-        "import areal_hpc.client.engine",
-        "rollout.config -> {}.client.engine",
-    ),
-    ("recipe/sections/trainer.py", "import areal_hpc.ledger", "trainer.config -> {}.ledger"),
-    # A medium imports an actor, a medium; an actor sees the whole recipe; the base knows a medium.
-    (
-        "recipe/sections/recording.py",
-        "import areal_hpc.recipe.sections.trainer",
-        "shards.config -> {}.trainer.config",
-    ),
-    ("session/__init__.py", "import areal_hpc.wire.proxy", "session -> {}.wire.proxy"),
-    ("inference/__init__.py", "import areal_hpc.recipe.cross_checks", "inference -> {}.recipe"),
-    ("layout.py", "import areal_hpc.wire.weight_version", "layout -> {}.weights.version"),
+    # An actor imports an actor, the client, its ledger, the launcher.
+    ("rollout/config.py", "import areal_hpc.proxy.config", "rollout.config -> {}.proxy.config"),
+    ("rollout/config.py", "import areal_hpc.client.engine", "rollout.config -> {}.client.engine"),
+    ("trainer/config.py", "import areal_hpc.ledger", "trainer.config -> {}.ledger"),
+    ("inference/__init__.py", "import areal_hpc.launch.plan", "inference -> {}.launch.plan"),
+    # A medium imports an actor, a medium; the run directory knows who writes it.
+    ("shards/schema.py", "import areal_hpc.trainer.config", "shards.schema -> {}.trainer.config"),
+    ("session/__init__.py", "import areal_hpc.shards.schema", "session -> {}.shards.schema"),
+    ("rundir/paths.py", "import areal_hpc.recipe.base", "rundir.paths -> {}.recipe.base"),
+    # What asks Slurm knows the processes of a job.
+    ("slurm/states.py", "import areal_hpc.jobs.topology", "slurm.states -> {}.jobs.topology"),
     # A module and a package without a layer appear.
     ("odds.py", '"""Odds and ends."""', "- {}.odds"),
     ("later/__init__.py", '"""Later."""', "- {}.later"),
     # Two modules of one package import each other.
     (
-        "recipe/sections/weights.py",
-        "import areal_hpc.wire.weight_version",
+        "weights/deadlines.py",
+        "import areal_hpc.weights.report",
         "cycles are allowed in {}.weights",
     ),
     (
-        "weights/version.py",
-        "import areal_hpc.recipe.sections.weights",
+        "weights/report.py",
+        "import areal_hpc.weights.deadlines",
         "cycles are allowed in {}.weights",
     ),
     # A second file and an actor import submitit.
-    ("cluster/jobspec.py", "import submitit", "cluster.jobspec -> submitit"),
-    ("recipe/sections/trainer.py", "import submitit", "trainer.config -> submitit"),
+    ("slurm/script.py", "import submitit", "slurm.script -> submitit"),
+    ("trainer/config.py", "import submitit", "trainer.config -> submitit"),
     # A function of the planner imports torch; the recipe reaches Megatron and SGLang by a section.
     ("launch/plan.py", "def _late() -> None:\n    import torch", "launch.plan -> torch"),
     (
@@ -65,11 +55,7 @@ OFFENSES = [
     # The wire imports torch, and the proxy reaches it through a medium.
     ("wire/replicas.py", "import torch", "{}.wire is not allowed to import torch"),
     ("weights/__init__.py", "import torch", "weights -> torch"),
-    (
-        "recipe/sections/recording.py",
-        "import areal_hpc.weights",
-        "{}.proxy is not allowed to import torch",
-    ),
+    ("proxy/config.py", "import areal_hpc.weights", "{}.proxy is not allowed to import torch"),
 ]
 
 

@@ -104,7 +104,7 @@ def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
 )
 def test_a_spelling_elsewhere_is_found(mutation: str) -> None:
     """In a real module, behind text that may say anything."""
-    source = (PACKAGE / "view" / "snapshot.py").read_text()
+    source = (PACKAGE / "view" / "run_state.py").read_text()
     talk = '\n"""Not a spelling: COMMITTED, relay-0."""  # nor is "trainer.json"\n'
     assert list(spellings(source + talk)) == []
     assert len(list(spellings(f"{source}{talk}{mutation}\n"))) >= 1

@@ -47,7 +47,9 @@ def describe(made: DevclusterPlan) -> str:
     commands: list[Daemon | DevclusterNode] = [*made.daemons, *made.nodes]
     lines = [f"{part.name}: {' '.join(part.command)}" for part in commands]
     shown = (
-        "\n".join(lines).replace(sys.executable, "PYTHON").replace(node_main.__file__, "node.py")
+        "\n".join(lines)
+        .replace(sys.executable, "PYTHON")
+        .replace(node_main.__file__, "node_main.py")
     )
     environ = "\n".join(f"{key}={value}" for key, value in made.environ.items())
     return "\n".join([*parts, f"==> environment <==\n{environ}\n", f"==> processes <==\n{shown}\n"])

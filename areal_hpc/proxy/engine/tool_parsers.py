@@ -17,7 +17,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, ParserLostError, RequestError
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
-from areal_hpc.wire.parsing import ConstrainRequest, Opening, ParseRequest, ParserReply
+from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParseRequest, ParserReply
 
 log = logging.getLogger(__name__)
 MODULE = "areal_hpc.inference.parser_process"

@@ -8,12 +8,11 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, InvalidRewardError, encodable
+from areal_hpc.errors import AgentError, HttpRefused, InvalidRewardError, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.execution.subprocess_agent import in_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import validate_reward
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
     EndSessionReply,

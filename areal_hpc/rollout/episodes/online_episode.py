@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
+from areal_hpc.errors import HttpRefused
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
 from areal_hpc.rollout.service_client import ServiceClient
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
     AwaitSessionRequest,

@@ -28,9 +28,9 @@ import sys
 
 sys.path += [folder for folder in {folders!r} if folder not in sys.path]
 {alias}
-from areal_hpc.rollout.execution.agent_pickle import unpacked
+from areal_hpc.rollout.execution.agent_pickle import load_agent_pickle
 
-agent = unpacked(__file__)
+agent = load_agent_pickle(__file__)
 '''
 
 

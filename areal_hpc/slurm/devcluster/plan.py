@@ -224,7 +224,7 @@ def _node(
 ) -> DevclusterNode:
     name = f"n{number + 1:02d}"
     slurmd = ("slurmd", "-D", "-N", name)
-    program = (sys.executable, "-I", str(Path(__file__).with_name("node.py")))
+    program = (sys.executable, "-I", str(Path(__file__).with_name("node_main.py")))
     if not settings.namespaces:
         order = json.dumps({"slurmd": slurmd})
         port = facts.first_port + 2 + number

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, SupersededTrainerError
+from areal_hpc.errors import ClusterError, HttpRefused, SupersededTrainerError
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import HttpRefused, WireClient
+from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchReply,

@@ -255,7 +255,7 @@ def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.M
             assert await calls.relay(old.url, "1", b"{}", PATIENCE_S) == b"one"
             assert await calls.relay(new.url, "2", b"{}", PATIENCE_S) == b"one"
             assert old.left == 0
-            monkeypatch.setattr(sglang_client, "FORGOTTEN_S", 0.0)
+            monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
             async with ScriptedServer(*scripts) as third:
                 assert await calls.relay(third.url, "3", b"{}", PATIENCE_S) == b"one"
                 await until(lambda: (old.left, new.left) == (1, 1))

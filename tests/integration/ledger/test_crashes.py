@@ -14,10 +14,9 @@ from typing import TypeVar
 
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, HttpRefused
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     Acknowledged,
     BatchManifest,

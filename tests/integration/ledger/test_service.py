@@ -12,9 +12,8 @@ import msgspec
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, HttpRefused
 from areal_hpc.ledger.job import run
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import (
     NO_VERSION,
     Acknowledged,

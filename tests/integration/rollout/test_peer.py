@@ -8,9 +8,9 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from areal_hpc.errors import HttpRefused
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.http import HttpRefused
 from areal_hpc.wire.ledger import Acknowledged, Empty
 
 

@@ -59,16 +59,16 @@ def test_a_box_may_hold_braces() -> None:
 @pytest.mark.parametrize(
     ("function", "piece"),
     [
-        ("tagged", "<answer>"),
-        ("tagged", "<answer></answer>"),
-        ("tagged", "</answer>"),
-        ("fenced", "```python\n"),
-        ("fenced", "```\n```"),
-        ("fenced", "``` \t"),
-        ("boxed", "\\boxed{"),
-        ("boxed", "\\boxed{}"),
+        ("extract_tagged", "<answer>"),
+        ("extract_tagged", "<answer></answer>"),
+        ("extract_tagged", "</answer>"),
+        ("extract_code", "```python\n"),
+        ("extract_code", "```\n```"),
+        ("extract_code", "``` \t"),
+        ("extract_boxed", "\\boxed{"),
+        ("extract_boxed", "\\boxed{}"),
     ],
 )
 def test_two_megabytes_of_openings_take_no_minutes(function: str, piece: str) -> None:
-    program = f"from areal_hpc.reward import answers; answers.{function}({piece!r} * 250_000)"
+    program = f"from areal_hpc.reward.answer_extraction import {function}; {function}({piece!r} * 250_000)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30.0)

@@ -28,10 +28,10 @@ def tasks(form: str, file: str) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("form", "file", "right"),
     [
-        ("gsm8k", "gsm8k.parquet", ["so \\boxed{7}", "\\boxed{2400}"]),
-        ("gsm8k", "gsm8k_saved/train", ["so $7$", "It is 2,400"]),
-        ("competition_math", "math.jsonl", ["\\boxed{0.25}", "\\boxed{\\{2, -2\\}}"]),
-        ("aime", "aime.jsonl", ["\\boxed{24}", "\\boxed{56}"]),
+        ("convert_gsm8k", "gsm8k.parquet", ["so \\boxed{7}", "\\boxed{2400}"]),
+        ("convert_gsm8k", "gsm8k_saved/train", ["so $7$", "It is 2,400"]),
+        ("convert_competition_math", "math.jsonl", ["\\boxed{0.25}", "\\boxed{\\{2, -2\\}}"]),
+        ("convert_aime", "aime.jsonl", ["\\boxed{24}", "\\boxed{56}"]),
     ],
 )
 def test_mathematics_is_judged_by_its_value(form: str, file: str, right: list[str]) -> None:
@@ -42,7 +42,7 @@ def test_mathematics_is_judged_by_its_value(form: str, file: str, right: list[st
 
 
 def test_countdown_is_judged_exactly() -> None:
-    first, second = tasks("countdown", "countdown.jsonl")
+    first, second = tasks("convert_countdown", "countdown.jsonl")
     assert "98" in first["messages"][0]["content"]
     for answer, reward in (
         ("<answer>44 + 19 + 35</answer>", 1.0),
@@ -70,20 +70,20 @@ def test_fractions_on_the_way_are_exact() -> None:
 @pytest.mark.parametrize(
     ("form", "right", "wrong"),
     [
-        ("mbpp", DOUBLE, DOUBLE.replace("x + x", "x * x")),
-        ("humaneval", TRIPLE, TRIPLE.replace("3", "2")),
-        ("apps", ADD, ADD.replace("sum", "max")),
+        ("convert_mbpp", DOUBLE, DOUBLE.replace("x + x", "x * x")),
+        ("convert_humaneval", TRIPLE, TRIPLE.replace("3", "2")),
+        ("convert_apps", ADD, ADD.replace("sum", "max")),
     ],
 )
 def test_programs_are_judged_by_their_tests(form: str, right: str, wrong: str) -> None:
-    (task,) = tasks(form, f"{form}.jsonl")
+    (task,) = tasks(form, f"{form.removeprefix('convert_')}.jsonl")
     assert code_reward("", right, [], [], **task) == 1.0
     assert code_reward("", wrong, [], [], **task) == 0.0
     assert code_reward("", right.replace("```", ""), [], [], **task) == 0.0
 
 
 def test_a_program_that_leaves_before_its_tests_has_not_passed_them() -> None:
-    (task,) = tasks("mbpp", "mbpp.jsonl")
+    (task,) = tasks("convert_mbpp", "mbpp.jsonl")
     for leaving in ("import sys; sys.exit(0)", "import os; os._exit(0)"):
         assert code_reward("", f"```python\n{leaving}\n```", [], [], **task) == 0.0
 

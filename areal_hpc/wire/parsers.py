@@ -1,4 +1,4 @@
-"""What a proxy says to the process that holds SGLang's parsers: one JSON document a line.
+"""Messages to the parser process.
 
 The proxy writes `ParseRequest`s and `ConstrainRequest`s to its standard input and reads one
 `ParserReply` for each, in any order, from its standard output. The first line it writes is an
