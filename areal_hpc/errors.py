@@ -1,14 +1,39 @@
-"""Every error a person can meet, grouped by who can act on it.
+"""Every exception that areal_hpc raises on purpose, drawn as one tree.
 
-The exit code tells Slurm whether another attempt can help:
+```
+ArealError                      70   carries Problems: what was wrong, where, what to try
+├── RecipeError                 78   the recipe or the command line must change: never requeued
+├── ClusterError                75   a node, a file system, a service: another attempt may succeed
+│   ├── SlurmNotFoundError           no such command on this machine
+│   ├── SlurmTimeoutError            a daemon of Slurm did not answer
+│   ├── SlurmCommandError            a daemon of Slurm refused
+│   └── HttpStatusError              a service answered with an error status
+├── WeightSyncError             75   new weights did not reach a replica: the update is repeated
+│   └── WeightStorageError           shared storage did not take the weights
+├── ShardError                  65   recorded data is damaged
+├── AgentError                  70   the user's agent failed: recorded with its episode
+│   └── WorkerLostError              the process that ran the user's code died
+├── JobFailedError                   a job of the run failed, with the exit code that decided it
+├── RunInterruptedError        130   the user asked for a stop
+├── SupersededTrainerError     143   a newer start of the trainer owns the run
+├── NonFiniteGradientError      70   a gradient is not finite
+├── LedgerRequestError               the ledger refuses a request, with an HTTP status
+├── RequestError                     the proxy refuses a request, with an HTTP status
+│   └── PromptTooLongError           the prompt leaves no room for a reply
+└── ControlCallError                 the caller may not control this replica now
+Exception                            signals within a process; nobody reports them
+├── ParserLostError                  the parser process died
+├── OtherRankError                   another rank failed and reports why
+├── ClientDisconnectedError          nobody is left to answer
+└── ValueError
+    ├── InvalidRewardError           not a finite number, or no such interaction
+    │   └── UnknownInteractionError
+    ├── ChatTemplateError            the model's chat template does not accept the messages
+    └── InvalidExpressionError       more than numbers, parentheses and the four operators
+```
 
-| error          | who acts                       | exit code          |
-|----------------|--------------------------------|--------------------|
-| RecipeError    | the user                       | 78, never requeue  |
-| ClusterError   | nobody, or the administrator   | 75, requeue        |
-| WeightSyncError| nobody: the update is repeated | 75, requeue        |
-| ShardError     | the user: data is damaged      | 65                 |
-| AgentError     | the author of the agent        | 70, recorded       |
+The numbers are exit codes, by which Slurm is told whether another attempt can help.
+`proxy/engine/generation.py` has one more, which carries a partial generation.
 """
 
 from __future__ import annotations
@@ -76,38 +101,6 @@ class ClusterError(ArealError):
     exit_code = 75
 
 
-class WeightSyncError(ArealError):
-    """New weights did not reach a replica. The replica is fenced and gets a full resend."""
-
-    exit_code = 75
-
-
-class ShardError(ArealError):
-    """Recorded data is damaged or is not what its index says."""
-
-    exit_code = 65
-
-
-class SupersededTrainerError(ArealError):
-    """A newer start of the trainer owns the run: this one must go without a trace."""
-
-    exit_code = 143
-
-
-class AgentError(ArealError):
-    """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
-
-    exit_code = 70
-
-
-def encodable(text: str) -> str:
-    """A text that UTF-8 can hold: half of a surrogate pair, as in a cut emoji, is spelled out.
-
-    What an agent raises may quote anything that a model said; messages and events are UTF-8.
-    """
-    return text.encode(errors="backslashreplace").decode()
-
-
 class SlurmNotFoundError(ClusterError):
     """There is no such command here, as within most containers."""
 
@@ -120,26 +113,70 @@ class SlurmCommandError(ClusterError):
     """A daemon of Slurm answered, and refused."""
 
 
-class InvalidExpressionError(ValueError):
-    """The text is more than numbers, parentheses and the four operators."""
+class HttpStatusError(ClusterError):
+    """The peer answered, with a status that says no."""
+
+    def __init__(self, status: int, url: str, body: str) -> None:
+        super().__init__(f"{url} answered {status}: {body[:500]}")
+        self.status, self.url, self.body = status, url, body
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (HttpStatusError, (self.status, self.url, self.body))
 
 
-class InvalidRewardError(ValueError):
-    """The reward is not a finite number, or there is no such interaction."""
+class WeightSyncError(ArealError):
+    """New weights did not reach a replica. The replica is fenced and gets a full resend."""
+
+    exit_code = 75
 
 
-class UnknownInteractionError(InvalidRewardError, KeyError):
-    """The session has no interaction of this name."""
-
-    __str__ = Exception.__str__  # KeyError would quote the sentence
+class WeightStorageError(WeightSyncError):
+    """The shared storage did not take the weights. No replica has been touched."""
 
 
-class ChatTemplateError(ValueError):
-    """The model's chat template does not accept these messages."""
+class ShardError(ArealError):
+    """Recorded data is damaged or is not what its index says."""
+
+    exit_code = 65
 
 
-class ControlCallError(Exception):
-    """The caller may not control this replica now."""
+class AgentError(ArealError):
+    """The user's agent failed. Never leaves its episode: it becomes a recorded reason."""
+
+    exit_code = 70
+
+
+class WorkerLostError(AgentError):
+    """The process died during the call. Another one takes its place."""
+
+
+class JobFailedError(ArealError):
+    """A job of the run failed. Carries the exit code of the process that decided it."""
+
+    def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
+        super().__init__(message, key=key, hint=hint)
+        self.code = code
+
+
+class RunInterruptedError(ArealError):
+    """The user asked for a stop; everything has stopped."""
+
+    exit_code = 130
+
+    def __init__(
+        self, message: str = "the run was stopped", *, key: str = "", hint: str = ""
+    ) -> None:
+        super().__init__(message, key=key, hint=hint)
+
+
+class SupersededTrainerError(ArealError):
+    """A newer start of the trainer owns the run: this one must go without a trace."""
+
+    exit_code = 143
+
+
+class NonFiniteGradientError(ArealError):
+    """Gradients are not finite, and the run does not go on without them. The last commit stands."""
 
 
 class LedgerRequestError(ArealError):
@@ -151,39 +188,11 @@ class LedgerRequestError(ArealError):
 
     def __reduce__(self) -> tuple[object, ...]:
         problem = self.problems[0]
-        return (_refused, (self.status, problem.message, problem.hint))
+        return (_rebuild_ledger_request, (self.status, problem.message, problem.hint))
 
 
-def _refused(status: int, message: str, hint: str) -> LedgerRequestError:
+def _rebuild_ledger_request(status: int, message: str, hint: str) -> LedgerRequestError:
     return LedgerRequestError(status, message, hint=hint)
-
-
-class WorkerLostError(AgentError):
-    """The process died during the call. Another one takes its place."""
-
-
-class WeightStorageError(WeightSyncError):
-    """The shared storage did not take the weights. No replica has been touched."""
-
-
-class JobFailedError(ArealError):
-    """A job of the run failed. Carries the exit code of the process that decided it."""
-
-    def __init__(self, message: str, *, key: str = "", hint: str = "", code: int = 70) -> None:
-        super().__init__(message, key=key, hint=hint)
-        self.code = code
-
-
-class RunInterruptedError(Exception):
-    """The user asked for a stop; everything has stopped."""
-
-
-class ParserLostError(Exception):
-    """The process died; another start may do better."""
-
-
-RETRY_AFTER_S = 1
-"""When a request that came at a busy moment (429) may be repeated."""
 
 
 class RequestError(ArealError):
@@ -212,7 +221,7 @@ class RequestError(ArealError):
         return (_rebuild_request, (self.status, problem.message, problem.key, problem.hint))
 
 
-class PromptTooLong(RequestError):
+class PromptTooLongError(RequestError):
     """A prompt that leaves no room for a reply, in the words by which OpenAI's clients know it.
 
     They begin to compact their history then, or end the episode as one that ran out of context.
@@ -232,19 +241,50 @@ class PromptTooLong(RequestError):
         self.context_tokens = context_tokens
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (PromptTooLong, (self.prompt_tokens, self.context_tokens, self.param or ""))
+        return (PromptTooLongError, (self.prompt_tokens, self.context_tokens, self.param or ""))
 
 
 def _rebuild_request(status: int, message: str, key: str, hint: str) -> RequestError:
     return RequestError(status, message, key=key, hint=hint)
 
 
-class HttpRefused(ClusterError):
-    """The peer answered, with a status that says no."""
+class ControlCallError(ArealError):
+    """The caller may not control this replica now."""
 
-    def __init__(self, status: int, url: str, body: str) -> None:
-        super().__init__(f"{url} answered {status}: {body[:500]}")
-        self.status, self.url, self.body = status, url, body
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return (HttpRefused, (self.status, self.url, self.body))
+class ParserLostError(Exception):
+    """The process died; another start may do better."""
+
+
+class OtherRankError(Exception):
+    """Another rank failed and reports why."""
+
+
+class ClientDisconnectedError(Exception):
+    """Nobody is left to answer."""
+
+
+class InvalidRewardError(ValueError):
+    """The reward is not a finite number, or there is no such interaction."""
+
+
+class UnknownInteractionError(InvalidRewardError, KeyError):
+    """The session has no interaction of this name."""
+
+    __str__ = Exception.__str__  # KeyError would quote the sentence
+
+
+class ChatTemplateError(ValueError):
+    """The model's chat template does not accept these messages."""
+
+
+class InvalidExpressionError(ValueError):
+    """The text is more than numbers, parentheses and the four operators."""
+
+
+def encodable(text: str) -> str:
+    """A text that UTF-8 can hold: half of a surrogate pair, as in a cut emoji, is spelled out.
+
+    What an agent raises may quote anything that a model said; messages and events are UTF-8.
+    """
+    return text.encode(errors="backslashreplace").decode()

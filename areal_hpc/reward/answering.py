@@ -22,7 +22,7 @@ START_TIMEOUT_S = 60.0
 """Time a process may take to import its packages, which may lie on a slow file system."""
 
 
-class ProcessDied(Exception):
+class ProcessDiedError(Exception):
     """The process ended during a question: a crash, or more memory than it may have."""
 
 
@@ -59,7 +59,7 @@ class AnsweringProcesses:
 
         Raises:
             TimeoutError: There was none within `timeout_s`.
-            ProcessDied: There will be none.
+            ProcessDiedError: There will be none.
             ClusterError: No process could be started.
         """
         with self._places:
@@ -130,7 +130,7 @@ class _Process:
     def _wait_until_ready(self) -> None:
         try:
             self._exchange(b"", START_TIMEOUT_S)
-        except (TimeoutError, ProcessDied) as error:
+        except (TimeoutError, ProcessDiedError) as error:
             is_late = isinstance(error, TimeoutError)
             what = (
                 f"not ready after {START_TIMEOUT_S:g} s" if is_late else "gone before it was ready"
@@ -148,9 +148,9 @@ class _Process:
             self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
             answer = self._socket.recv(1)
         except ConnectionError as error:
-            raise ProcessDied from error
+            raise ProcessDiedError from error
         if not answer:
-            raise ProcessDied
+            raise ProcessDiedError
         return answer
 
     def is_alive(self) -> bool:

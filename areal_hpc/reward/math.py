@@ -11,7 +11,7 @@ from typing import Any
 from areal_hpc.errors import RecipeError
 from areal_hpc.reward import math_process
 from areal_hpc.reward.answer_extraction import extract_boxed
-from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
+from areal_hpc.reward.answering import AnsweringProcesses, ProcessDiedError
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +61,8 @@ def math_reward(
         return 0.0
     try:
         verdict = _COMPARISONS.ask(json.dumps([answer, said]).encode() + b"\n")
-    except (TimeoutError, ProcessDied) as error:
-        how = "ended its process" if isinstance(error, ProcessDied) else "took too long"
+    except (TimeoutError, ProcessDiedError) as error:
+        how = "ended its process" if isinstance(error, ProcessDiedError) else "took too long"
         log.warning(
             "math_reward: comparing with %.80r %s (limits: %g s, %d MiB), reward 0: %.80r",
             answer,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from areal_hpc.errors import HttpRefused
+from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.service_client import Services
@@ -62,7 +62,7 @@ class LeaseLoop:
         """Lease tickets and start them until told to stop. Cancelling it cancels every episode.
 
         Raises:
-            HttpRefused: The ledger refuses this driver.
+            HttpStatusError: The ledger refuses this driver.
         """
         async with asyncio.TaskGroup() as group:
             under_way = set[asyncio.Task[None]]()
@@ -130,7 +130,7 @@ class LeaseLoop:
             await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
             self._tickets.forget(finished)
-        except HttpRefused as refusal:
+        except HttpStatusError as refusal:
             log.error("the proxy could not seal: %s", refusal)
             await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
         self._tickets.changed.set()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, HttpRefused
+from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient
 
@@ -64,7 +64,7 @@ class ServiceClient:
             timeout_s: Limit of one try.
 
         Raises:
-            HttpRefused: The peer answered with an error that repeating will not mend.
+            HttpStatusError: The peer answered with an error that repeating will not mend.
         """
         pauses = iter(BACKOFF)
         while True:
@@ -78,7 +78,7 @@ class ServiceClient:
                     )
                     self._answered_at = time.monotonic()
                     return answer
-                except HttpRefused as refusal:
+                except HttpStatusError as refusal:
                     if refusal.status not in RETRYABLE_STATUSES:
                         # It may be a successor at the same address, which knows less.
                         self._look_up()

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError, HttpRefused, RecipeError, encodable
+from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.episode import (
@@ -121,7 +121,7 @@ class TicketRunner:
                 await self._finish(
                     grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
                 )
-            except HttpRefused as refusal:
+            except HttpStatusError as refusal:
                 if self._proxy.incarnation == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
                 log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
@@ -146,7 +146,7 @@ class TicketRunner:
         if grant.ref.eval_step < 0:
             try:  # threads of a cancelled agent may still ask in its sessions
                 await self._finish(grant.ref, [])
-            except HttpRefused as refusal:
+            except HttpStatusError as refusal:
                 log.warning("the proxy keeps the sessions of %s: %s", grant.ref, refusal)
 
     async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
@@ -225,7 +225,7 @@ class TicketRunner:
     async def _report(self, route: str, request: DropRequest | EvaluationResultRequest) -> None:
         try:
             await self._ledger.call(route, request, Acknowledged)
-        except HttpRefused as refusal:  # it was re-issued elsewhere meanwhile
+        except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger does not want %s: %s", request.ref, refusal)
 
     def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
-
 LOST_PEER_PATTERN = re.compile(r"Connection (closed|reset) by peer|Broken pipe")
 """What gloo says on the ranks that outlive one of them."""
 FAILURES = "failures"
@@ -25,10 +24,6 @@ FAILURES = "failures"
 REPORTED = "reported"
 """Set in that store once a failed rank knows that it is the first, and says why."""
 REPORT_TIMEOUT_S = 10.0
-
-
-class OtherRankError(Exception):
-    """Another rank failed and reports why."""
 
 
 def any_true(flag: bool) -> bool:

@@ -6,15 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from areal_hpc.errors import ArealError
+from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 
 MAX_NONFINITE_IN_A_ROW = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
-
-
-class NonFiniteGradientError(ArealError):
-    """Gradients are not finite, and the run does not go on without them. The last commit stands."""
 
 
 def judge_norms(

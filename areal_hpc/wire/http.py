@@ -9,7 +9,7 @@ import aiohttp
 import httpx
 import msgspec
 
-from areal_hpc.errors import ClusterError, HttpRefused
+from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.backoff import Backoff
 
 ReplyT = TypeVar("ReplyT")
@@ -72,7 +72,7 @@ class WireClient:
         `timeout_s` limits one try (the client's own limit when None).
 
         Raises:
-            HttpRefused: The peer answered with an error that repeating will not mend.
+            HttpStatusError: The peer answered with an error that repeating will not mend.
             ClusterError: The peer could not be reached in time.
         """
         url, body = f"{self._base_url}{route}", msgspec.json.encode(request)
@@ -99,7 +99,7 @@ class WireClient:
         """GET and decode.
 
         Raises:
-            HttpRefused: The peer answered with an error.
+            HttpStatusError: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
         url = f"{self._base_url}{route}"
@@ -137,7 +137,7 @@ class AsyncWireClient:
         A `key` replaces the client's own (a session's); `timeout_s` limits this call.
 
         Raises:
-            HttpRefused: The peer answered with an error.
+            HttpStatusError: The peer answered with an error.
             ClusterError: The peer could not be reached.
         """
         body = msgspec.json.encode(request)
@@ -179,7 +179,7 @@ class AsyncWireClient:
 
 def _decode(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
     if status >= 400:
-        raise HttpRefused(status, url, content.decode(errors="replace"))
+        raise HttpStatusError(status, url, content.decode(errors="replace"))
     return msgspec.json.decode(content, type=reply)
 
 

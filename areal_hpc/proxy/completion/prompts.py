@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ChatTemplateError, PromptTooLong, RequestError
+from areal_hpc.errors import ChatTemplateError, PromptTooLongError, RequestError
 from areal_hpc.proxy.engine.generation import Generation, SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta
@@ -225,7 +225,7 @@ class PromptBuilder:
         context_tokens = self._model.context_tokens
         room = context_tokens - prompt_tokens
         if room < 1:
-            raise PromptTooLong(prompt_tokens, context_tokens, call.prompt_key)
+            raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_key)
         asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = clamp_to_session(session, min(asked, room), call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)

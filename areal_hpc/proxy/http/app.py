@@ -11,7 +11,7 @@ from urllib.parse import unquote
 
 import msgspec
 
-from areal_hpc.errors import RETRY_AFTER_S, RequestError
+from areal_hpc.errors import ClientDisconnectedError, RequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic import reply as messages_reply
@@ -24,7 +24,7 @@ from areal_hpc.proxy.dialects.openai.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.openai_responses import reply as responses_reply
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
-from areal_hpc.proxy.http.disconnect import ClientDisconnectedError, Receive, cancel_on_disconnect
+from areal_hpc.proxy.http.disconnect import Receive, cancel_on_disconnect
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.routes import (
     Route,
@@ -39,6 +39,9 @@ from areal_hpc.session.tree import encode_ids
 from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""When a request that came at a busy moment (429) may be repeated."""
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]

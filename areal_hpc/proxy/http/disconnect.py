@@ -6,13 +6,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, MutableMapping
 from typing import Any, TypeVar
 
+from areal_hpc.errors import ClientDisconnectedError
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's: the next message from the client. After the request's body only its disconnect comes."""
 Result = TypeVar("Result")
-
-
-class ClientDisconnectedError(Exception):
-    """Nobody is left to answer."""
 
 
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

@@ -8,7 +8,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, HttpRefused, InvalidRewardError, encodable
+from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, encodable
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.execution.subprocess_agent import in_worker_process
 from areal_hpc.rollout.service_client import ServiceClient
@@ -69,7 +69,7 @@ async def run_episode(
     Waits while the proxy is away, so a restart of the proxy costs no try.
 
     Raises:
-        HttpRefused: The proxy refused to open a session.
+        HttpStatusError: The proxy refused to open a session.
     """
     async with in_worker_process(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
@@ -184,7 +184,7 @@ async def _record(
                 key=session.api_key,
             )
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
-    except HttpRefused as refusal:
+    except HttpStatusError as refusal:
         raise AgentError(f"the proxy refused the agent's rewards: {refusal}") from refusal
     if ended.reward is None:
         return next(reversed(rewards.values()))
@@ -199,6 +199,6 @@ async def _close(session: StartSessionReply, proxy: ServiceClient) -> bool:
     """
     try:
         ended = await proxy.call("/rl/end_session", Empty(), EndSessionReply, key=session.api_key)
-    except HttpRefused:
+    except HttpStatusError:
         return True  # the proxy has forgotten it already, or it has ended
     return ended.replicas_serving > 0

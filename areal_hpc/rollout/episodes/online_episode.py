@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_hpc.errors import HttpRefused
+from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.wire.proxy import (
@@ -35,7 +35,7 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
             state = await proxy.call(
                 "/rl/await_session", question, AwaitSessionReply, timeout_s=CALL_TIMEOUT_S
             )
-        except HttpRefused as refusal:
+        except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break
         if state.ended and state.reward is not None:

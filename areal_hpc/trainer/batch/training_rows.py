@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.errors import ShardError
+from areal_hpc.errors import OtherRankError, ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.packing import TEMPERATURE, TrainingRow
-from areal_hpc.trainer.collectives import OtherRankError, any_true
+from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.objective.advantages import compute_group_advantages, mean_episode_rewards
 from areal_hpc.wire.ledger import BatchManifest, SettledTicket
 from areal_hpc.wire.trajectory import Trajectory, find_defect

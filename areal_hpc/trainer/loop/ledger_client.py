@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, HttpRefused, SupersededTrainerError
+from areal_hpc.errors import ClusterError, HttpStatusError, SupersededTrainerError
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import (
@@ -97,7 +97,7 @@ class LedgerClient:
                 return self._client.call(
                     url, request, reply, patience_s=RETRY_S, timeout_s=wait_s + REPLY_TIMEOUT_S
                 )
-            except HttpRefused as refusal:
+            except HttpStatusError as refusal:
                 if refusal.status == HTTP_CONFLICT:
                     raise SupersededTrainerError(refusal.body) from refusal
                 raise

@@ -35,15 +35,21 @@ import msgspec
 import torch
 from msgspec import Struct
 
-from areal_hpc.errors import ArealError, ClusterError, ShardError, SupersededTrainerError
+from areal_hpc.errors import (
+    ArealError,
+    ClusterError,
+    NonFiniteGradientError,
+    OtherRankError,
+    ShardError,
+    SupersededTrainerError,
+)
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.rundir.jsonl import FlatRow
-from areal_hpc.trainer.collectives import OtherRankError, any_true, broadcast_object
+from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.model.hf_weights import export_hf
-from areal_hpc.trainer.untrained import NonFiniteGradientError
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import pytest
 
-from areal_hpc.errors import ClusterError, HttpRefused
+from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.ledger import (
@@ -158,7 +158,7 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     ledger.publish(1)
     claim_next_number(ledger.layout.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
         ledger.batch(2, epoch=1)
     time.sleep(SHORT_TIMEOUT_S / 3)
     assert ledger.lease(wait_s=1.0).grants == []
@@ -207,7 +207,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
         lambda: ledger.call("/evaluate", EvaluateRequest(1, 0, 2), EvaluateReply),
     )
     for call in calls:
-        with pytest.raises(HttpRefused) as caught:
+        with pytest.raises(HttpStatusError) as caught:
             call()
         assert caught.value.status == 409
         assert "another one took over" in caught.value.body
@@ -233,7 +233,7 @@ def test_a_zombie_cannot_form_a_batch_once_a_newer_epoch_is_on_disk(
     ledger.open_epoch(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     claim_next_number(ledger.layout.generations_dir)
-    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
         ledger.batch(1, epoch=1)
     assert not ledger.layout.manifest(1).exists()
 
@@ -244,7 +244,7 @@ def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerPro
     form_batch(ledger, 1)
     claim_next_number(ledger.layout.generations_dir)
     before = ledger.layout.ledger_state.read_bytes()
-    with pytest.raises(HttpRefused, match="superseded by epoch 2"):
+    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
         ledger.publish(1, epoch=1)
     assert ledger.layout.ledger_state.read_bytes() == before
 
@@ -285,7 +285,7 @@ def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: 
         while True:
             try:
                 return call()
-            except HttpRefused:
+            except HttpStatusError:
                 raise
             except ClusterError:
                 time.sleep(0.01)

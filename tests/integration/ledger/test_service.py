@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from areal_hpc.errors import ClusterError, HttpRefused
+from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.ledger.job import run
 from areal_hpc.wire.ledger import (
     NO_VERSION,
@@ -200,7 +200,7 @@ def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
     refs = [grant.ref for grant in ledger.grants()]
     good = SettledTicket(refs[0], "s", [0], [1.0], NO_VERSION)
     bad = SettledTicket(refs[1], "s", [1, 2], [1.0], NO_VERSION)
-    with pytest.raises(HttpRefused, match="2 rows and 1 rewards"):
+    with pytest.raises(HttpStatusError, match="2 rows and 1 rewards"):
         ledger.call("/settle", SettleRequest("cell-0", [good, bad]), Acknowledged)
     assert ledger.status().settled == 0
 
@@ -208,7 +208,7 @@ def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:
 def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
     idle_ledger: LedgerProcess,
 ) -> None:
-    with pytest.raises(HttpRefused, match="evaluation ticket"):
+    with pytest.raises(HttpStatusError, match="evaluation ticket"):
         idle_ledger.settle(
             [SettledTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
         )
@@ -216,7 +216,7 @@ def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
 
 def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
     ledger.open_epoch()
-    with pytest.raises(HttpRefused, match="0 of 3 were handed out"):
+    with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
         ledger.batch(2)
 
 
@@ -239,7 +239,7 @@ def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
     (first, second) = [grant.ref for grant in lease(1, []).grants]
     again = [grant.ref for grant in lease(2, []).grants]
     assert {ref.ticket_id for ref in again} == {first.ticket_id, second.ticket_id}
-    with pytest.raises(HttpRefused, match="start 1 of cell-0 was superseded by start 2"):
+    with pytest.raises(HttpStatusError, match="start 1 of cell-0 was superseded by start 2"):
         lease(1, [first, second])
     assert lease(2, again).grants == []
     assert ledger.status().leased == 2

@@ -19,7 +19,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.answering import AnsweringProcesses, ProcessDied
+from areal_hpc.reward.answering import AnsweringProcesses, ProcessDiedError
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, MATH_TIMEOUT_S, math_reward
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.waiting import wait_for
@@ -154,7 +154,7 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
     assert pool.ask(EASY) == math_process.EQUAL
     (pid,) = children() - before
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
-    with pytest.raises(ProcessDied):
+    with pytest.raises(ProcessDiedError):
         pool.ask(QUESTION)
     assert children() == before
     pool.close()

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from areal_hpc.errors import HttpRefused
+from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import Acknowledged, Empty
@@ -31,7 +31,7 @@ async def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did
     incarnations = []
     for _ in range(2):
         rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", url)
-        with pytest.raises(HttpRefused):
+        with pytest.raises(HttpStatusError):
             await peer.call("/rl/end_session", Empty(), Acknowledged)
         incarnations.append(peer.incarnation)
     assert incarnations[0] < incarnations[1]

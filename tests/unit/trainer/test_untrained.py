@@ -5,13 +5,9 @@ from typing import Literal
 
 import pytest
 
+from areal_hpc.errors import NonFiniteGradientError
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.trainer.untrained import (
-    NonFiniteGradientError,
-    describe_norms,
-    is_taken,
-    judge_norms,
-)
+from areal_hpc.trainer.untrained import describe_norms, is_taken, judge_norms
 
 
 def judge(

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import PromptTooLong, RequestError
+from areal_hpc.errors import PromptTooLongError, RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, parse
 from areal_hpc.proxy.dialects.blocks import (
@@ -218,7 +218,7 @@ def _error_fields(refusal: RequestError) -> dict[str, Any]:
 
 def _message(refusal: RequestError) -> str:
     """The refusal with the parameter at fault in front, for which Anthropic has no field."""
-    if isinstance(refusal, PromptTooLong):  # Claude Code knows it by the whole of these words
+    if isinstance(refusal, PromptTooLongError):  # Claude Code knows it by the whole of these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
         return f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
     return f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
