@@ -59,7 +59,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         can_submit = all(check.verdict is not CheckStatus.FAIL for check in [*checks, *stored])
         if arguments.from_a_job and can_submit:
             answer = check_storage_from_node(
-                fileroot, slurm.options_of("trainer"), partial(print, flush=True)
+                fileroot, slurm.get_options("trainer"), partial(print, flush=True)
             )
             stored = [check for check in stored if check.name != "shared"] + [answer]
         checks += stored

@@ -134,16 +134,16 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start()
-        elif death := self._server.death() or self._span.loss(now):
-            self._bury(self._server, death)
+        elif death := self._server.describe_exit() or self._span.loss(now):
+            self._on_exit(self._server, death)
         elif self._state == "starting":
             self._await_ready(self._server, now)
         elif route := self._custody.unanswered:
-            self._bury(self._server, f"did not answer {route}", is_crash=False)
+            self._on_exit(self._server, f"did not answer {route}", is_crash=False)
         elif self._has_lost_sender(now):
             self._end_update(self._server)
         elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
-            self._bury(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
+            self._on_exit(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
@@ -168,9 +168,9 @@ class Replica:
             self._failures_in_a_row = 0
             self._note("replica_ready", seconds=round(waited_s, 2))
         elif waited_s > self._startup_timeout_s:
-            self._bury(server, f"was not ready within {self._startup_timeout_s:.0f} s")
-        elif server.lingers(now):
-            self._bury(server, "found a port of its own taken")
+            self._on_exit(server, f"was not ready within {self._startup_timeout_s:.0f} s")
+        elif server.is_lingering(now):
+            self._on_exit(server, "found a port of its own taken")
 
     def _has_lost_sender(self, now: float) -> bool:
         with self._lock:
@@ -180,15 +180,15 @@ class Replica:
     def _end_update(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._custody.is_changed:
-            self._bury(server, "holds weights whose sender vanished", is_crash=False)
+            self._on_exit(server, "holds weights whose sender vanished", is_crash=False)
         elif self._custody.is_paused and not server.continue_generation():
-            self._bury(server, "does not go on after its sender vanished", is_crash=False)
+            self._on_exit(server, "does not go on after its sender vanished", is_crash=False)
         else:
             with self._lock:
-                self._custody.lapse()
+                self._custody.expire()
             self._note("sender_vanished", version=self._custody.version)
 
-    def _bury(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
+    def _on_exit(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
 
         An end that was not the server's own fault does not count.
@@ -270,7 +270,7 @@ class Replica:
         """A control call for SGLang came in; the server's address, if it may be relayed."""
         with self._lock:
             self._check(caller)
-            self._custody.called(route, time.monotonic(), caller.deadline_s)
+            self._custody.on_call_started(route, time.monotonic(), caller.deadline_s)
             assert self._server is not None
             return self._server.url
 
@@ -279,13 +279,13 @@ class Replica:
         with self._lock:
             if caller.incarnation == self._incarnation:
                 now = time.monotonic()
-                self._custody.answered(route, now, caller.deadline_s, accepted=accepted)
+                self._custody.on_call_finished(route, now, caller.deadline_s, accepted=accepted)
 
     def gave_no_answer(self, caller: ControlCaller, route: str) -> None:
         """A control call that `called` let through, and that is not yet over, was in vain."""
         with self._lock:
             if caller.incarnation == self._incarnation:
-                self._custody.gave_no_answer(route)
+                self._custody.on_call_lost(route)
 
     def note_stall(self, stall: UpdatePause) -> None:
         """Tokens come again after an update."""

@@ -103,7 +103,7 @@ class SGLangServer:
         """End a pause; false when SGLang does not answer."""
         return is_accepted("POST", f"{self.url}/continue_generation", _CONTINUE_TIMEOUT_S)
 
-    def death(self) -> str:
+    def describe_exit(self) -> str:
         """Why the server is dead, in words; empty while it lives.
 
         A server whose scheduler was killed lingers for up to a minute without one, so each
@@ -117,7 +117,7 @@ class SGLangServer:
                 return f"lost its process {member.pid}"
         return ""
 
-    def lingers(self, now: float) -> bool:
+    def is_lingering(self, now: float) -> bool:
         """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
 
         To be asked while it starts. Its log may be on storage that all cells share, so it is read

@@ -51,14 +51,16 @@ class WeightUpdateState:
         self._fence_stays = stays
         self._await_sender(now + deadline_s)
 
-    def called(self, route: str, now: float, deadline_s: float) -> None:
+    def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be relayed to SGLang."""
         self._calls_in_flight += 1
         if route in ("begin_weight_update", "update_weights_from_disk"):
             self._version, self.is_changed = "", True
             self._await_sender(now + deadline_s)
 
-    def answered(self, route: str, now: float, deadline_s: float, *, accepted: bool) -> None:
+    def on_call_finished(
+        self, route: str, now: float, deadline_s: float, *, accepted: bool
+    ) -> None:
         """A relayed call is over.
 
         Each one that SGLang accepted puts off the deadline, but for pauses: SGLang accepts
@@ -75,7 +77,7 @@ class WeightUpdateState:
         elif self.has_sender:
             self._sender_until = now + deadline_s
 
-    def gave_no_answer(self, route: str) -> None:
+    def on_call_lost(self, route: str) -> None:
         """A relayed call was waited for in vain."""
         self.unanswered = route
 
@@ -85,7 +87,7 @@ class WeightUpdateState:
         self.is_changed = self._is_fenced = self._fence_stays = False
         self._sender_until = math.inf
 
-    def lapse(self) -> None:
+    def expire(self) -> None:
         """The sender vanished before it changed anything: the old weights are as good as ever."""
         assert not self.is_changed
         self.is_paused = self.is_closing = False

@@ -124,7 +124,7 @@ class WorkerNode:
 
     def tick(self) -> None:
         """Ask once, and do what was said."""
-        if self._server is not None and (death := self._server.death()):
+        if self._server is not None and (death := self._server.describe_exit()):
             log.error("the part of incarnation %d %s", self._incarnation, death)
             self._end_part()
         try:

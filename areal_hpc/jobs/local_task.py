@@ -16,15 +16,15 @@ class LocalTask:
         self._launch = launch
         self._position = position
 
-    def enter(self) -> TaskExit | None:
+    def start(self) -> TaskExit | None:
         """Nothing stands in the way."""
         return None
 
-    def surroundings(self) -> Mapping[str, str]:
+    def build_environment(self) -> Mapping[str, str]:
         """Nothing to know."""
         return {}
 
-    def look(self, *, is_leading: bool) -> TaskExit | None:
+    def poll(self, *, is_leading: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
         if lock is None or is_lock_held(lock):
@@ -35,7 +35,7 @@ class LocalTask:
         """Seconds that processes get to stop by themselves."""
         return self._launch.stop_grace_s
 
-    def leave(self, outcome: TaskExit) -> TaskExit:
+    def finish(self, outcome: TaskExit) -> TaskExit:
         """Tell the launcher."""
         write_task_exit(self._launch.paths, self._position.rank, outcome)
         return outcome

@@ -83,7 +83,7 @@ class SlurmTask:
 
     # Beginning -----------------------------------------------------------------------------
 
-    def enter(self) -> TaskExit | None:
+    def start(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
         Raises:
@@ -101,7 +101,7 @@ class SlurmTask:
                 if not position.local_rank:
                     restarts.report_node(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
-            return self._blame(self._node, [NodeProblem(str(error))])
+            return self._exclude_node(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is nothing left to do")
         if position.local_rank:
@@ -109,7 +109,7 @@ class SlurmTask:
         first_address = "" if position.is_first else self._start.address
         least_free_bytes = self._slurm.least_free_bytes
         findings = probe_node(environ, self._paths.root, least_free_bytes, first_address)
-        refusal = self._blame(self._node, findings)
+        refusal = self._exclude_node(self._node, findings)
         if refusal is None and position.is_first and nodes > 1:
             refusal = self._blame_absent(
                 self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
@@ -137,12 +137,12 @@ class SlurmTask:
         # With most of them away it is rather the first that is alone.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
         for node in (nodes[place] for place in absent):
-            outcome = self._blame(node, [finding])
+            outcome = self._exclude_node(node, [finding])
             assert outcome is not None
             self._absent.append(outcome)
         return self._absent[0] if self._absent else None
 
-    def _blame(self, node: str, findings: list[NodeProblem]) -> TaskExit | None:
+    def _exclude_node(self, node: str, findings: list[NodeProblem]) -> TaskExit | None:
         if not findings:
             return None
         excluded = len(read_lines(Path(self._slurm.excluded_nodes)))
@@ -159,7 +159,7 @@ class SlurmTask:
             faulty_node=node if is_fault_of_node else "",
         )
 
-    def surroundings(self) -> Mapping[str, str]:
+    def build_environment(self) -> Mapping[str, str]:
         """What the job's processes must know of this start."""
         if self._start is None:
             return {}
@@ -176,7 +176,7 @@ class SlurmTask:
 
     # Noticing ------------------------------------------------------------------------------
 
-    def look(self, *, is_leading: bool) -> TaskExit | None:
+    def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
         Args:
@@ -257,7 +257,7 @@ class SlurmTask:
             return grace_s  # until KillWait is over, which is not among what a job is told
         return max(0.0, min(wanted_s, facts.ends_at - time.time() - self._slurm.margin_s))
 
-    def leave(self, outcome: TaskExit) -> TaskExit:
+    def finish(self, outcome: TaskExit) -> TaskExit:
         """Say how this task ended and, once all have, see to what comes next.
 
         The others stay until the first has asked Slurm: where the end of one task ends the job,
@@ -272,14 +272,14 @@ class SlurmTask:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
-            outcome = self._speak_for_job(outcome)
+            outcome = self._finalize_job(outcome)
             write_task_exit(self._paths, rank, outcome)
             left.touch()
         elif outcome.exit_code:
             _await(left.exists, time.monotonic() + LEAVE_TIMEOUT_S)
         return outcome
 
-    def _speak_for_job(self, own: TaskExit) -> TaskExit:
+    def _finalize_job(self, own: TaskExit) -> TaskExit:
         outcomes = [*self._gather(own), *self._absent]
         faulty = exclude_nodes(self._slurm, outcomes, self._job_id)
         failures = self._usefulness.close(outcomes)

@@ -68,7 +68,7 @@ def run_job(launch_path: str) -> None:
         task = SlurmTask(launch, launch.slurm, position, events)
     else:
         task = LocalTask(launch, position)
-    outcome = task.leave(_Supervisor(launch, position, stop, task, events).run())
+    outcome = task.finish(_Supervisor(launch, position, stop, task, events).run())
     if outcome.exit_code:
         sys.exit(outcome.exit_code)
 
@@ -178,15 +178,15 @@ class _Supervisor:
         return outcome
 
     def _run(self) -> TaskExit:
-        if (refusal := self._task.enter()) is not None:
+        if (refusal := self._task.start()) is not None:
             return refusal
         self._surroundings = {
             **build_task_environment(self._launch, os.environ),
-            **self._task.surroundings(),
+            **self._task.build_environment(),
         }
         for child in self._children:
             self._start(child)
-        while (outcome := self._judge()) is None:
+        while (outcome := self._poll()) is None:
             self._stop.wait(POLL_S)
         return outcome
 
@@ -216,24 +216,24 @@ class _Supervisor:
         child.start(python, environ)
         log.info("started %s (start %d)", spec.name, child.starts)
 
-    def _judge(self) -> TaskExit | None:
+    def _poll(self) -> TaskExit | None:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         is_leading = any(child.spec.ends_job for child in self._children)
-        if (outcome := self._task.look(is_leading=is_leading)) is not None:
+        if (outcome := self._task.poll(is_leading=is_leading)) is not None:
             return outcome
         for child in list(self._children):  # one that has done its work is removed
             if child.process is None:
                 if time.monotonic() >= child.not_before:
                     self._start(child)
             elif (code := child.process.poll()) is not None:
-                outcome = self._bury(child, code)
+                outcome = self._on_exit(child, code)
                 if outcome is not None:
                     return outcome
         return None
 
-    def _bury(self, child: _ManagedProcess, code: int) -> TaskExit | None:
+    def _on_exit(self, child: _ManagedProcess, code: int) -> TaskExit | None:
         """Decide what the end of a process means for the job."""
         spec = child.spec
         child.signal_group(signal.SIGKILL)  # whatever it left behind

@@ -151,7 +151,7 @@ class ReplayRun:
             trainer=recipe.trainer,
             first_step=self.start.step + 1,
             last_step=last_step,
-            forks=[(fork.epoch, fork.base_step) for fork in self.start.forks],
+            forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
         )
         process = config.build_process(name, ends_job=True, uses_gpus=True)
         job = build_training_job(name, recipe, [process])

@@ -109,7 +109,7 @@ class DropStats:
             failed=since["failed"],
         )
 
-    def trouble(self) -> str:
+    def find_problem(self) -> str:
         """Why no batch will form, when tickets do nothing but come to nothing; else empty."""
         for kind, count in self._in_a_row.items():
             if count >= self._most[kind]:

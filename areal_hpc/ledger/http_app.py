@@ -52,7 +52,7 @@ class LedgerApp(JsonApp):
             "/settle": (SettleRequest, service.settle),
             "/drop": (DropRequest, service.drop),
             "/evaluated": (EvaluationResultRequest, service.evaluated),
-            "/open_epoch": (OpenGenerationRequest, service.open_epoch),
+            "/open_epoch": (OpenGenerationRequest, service.open_generation),
             "/batch": (BatchRequest, service.batch),
             "/publish": (PublishRequest, service.publish),
             "/evaluate": (EvaluateRequest, service.evaluate),

@@ -104,7 +104,7 @@ class CellHeartbeats:
         """Seconds between two heartbeats of a busy cell, so that those of all cells are few."""
         return max(MIN_HEARTBEAT_S, len(self) / HEARTBEATS_PER_S)
 
-    def hear(self, request: LeaseRequest, now_s: float) -> None:
+    def record(self, request: LeaseRequest, now_s: float) -> None:
         """Take a cell's sign of life.
 
         Raises:
@@ -115,7 +115,7 @@ class CellHeartbeats:
         self._job_starts[request.cell] = request.job_start
         self._heard_at_s[request.cell] = now_s
 
-    def forget_silent(self, before_s: float) -> None:
+    def drop_silent(self, before_s: float) -> None:
         """Count no cell that has not been heard of since `before_s`."""
         heard = self._heard_at_s.items()
         self._heard_at_s = {

@@ -176,12 +176,14 @@ class LedgerService:
         lost += self._evaluation.expire(before_s) if self._evaluation else 0
         if lost:
             log.warning("%d tickets were not reported for %s s", lost, self._policy.cell_timeout_s)
-        self._cells.forget_silent(before_s)
+        self._cells.drop_silent(before_s)
         self._spread_news()
 
     # The trainer -----------------------------------------------------------------------------
 
-    async def open_epoch(self, request: OpenGenerationRequest, patience: LongPoll) -> Acknowledged:
+    async def open_generation(
+        self, request: OpenGenerationRequest, patience: LongPoll
+    ) -> Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         self._follow_trainer(self._state.opened(request.epoch, request.base_step))
         self._hear_trainer()
@@ -196,7 +198,9 @@ class LedgerService:
         while True:
             self._check_epoch(request.epoch)
             manifest = self._manifest_of(request)
-            trouble = "" if manifest else self._stream.trouble or self._tickets.setbacks.trouble()
+            trouble = (
+                "" if manifest else self._stream.trouble or self._tickets.setbacks.find_problem()
+            )
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -252,7 +256,7 @@ class LedgerService:
 
     def _hear(self, request: LeaseRequest) -> None:
         now_s = self._clock()
-        self._cells.hear(request, now_s)
+        self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
         self._tickets.report(request.cell, held, request.finished, now_s)
         if self._evaluation is not None:

@@ -132,7 +132,7 @@ class ProxyService:
                 log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
-                await self._recorder.tidy()
+                await self._recorder.rotate_if_due()
 
     async def close(self) -> None:
         """Close connections and the journal."""

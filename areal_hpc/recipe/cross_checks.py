@@ -88,7 +88,7 @@ def check_group_size(recipe: Recipe) -> Iterator[Problem]:
 
 def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
-    if rollout.least_samples > rollout.n_samples:
+    if rollout.min_group_size > rollout.n_samples:
         yield Problem(
             f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}",
             "rollout.min_samples",

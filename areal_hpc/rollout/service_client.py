@@ -36,7 +36,7 @@ class ServiceClient:
         return self._endpoint.url if self._endpoint else ""
 
     @property
-    def incarnation(self) -> float:
+    def instance(self) -> float:
         """When the peer that was last called had started; 0 before the first call."""
         return self._endpoint.started_at if self._endpoint else 0.0
 

@@ -113,16 +113,16 @@ class TicketRunner:
             False if its group was not accepted: then the proxy and the ledger forget it.
         """
         while True:
-            incarnation = self._proxy.incarnation
+            incarnation = self._proxy.instance
             outcomes = await self._run_group(grant, "train")
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
-            rejection_reason = self._acceptance.refusal(task, rewards)
+            rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
                 await self._finish(
                     grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
                 )
             except HttpStatusError as refusal:
-                if self._proxy.incarnation == incarnation:
+                if self._proxy.instance == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
                 log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
                 continue
@@ -159,7 +159,7 @@ class TicketRunner:
         self._tickets.begin(grant)
         wanted = least = grant.n_episodes
         if split == "train":
-            wanted, least = self._rollout.n_samples, self._rollout.least_samples
+            wanted, least = self._rollout.n_samples, self._rollout.min_group_size
         numbers = range(grant.n_episodes)
         episodes = [self._run_until_ok(grant, split, number) for number in numbers]
         group = await run_group(episodes, wanted, least)

@@ -31,13 +31,13 @@ class LedgerState(msgspec.Struct, frozen=True):
 
     def opened(self, epoch: int, base_step: int) -> LedgerState:
         """The state once the trainer of `epoch` resumes after `base_step`."""
-        earlier = (fork for fork in self.forks if fork.epoch != epoch)
+        earlier = (fork for fork in self.forks if fork.generation != epoch)
         forks = (*earlier, GenerationFork(epoch, base_step))
         return LedgerState(self.incarnation, epoch, base_step, forks)
 
     def keeps(self, result: EvaluationResult) -> bool:
         """True if the weights that were evaluated are those this run still has at that step."""
-        later = (fork for fork in self.forks if fork.epoch > result.epoch)
+        later = (fork for fork in self.forks if fork.generation > result.epoch)
         return all(result.step <= fork.base_step for fork in later)
 
 

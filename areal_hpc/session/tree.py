@@ -250,7 +250,7 @@ class InteractionTree:
         node.interaction = interaction
         self._entries[interaction.interaction_id] = _Entry(interaction, node)
 
-    def keep_json(self, interaction_id: str, own_json: bytes) -> None:
+    def cache_json(self, interaction_id: str, own_json: bytes) -> None:
         """Spare `sequence_json` the packed ids of an interaction (new prompt, reply)."""
         self._entries[interaction_id].own_json = own_json
 

@@ -57,7 +57,7 @@ def cancel_jobs(
     began = time.monotonic()
     while True:
         ids = job_ids()
-        look = queue.look(ids).of(ids, label)
+        look = queue.poll(ids).of(ids, label)
         if look.silence:
             _wait_for_slurm(look, queue.pause_s, say)
             began = time.monotonic() if not seen else began + queue.pause_s

@@ -193,7 +193,7 @@ class JobQueue:
         """False once sacct has said that it has nothing to say."""
         return self._accounting is not False
 
-    def look(self, job_ids: Iterable[str]) -> QueueSnapshot:
+    def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
         """All that Slurm knows of these jobs now. Silence is an answer, not an error.
 
         Raises:

@@ -95,7 +95,7 @@ def build_job_requests(
     """
     requests, problems = [], []
     for job in jobs:
-        options = slurm.options_of(job.name)
+        options = slurm.get_options(job.name)
         try:
             requests.append(_request(job, compute_resources(job, options), options, slurm, place))
         except RecipeError as error:

@@ -105,7 +105,9 @@ def _make_coordinator(
     metrics = MetricsWriter(layout.metrics, layout.tensorboard_dir, version.step)
     record = StepRecord(metrics, version, metrics.reopened or learner.reopened_row)
     admin_key = rendezvous.ensure_admin_key(layout.admin_key)
-    ledger = LedgerClient(layout.rendezvous_dir, admin_key, version.epoch, lambda: stop.requested)
+    ledger = LedgerClient(
+        layout.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
+    )
     evaluation = AsyncEvaluation(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     ledger.open_generation(version.step, -1 if evaluation else version.step)
     source = LedgerSource(

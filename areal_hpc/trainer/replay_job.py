@@ -40,7 +40,7 @@ def run(config: dict[str, Any]) -> None:
 def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
     forks = [GenerationFork(epoch, step) for epoch, step in job.forks]
     learner = Learner(
-        job.trainer, layout, job.model_path, device, generation=forks[-1].epoch, seed=job.seed
+        job.trainer, layout, job.model_path, device, generation=forks[-1].generation, seed=job.seed
     )
     # Tokens are as old as they were: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)

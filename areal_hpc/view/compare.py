@@ -42,7 +42,7 @@ def _states(layouts: Sequence[RunPaths], queue: JobQueue) -> list[str]:
     unfinished = [layout for layout in layouts if not layout.finished_marker.exists()]
     ids = [job_id for layout in unfinished for job_id in list_job_ids(layout)]
     look = (
-        queue.look(ids)
+        queue.poll(ids)
         if has_slurm()
         else QueueSnapshot(silence="there is no Slurm on this machine")
     )

@@ -89,7 +89,7 @@ def read_jobs(layout: RunPaths, queue: JobQueue) -> RunJobs:
     Raises:
         ClusterError: The run went to Slurm, whose commands are not installed here.
     """
-    return build_run_jobs(layout, queue.look(list_job_ids(layout)))
+    return build_run_jobs(layout, queue.poll(list_job_ids(layout)))
 
 
 def list_job_ids(layout: RunPaths) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class ReplicaDiscovery:
         self._questions: dict[str, Future[DiscoveredReplicas | None]] = {}
         self._vanished: set[str] = set()
 
-    def take(self) -> DiscoveredReplicas:
+    def discover(self) -> DiscoveredReplicas:
         """Every replica of the cells that answer; takes a second at most.
 
         A cell that does not answer is left out, and not waited for again until it has.

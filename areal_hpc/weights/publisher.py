@@ -75,7 +75,7 @@ class Publisher:
 
         Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
         """
-        found = self._census.take()
+        found = self._census.discover()
         self.evaluation_replicas = [one for one in found if one[0].cell == EVALUATION_CELL]
         found = [one for one in found if one[0].cell != EVALUATION_CELL]
         self.stalls = [view.stall for _, view in found if view.stall is not None]

@@ -17,11 +17,11 @@ _STEP_MASK = (1 << _STEP_BITS) - 1
 class WeightVersion:
     """The weights after `step` optimizer steps, as held by incarnation `epoch` of the trainer."""
 
-    epoch: int
+    generation: int
     step: int
 
     def __str__(self) -> str:
-        return f"{self.epoch}.{self.step}"
+        return f"{self.generation}.{self.step}"
 
     @classmethod
     def parse(cls, text: str) -> WeightVersion:
@@ -38,7 +38,7 @@ class WeightVersion:
     @property
     def packed(self) -> int:
         """One int64, ordered like the version: the form stored per token."""
-        return self.epoch << _STEP_BITS | self.step
+        return self.generation << _STEP_BITS | self.step
 
     @classmethod
     def unpack(cls, packed: int) -> WeightVersion:
@@ -50,7 +50,7 @@ class WeightVersion:
 class GenerationFork:
     """Epoch `epoch` began from the committed step `base_step`."""
 
-    epoch: int
+    generation: int
     base_step: int
 
 
@@ -68,7 +68,11 @@ def compute_staleness(
         forks: Every epoch of the run with the step it began from.
     """
     shared_step = min(
-        (fork.base_step for fork in forks if sampled.epoch < fork.epoch <= current.epoch),
+        (
+            fork.base_step
+            for fork in forks
+            if sampled.generation < fork.generation <= current.generation
+        ),
         default=sampled.step,
     )
     return current.step - min(sampled.step, shared_step)

@@ -237,7 +237,9 @@ class SlurmRun:
         later: list[tuple[float, WeightVersion]] = []
 
         def has_stepped() -> bool:
-            later[:] = [(at, one) for at, one, _ in self.published() if one.epoch > before.epoch]
+            later[:] = [
+                (at, one) for at, one, _ in self.published() if one.generation > before.generation
+            ]
             return bool(later) and later[-1][1].step > later[0][1].step
 
         self.await_true(has_stepped)

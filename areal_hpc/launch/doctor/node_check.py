@@ -76,7 +76,7 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> CheckRes
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():
             return _judge((folder / "answer").read_text().split(), token)
-        look = queue.look([job_id])
+        look = queue.poll([job_id])
         found = look.jobs.get(job_id)
         if found and not is_alive(found.state):
             ended_at = ended_at or time.monotonic()

@@ -58,8 +58,8 @@ def _accounting(config: str) -> CheckResult:
 
 
 def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
-    found = {job: slurm.options_of(job) for job in JOB_KINDS}
-    evaluation = slurm.options_of(EVALUATION_CELL)
+    found = {job: slurm.get_options(job) for job in JOB_KINDS}
+    evaluation = slurm.get_options(EVALUATION_CELL)
     return (
         found
         if evaluation == found[format_cell_name(0)]

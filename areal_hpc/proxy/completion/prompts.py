@@ -104,7 +104,7 @@ class PromptBuilder:
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         check_session_limits(session, call.n)
-        turn, new_ids = await self.tokenise(session, call)
+        turn, new_ids = await self.tokenize(session, call)
         self._metrics.prompts.labels(turn.splice).inc()
         if turn.forked is not None:
             self._metrics.forks.labels(turn.forked).inc()
@@ -158,7 +158,7 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, **grammar)
         return sampling, found.reasons_first and bool(sampling.grammars)
 
-    async def tokenise(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int]]:
+    async def tokenize(self, session: Session, call: ModelCall) -> tuple[TreeTurn, list[int]]:
         """What the call would add to the session's tree, and the token ids of that.
 
         Raises:
@@ -211,7 +211,7 @@ class PromptBuilder:
         Raises:
             RequestError: The prompt is none for this model.
         """
-        turn, new_ids = await self.tokenise(session, call)
+        turn, new_ids = await self.tokenize(session, call)
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_json = session.tree.sequence_json(turn.parent, encode_ids(new_ids))
         return prompt_json, prior + len(new_ids)

@@ -116,7 +116,7 @@ class CompletionService:
             self.metrics.resumptions.inc(resumption.has_begun)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
-                resumption.aborted(generation, request)
+                resumption.on_aborted(generation, request)
                 if not resumption.is_possible:  # nobody has seen any of it
                     resumption = ReplyFailover(self._encoder)
                 raise EngineLostError(f"{replica.url} broke the call off")
@@ -147,12 +147,12 @@ class CompletionService:
             raise
         live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
-            task = asyncio.ensure_future(self._speak(prompt, choice, live))
+            task = asyncio.ensure_future(self._stream_choice(prompt, choice, live))
             self._speaking.add(task)
             task.add_done_callback(self._speaking.discard)
         return live
 
-    async def _speak(self, prompt: Prompt, choice: int, live: ReplyStream) -> None:
+    async def _stream_choice(self, prompt: Prompt, choice: int, live: ReplyStream) -> None:
         """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
         said, reader, resumption = ReplyDelta(), None, ReplyFailover(self._encoder)
         if self._parsers is not None and prompt.parsed_tools is not None:
@@ -170,12 +170,12 @@ class CompletionService:
             self.metrics.resumptions.inc(resumption.has_begun)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
-                generation = await self._upstream.generate_live(url, request, timeout_s, take)
+                generation = await self._upstream.stream(url, request, timeout_s, take)
             except EngineLostError as lost:
-                resumption.broken_off(lost.partial, replica, request)
+                resumption.on_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
-                resumption.aborted(generation, request)
+                resumption.on_aborted(generation, request)
                 raise EngineLostError(f"{url} broke the call off")
             return resumption.whole(generation)
 
@@ -210,17 +210,17 @@ class CompletionService:
         while True:
             replica = await self._router.pick(prompt.session.session_id, prompt.give_up_at, lost)
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
-            self._router.began(replica)
+            self._router.on_call_started(replica)
             try:
                 return await attempt(replica, prompt.request(choice), timeout_s)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
-                self._router.lost(replica)
+                self._router.on_replica_lost(replica)
                 lost.add(replica.index)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise RequestError(503, f"the replica was lost: {error}") from error
             finally:
-                self._router.ended(replica)
+                self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
     def _admit(self) -> None:
@@ -251,7 +251,7 @@ class CompletionService:
             raise RequestError(502, f"the model server's reply is unsound: {error}") from error
         self._router.note_version(max((span.version for span in interaction.spans), default=0))
         own_json = join_ids_json(prompt.new_json, encode_ids(generation.output_ids))
-        session.tree.keep_json(interaction.interaction_id, own_json)
+        session.tree.cache_json(interaction.interaction_id, own_json)
         return RecordedReply(choice, interaction, generation, said)
 
 

@@ -47,7 +47,7 @@ class ReplyFailover:
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 
-    def broken_off(
+    def on_lost(
         self, partial: PartialGeneration | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
         """A replica was lost after it had said `partial`.
@@ -68,7 +68,7 @@ class ReplyFailover:
             return
         self._take(partial.generation(replica.url, replica.version), request)
 
-    def aborted(self, generation: Generation, request: GenerateRequest) -> None:
+    def on_aborted(self, generation: Generation, request: GenerateRequest) -> None:
         """A replica ended the call by itself, and said what came until then."""
         if generation.output_ids:
             self._take(generation, request)

@@ -81,19 +81,19 @@ class GeneratePassthrough:
         give_up_at = time.monotonic() + self._timeout_s
         replica = await self._router.pick(session.session_id, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
-        self._router.began(replica)
+        self._router.on_call_started(replica)
         session.in_flight += 1
         try:
-            answer = await self._upstream.relay(replica.url, request.rid, body, left_s)
+            answer = await self._upstream.forward(replica.url, request.rid, body, left_s)
             self._note_versions(answer)
             return answer
         except EngineLostError as lost:
-            self._router.lost(replica)
+            self._router.on_replica_lost(replica)
             raise RequestError(502, f"the replica was lost: {lost}") from lost
         finally:
             session.in_flight -= 1
             session.touch()
-            self._router.ended(replica)
+            self._router.on_call_finished(replica)
 
     def _note_versions(self, answer: bytes) -> None:
         """Remember the versions: only such may stand in what the session records of this call."""

@@ -21,7 +21,7 @@ READY_TIMEOUT_S = 5.0
 class ReplicaSource(Protocol):
     """Says which replicas there are."""
 
-    async def look(self) -> list[ReplicaView]:
+    async def refresh(self) -> list[ReplicaView]:
         """The replicas as they are now.
 
         Raises:
@@ -40,7 +40,7 @@ class CellReplicaSource:
         self._relay_name = rendezvous.format_control_proxy_name(cell)
         self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
-    async def look(self) -> list[ReplicaView]:
+    async def refresh(self) -> list[ReplicaView]:
         """What the relay answers; nothing before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
         if endpoint is None:
@@ -75,7 +75,7 @@ class StaticReplicaSource:
         self._urls = [url.rstrip("/") for url in urls]
         self._http: aiohttp.ClientSession | None = None
 
-    async def look(self) -> list[ReplicaView]:
+    async def refresh(self) -> list[ReplicaView]:
         """All of them, asked at the same time."""
         if self._http is None:
             timeout = aiohttp.ClientTimeout(total=READY_TIMEOUT_S)

@@ -59,7 +59,7 @@ class Router:
 
     async def _refresh(self) -> None:
         try:
-            replicas = await self._source.look()
+            replicas = await self._source.refresh()
         except ClusterError as error:
             log.debug("the relay does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
@@ -100,15 +100,15 @@ class Router:
             self._home[session_id] = home
         return self._serving[home]
 
-    def began(self, replica: ReplicaView) -> None:
+    def on_call_started(self, replica: ReplicaView) -> None:
         """Count a call in flight on the replica."""
         self._load[replica.index] += 1
 
-    def ended(self, replica: ReplicaView) -> None:
+    def on_call_finished(self, replica: ReplicaView) -> None:
         """The call is over, however it went."""
         self._load[replica.index] -= 1
 
-    def lost(self, replica: ReplicaView) -> None:
+    def on_replica_lost(self, replica: ReplicaView) -> None:
         """Route nothing to the replica until it is said again that it serves."""
         current = self._serving.get(replica.index)
         if current is not None and current.incarnation == replica.incarnation:

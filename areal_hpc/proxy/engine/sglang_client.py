@@ -81,10 +81,10 @@ class SGLangClient:
             EngineLostError: The server did not finish the call.
             RequestError: It says the request is wrong, or took too long.
         """
-        answer = await self.relay(base_url, request.rid, request.body(stream=False), timeout_s)
+        answer = await self.forward(base_url, request.rid, request.body(stream=False), timeout_s)
         return decode_generation(base_url, answer)
 
-    async def generate_live(
+    async def stream(
         self,
         base_url: str,
         request: GenerateRequest,
@@ -128,7 +128,7 @@ class SGLangClient:
                     return whole
         raise EngineLostError(f"{base_url} ended the stream early")
 
-    async def relay(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
+    async def forward(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
         """The server's whole answer to a request that somebody else made.
 
         Raises:

@@ -124,7 +124,7 @@ class ProxyApp:
 
         start = _ignoring_session(control.start_session)
         finish = _ignoring_session(control.finish_ticket)
-        offer, wait = _awaiting(control.offer_session), _awaiting(control.await_session)
+        offer, wait = _awaiting(control.offer_episode), _awaiting(control.await_session)
         export = _awaiting(control.export_trajectories)
         yield admin("/rl/start_session", start, wire.StartSessionRequest)
         yield admin("/rl/offer_session", offer, wire.OfferEpisodeRequest)

@@ -106,7 +106,7 @@ class DriverApi:
         self._recorder.record(SessionOpened(session_id, hash_key(key), request))
         return session_id
 
-    async def offer_session(self, body: bytes) -> bytes:
+    async def offer_episode(self, body: bytes) -> bytes:
         """Wait for a program that plays an episode of a ticket."""
         request = _decode(body, OfferEpisodeRequest)
         if self._visits is None:

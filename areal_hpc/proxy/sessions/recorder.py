@@ -204,7 +204,7 @@ class JournaledRecorder:
         """
         self._journal.rotate(rotation.needs)
 
-    async def tidy(self) -> None:
+    async def rotate_if_due(self) -> None:
         """Rotate the journal if that is due.
 
         Raises:

@@ -172,7 +172,7 @@ class Sealer:
                 drop = DropRequest(self._cell, ref, reason)
                 await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
             self._recorder.record(TicketsSettled([*(one.ref for one in tickets), *dropped]))
-            await self._recorder.tidy()
+            await self._recorder.rotate_if_due()
 
     async def close(self) -> None:
         """Close pooled connections."""

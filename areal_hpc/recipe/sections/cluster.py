@@ -136,7 +136,7 @@ class SlurmConfig(JobOptions):
     signal_lead_s: Annotated[int, Field(ge=10)] = 90
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
-    def options_of(self, job: str) -> JobOptions:
+    def get_options(self, job: str) -> JobOptions:
         """What holds for a job of this name: `trainer`, `warmup`, `cell-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
         is_cell = is_cell_name(job)

@@ -98,7 +98,7 @@ class RolloutConfig(BaseConfig):
         return self.n_samples + self.extra_samples
 
     @property
-    def least_samples(self) -> int:
+    def min_group_size(self) -> int:
         """Episodes that must end well, or their ticket is dropped."""
         return self.n_samples if self.min_samples is None else self.min_samples
 

@@ -73,7 +73,7 @@ async def run_episode(
     """
     async with in_worker_process(agent) as one:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
-        incarnation = proxy.incarnation
+        incarnation = proxy.instance
         try:
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
             reward = await _record(validate_rewards(returned), session, proxy)
@@ -86,7 +86,7 @@ async def run_episode(
         status: EpisodeStatus = "timed_out" if is_late else "failed"
         if not is_served:
             status = "unserved"
-        if proxy.incarnation != incarnation:
+        if proxy.instance != incarnation:
             status = "interrupted"
         return EpisodeOutcome(status, session.session_id, reason=reason)
 

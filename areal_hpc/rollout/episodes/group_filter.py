@@ -35,7 +35,7 @@ class GroupFilter:
         )
         self._filter_same_reward = rollout.filter_same_reward
 
-    def refusal(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
+    def get_rejection_reason(self, task: dict[str, Any], rewards: Sequence[float]) -> str:
         """Why the group is not trained; empty if it is.
 
         Args:

@@ -151,11 +151,11 @@ def find_equal_versions(
     current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
-    names = {WeightVersion(fork.epoch, current.step) for fork in forks} | {current}
+    names = {WeightVersion(fork.generation, current.step) for fork in forks} | {current}
     return [
         name
         for name in sorted(names)
-        if name.epoch <= current.epoch and compute_staleness(current, name, forks) == 0
+        if name.generation <= current.generation and compute_staleness(current, name, forks) == 0
     ]
 
 

@@ -120,7 +120,9 @@ class Transport(ABC, Generic[SessionT]):
             update.each("pause", lambda swap: swap.pause())
 
     def _control(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
-        return ReplicaClient(key, self._admin_key, version.epoch, self._config.update_timeout_s)
+        return ReplicaClient(
+            key, self._admin_key, version.generation, self._config.update_timeout_s
+        )
 
     def _watch(self, expected: ExpectedChecksums, full: OpenBucket) -> None:
         if self._config.verify_checksum:

@@ -252,15 +252,15 @@ def test_a_server_that_is_not_called_any_more_is_forgotten(monkeypatch: pytest.M
         scripts = [(answer(b"one"), False)] * 2
         async with ScriptedServer(*scripts) as old, ScriptedServer(*scripts) as new:
             calls = SGLangClient()
-            assert await calls.relay(old.url, "1", b"{}", PATIENCE_S) == b"one"
-            assert await calls.relay(new.url, "2", b"{}", PATIENCE_S) == b"one"
+            assert await calls.forward(old.url, "1", b"{}", PATIENCE_S) == b"one"
+            assert await calls.forward(new.url, "2", b"{}", PATIENCE_S) == b"one"
             assert old.left == 0
             monkeypatch.setattr(sglang_client, "IDLE_SERVER_S", 0.0)
             async with ScriptedServer(*scripts) as third:
-                assert await calls.relay(third.url, "3", b"{}", PATIENCE_S) == b"one"
+                assert await calls.forward(third.url, "3", b"{}", PATIENCE_S) == b"one"
                 await until(lambda: (old.left, new.left) == (1, 1))
                 # as if it were new
-                assert await calls.relay(new.url, "4", b"{}", PATIENCE_S) == b"one"
+                assert await calls.forward(new.url, "4", b"{}", PATIENCE_S) == b"one"
                 await calls.close()
 
     asyncio.run(run())

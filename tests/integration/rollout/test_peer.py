@@ -33,7 +33,7 @@ async def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did
         rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", url)
         with pytest.raises(HttpStatusError):
             await peer.call("/rl/end_session", Empty(), Acknowledged)
-        incarnations.append(peer.incarnation)
+        incarnations.append(peer.instance)
     assert incarnations[0] < incarnations[1]
     await peer.close()
     await server.close()

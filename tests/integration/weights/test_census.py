@@ -58,10 +58,10 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     waits_s = []
     for _ in range(6):
         began = time.monotonic()
-        assert [key.cell for key, _ in census.take()] == ["cell-0"]
+        assert [key.cell for key, _ in census.discover()] == ["cell-0"]
         waits_s.append(time.monotonic() - began)
     assert waits_s[0] >= 1.0
     assert statistics.median(waits_s) < 1.0, "a second goes by whenever it is waited for"
     rendezvous.publish_endpoint(tmp_path, "relay-cell-1", relay_url)
-    wait_for(lambda: {key.cell for key, _ in census.take()} == {"cell-0", "cell-1"})
+    wait_for(lambda: {key.cell for key, _ in census.discover()} == {"cell-0", "cell-1"})
     census.close()

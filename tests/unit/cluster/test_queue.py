@@ -130,4 +130,4 @@ def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
 
 
 def test_no_jobs_are_no_question() -> None:
-    assert JobQueue().look([]) == QueueSnapshot()
+    assert JobQueue().poll([]) == QueueSnapshot()

@@ -23,32 +23,32 @@ def test_options_of_a_kind_of_job_win_over_the_common_ones() -> None:
     slurm = SlurmConfig.model_validate(
         {"partition": "gpu", "mem": "8G", "jobs": {"cell": {"partition": "low"}}}
     )
-    assert slurm.options_of("cell-12").partition == "low"
-    assert slurm.options_of("cell-12").mem == "8G"
-    assert slurm.options_of("trainer").partition == "gpu"
+    assert slurm.get_options("cell-12").partition == "low"
+    assert slurm.get_options("cell-12").mem == "8G"
+    assert slurm.get_options("trainer").partition == "gpu"
 
 
 def test_the_warm_up_has_the_trainers_options_unless_it_has_its_own() -> None:
     slurm = SlurmConfig.model_validate(
         {"jobs": {"trainer": {"qos": "long", "mem": "9G"}, "warmup": {"mem": "1G"}}}
     )
-    assert (slurm.options_of("warmup").qos, slurm.options_of("warmup").mem) == ("long", "1G")
+    assert (slurm.get_options("warmup").qos, slurm.get_options("warmup").mem) == ("long", "1G")
 
 
 def test_the_evaluation_job_has_the_cells_options_unless_it_has_its_own() -> None:
     slurm = SlurmConfig.model_validate(
         {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}}
     )
-    options = slurm.options_of("evaluation")
+    options = slurm.get_options("evaluation")
     assert (options.partition, options.mem) == ("low", "1G")
-    assert slurm.options_of("cell-0").mem == "9G"
+    assert slurm.get_options("cell-0").mem == "9G"
 
 
 def test_options_survive_being_written_and_read() -> None:
     slurm = SlurmConfig.model_validate({"mem": "8G", "jobs": {"cell": {"time_min": 5}}})
     again = SlurmConfig.model_validate(slurm.model_dump(mode="json"))
-    assert again.options_of("cell-0") == slurm.options_of("cell-0")
-    assert again.options_of("cell-0").mem == "8G"
+    assert again.get_options("cell-0") == slurm.get_options("cell-0")
+    assert again.get_options("cell-0").mem == "8G"
 
 
 def test_a_recipe_wins_over_its_site_and_the_command_line_over_both(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from areal_hpc.wire.ledger import LeaseRequest
 def cells_heard(count: int) -> CellHeartbeats:
     cells = CellHeartbeats()
     for number in range(count):
-        cells.hear(LeaseRequest(f"cell-{number}", 8), now_s=float(number))
+        cells.record(LeaseRequest(f"cell-{number}", 8), now_s=float(number))
     return cells
 
 
@@ -18,5 +18,5 @@ def test_few_cells_ask_four_times_a_second() -> None:
 def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
     cells = cells_heard(2 * HEARTBEATS_PER_S)
     assert len(cells) / cells.pause_s == HEARTBEATS_PER_S
-    cells.forget_silent(HEARTBEATS_PER_S)
+    cells.drop_silent(HEARTBEATS_PER_S)
     assert cells.pause_s == 1.0

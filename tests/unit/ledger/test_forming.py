@@ -165,10 +165,10 @@ def test_a_group_of_unknown_age_is_not_stale() -> None:
 def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: str) -> None:
     tickets = tickets_of()
     for number in range(100):
-        assert tickets.setbacks.trouble() == ""
+        assert tickets.setbacks.find_problem() == ""
         drop = {"ref": {"ticket_id": number, "attempt": 1}, "reason": "all 0.0", "kind": kind}
         tickets.setbacks.note(msgspec.convert(drop, DroppedTicket))
-    trouble = tickets.setbacks.trouble()
+    trouble = tickets.setbacks.find_problem()
     assert said in trouble
     assert "rollout." in trouble
     assert "all 0.0" in trouble
