@@ -27,11 +27,11 @@ MAX_LOAD_S = 120
 _LOAD_CURRICULUM = """
 import json, sys
 from areal_hpc.errors import ArealError
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
-    load_function(request["curriculum"], "rollout.curriculum")
+    load_user_function(request["curriculum"], "rollout.curriculum")
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key, problem.hint]))
@@ -42,7 +42,7 @@ _LOAD_AGENT = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
-from areal_hpc.recipe.user_functions import load_function
+from areal_hpc.recipe.user_functions import load_user_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
@@ -52,7 +52,7 @@ try:
     if request["evaluation_workflow"]:
         load_agent(request["evaluation_workflow"], request["evaluation_kwargs"], extra_kwargs)
     if request["should_accept"]:
-        load_function(request["should_accept"], "rollout.should_accept")
+        load_user_function(request["should_accept"], "rollout.should_accept")
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))

@@ -119,9 +119,8 @@ def test_later_updates_use_the_group_that_stands(
 ) -> None:
     publish(publisher, tiny_qwen3(1))
     model = tiny_qwen3(2)
-    monkeypatch.delattr(
-        "areal_hpc.weights.transports.broadcast.UpdateGroup"
-    )  # there is no other to be made
+    # There is no other to be made.
+    monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
     report = publish(publisher, model)
     assert not report.failed
     assert_serves(cell, model, report.version)
