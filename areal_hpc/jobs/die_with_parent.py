@@ -12,23 +12,7 @@ import signal
 import sys
 import time
 
-
-def main() -> None:
-    """Become the command, or exit at once when the parent is already gone."""
-    parent, *argv = sys.argv[1:]
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != int(parent):
-        sys.exit(75)
-    os.execvp(argv[0], argv)
-
-
-if __name__ == "__main__":
-    main()
-
-
 _PR_SET_PDEATHSIG = 1
-
-
 ORPHAN_GRACE_S = 10.0
 """Time a process may take to stop by itself after its supervisor vanished."""
 
@@ -44,9 +28,22 @@ def die_with_parent(signal_number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def _exit_when_orphaned(parent: int) -> None:
+def exit_when_orphaned(parent: int) -> None:
     """The last resort behind the death signal: a process that ignores it still ends."""
     while os.getppid() == parent:
         time.sleep(0.5)
     time.sleep(ORPHAN_GRACE_S)
     os._exit(75)
+
+
+def main() -> None:
+    """Become the command, or exit at once when the parent is already gone."""
+    parent, *argv = sys.argv[1:]
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != int(parent):
+        sys.exit(75)
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.jobs.die_with_parent import _exit_when_orphaned, die_with_parent
+from areal_hpc.jobs.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.rundir.paths import get_process_error
 
@@ -43,7 +43,7 @@ def main() -> None:
     parent = int(os.environ["AREAL_HPC_SUPERVISOR_PID"])
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
-    threading.Thread(target=_exit_when_orphaned, args=(parent,), daemon=True).start()
+    threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
     raise_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)
