@@ -8,9 +8,9 @@ python3 examples/agent_workflow/train.py --config examples/agent_workflow/config
 import sys
 
 from areal_hpc.areal.api.cli_args import AgentRLConfig, load_expr_config
+from areal_hpc.areal.dataset import get_custom_dataset
 from areal_hpc.areal.experimental.trainer import PPOTrainer
 from areal_hpc.areal.utils.hf_utils import load_hf_tokenizer
-from areal_hpc.dataset import get_custom_dataset
 
 
 def main(args: list[str]) -> None:

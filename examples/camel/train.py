@@ -14,10 +14,10 @@ from camel.agents import ChatAgent
 from areal_hpc.areal.api.cli_args import AgentRLConfig, load_expr_config
 from areal_hpc.areal.api.reward_api import AsyncRewardWrapper
 from areal_hpc.areal.api.workflow_api import RolloutWorkflow
+from areal_hpc.areal.dataset import get_custom_dataset
 from areal_hpc.areal.experimental.camel.openai_model import AReaLOpenAICompatibleModel
 from areal_hpc.areal.experimental.openai import ArealOpenAI
 from areal_hpc.areal.experimental.trainer import PPOTrainer
-from areal_hpc.dataset import get_custom_dataset
 from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 
 

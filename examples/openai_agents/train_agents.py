@@ -7,8 +7,8 @@ python3 -m areal_hpc.areal.launcher.local examples/openai_agents/train_agents.py
 import sys
 
 from areal_hpc.areal.api.cli_args import AgentRLConfig, load_expr_config
+from areal_hpc.areal.dataset import get_custom_dataset
 from areal_hpc.areal.experimental.trainer import PPOTrainer
-from areal_hpc.dataset import get_custom_dataset
 
 BUILDERS = {
     "math": "areal_hpc.agents.openai_agents_sdk.build_single_agent",
