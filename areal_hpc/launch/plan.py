@@ -97,7 +97,7 @@ def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
     config = SftJobConfig(
         run_dir=layout.root,
         model_path=get_base_model(recipe, layout),
-        dataset_path=layout.dataset("warmup"),
+        dataset_path=layout.dataset("sft"),
         seed=recipe.seed,
         warmup=recipe.warmup,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,

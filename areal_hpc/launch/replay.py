@@ -58,7 +58,7 @@ class ReplayStart:
     commit: Path | None
     """None: the model that the run started from."""
     forks: tuple[GenerationFork, ...]
-    """Every epoch of the run with the step it began from."""
+    """Every generation of the run with the step it began from."""
 
 
 class ReplayRun:
@@ -213,7 +213,7 @@ def find_start(run: RunPaths, first_step: int) -> ReplayStart:
     """The newest commit from which `first_step` can still be reached."""
     commits = list_checkpoints(run.checkpoints_dir)
     known = read_state(run).forks or (commits[-1].state.forks if commits else ())
-    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
+    forks = tuple(sorted(known, key=lambda fork: fork.generation)) or (GenerationFork(1, 0),)
     for one in reversed(commits):
         if one.state.step < first_step:
             return ReplayStart(one.state.step, one.path, forks)

@@ -53,7 +53,7 @@ def set_up_run_dir(
         if folder not in sys.path:
             sys.path.insert(0, folder)
     _put_tasks_in_place(recipe, layout, say)
-    valid, warmup = layout.dataset("valid"), layout.dataset("warmup")
+    valid, warmup = layout.dataset("valid"), layout.dataset("sft")
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
         check = _check_of_tasks(recipe)

@@ -71,7 +71,7 @@ class ReplayJobConfig(RankJobConfig):
     last_step: Annotated[int, Field(ge=1)]
     """The last step to train; it is committed."""
     forks: list[tuple[int, int]]
-    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
+    """Every generation of the recorded run with the step it began from; the last one's is taken."""
 
 
 class SftJobConfig(RankJobConfig):

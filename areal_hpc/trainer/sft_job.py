@@ -39,7 +39,7 @@ SFT_GENERATION = 0
 
 
 def run(config: dict[str, Any]) -> None:
-    """Fine-tune, and leave the model in `export/warmup`.
+    """Fine-tune, and leave the model in `export/sft`.
 
     Raises:
         SystemExit: Stopped by a signal before the end, the work so far being saved; or another
@@ -152,9 +152,9 @@ class SftTrainer:
                     "loss": total["loss"] / max(1, total["tokens"]),
                     **describe_norms([norm]),
                     "lr": rate,
-                    "tokens/learnt": int(total["tokens"]),
+                    "tokens/trained": int(total["tokens"]),
                     "tokens/trained": int(total["places"]),
-                    "tokens_per_s": total["places"] / seconds,
+                    "throughput/trained_tokens_per_s": total["places"] / seconds,
                     "time/step_s": round(seconds, 4),
                 },
             )
@@ -167,7 +167,7 @@ class SftTrainer:
     def _begin_checkpoint(self) -> None:
         state = TrainerState(
             step=self._step,
-            epoch=SFT_GENERATION,
+            generation=SFT_GENERATION,
             seed=self._job.seed,
             parent=self._parent,
             untrained=self._untrained,

@@ -147,14 +147,16 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
     evaluated = f"  held-out {format_metric(row[EVAL_REWARD], '.3f')}" if EVAL_REWARD in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
-    metered = row["logprob/metered_tokens"]
+    compared = row["logprob/compared_tokens"]
     gap = (
-        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
+        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e")
+        if compared
+        else "not compared"
     )
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"
-        f"  {format_metric(row['tokens_per_s'], '.0f')} tok/s"
+        f"  {format_metric(row['throughput/trained_tokens_per_s'], '.0f')} tok/s"
         f"  staleness {format_metric(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
         f"  engine-trainer {gap}"
     )

@@ -64,9 +64,10 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             else ""
         )
         lines[0] += since
+        rate = format_metric(last["throughput/trained_tokens_per_s"], ".0f")
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  training phase    {format_metric(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  training phase    {rate} tokens/s",
             f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]

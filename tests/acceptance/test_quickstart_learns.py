@@ -86,7 +86,7 @@ def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
     def of(seed: int) -> Path:
         if not (fileroot / str(seed)).exists():
             run_recipe("quickstart", seed, fileroot / str(seed), "trainer.total_steps=1")
-        return fileroot / str(seed) / "quickstart" / "demo" / "export" / "warmup"
+        return fileroot / str(seed) / "quickstart" / "demo" / "export" / "sft"
 
     return of
 
@@ -218,11 +218,11 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "engine_trainer_max_abs_diff": max(
             row["logprob/engine_trainer_max_abs_diff"] for row in trained
         ),
-        "metered_tokens": sum(row["logprob/metered_tokens"] for row in trained),
+        "metered_tokens": sum(row["logprob/compared_tokens"] for row in trained),
         "sampled_tokens": sum(row["tokens/sampled"] for row in trained),
         "staleness_max": max(row["staleness/max"] for row in trained),
         "stale_tickets": sum(row["tickets/stale_trained"] for row in trained),
-        "replies_over_two_versions": sum(row["versions/multi"] for row in trained),
+        "replies_over_two_versions": sum(row["staleness/mixed_version_rows"] for row in trained),
         "step_s": round(sum(row["time/step_s"] for row in trained) / len(trained), 2),
     }
 
@@ -246,7 +246,7 @@ def test_the_quick_start_learns(seed: int, results: dict[str, Any], tmp_path: Pa
     assert run["start"] <= 0.45
     assert run["end"] >= 0.80
     assert run["engine_trainer_max_abs_diff"] <= 1e-4
-    assert run["metered_tokens"] == run["sampled_tokens"]
+    assert run["compared_tokens"] == run["sampled_tokens"]
 
 
 def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(

@@ -79,7 +79,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     struck_at = strike()
     run.await_true(lambda: run.starts("trainer") > starts or is_away(run, "trainer"))
     sighting = run.sighting("trainer")
-    resumed, stepped_at = run.await_epoch_after(before)
+    resumed, stepped_at = run.await_generation_after(before)
     lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
     row: Row = {
         "status": sighting.state,
@@ -120,7 +120,7 @@ def limit_time(run: SlurmRun) -> None:
     assert "held" in run.sighting("trainer").why
     run.cluster.slurm("scontrol", "update", f"JobId={job_id}", f"TimeLimit={TIME_LIMIT_MIN}")
     run.cluster.slurm("scontrol", "release", job_id)
-    run.await_epoch_after(before)
+    run.await_generation_after(before)
 
 
 def meet_limit(run: SlurmRun) -> float:
@@ -201,8 +201,8 @@ def memory_runs_out(run: SlurmRun) -> None:
     run.await_whole(since=time.time())
     struck_at = time.time()
     run.feed()
-    run.await_true(lambda: bool(run.events("process_died", struck_at)))
-    died = run.events("process_died", struck_at)[0]
+    run.await_true(lambda: bool(run.events("process_exited", struck_at)))
+    died = run.events("process_exited", struck_at)[0]
     assert died["role"].startswith("cell-"), died
     assert died["exit_code"] == KILLED
     sighting = run.sighting(died["role"])
@@ -289,7 +289,7 @@ def cancel_and_finish(run: SlurmRun) -> None:
     called_at = time.time()
     run.areal_hpc("resume", root, f"trainer.total_steps={before.step + STEPS_LEFT}")
     sighting = run.sighting("trainer")
-    resumed, stepped_at = run.await_epoch_after(before)
+    resumed, stepped_at = run.await_generation_after(before)
     run.await_true(run.layout.finished_marker.exists)
     jobs = ("trainer", "cell-0", "cell-1")
     run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})

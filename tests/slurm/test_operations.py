@@ -77,7 +77,7 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
     assert "committed" in run.log("trainer")
-    outcome = json.loads((run.layout.jobs_dir / "trainer" / "outcome.0.json").read_text())
+    outcome = json.loads((run.layout.jobs_dir / "trainer" / "task_exit.0.json").read_text())
     assert outcome["exit_code"] == 143
     assert run.layout.cancelled_marker.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}

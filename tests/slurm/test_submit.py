@@ -108,7 +108,7 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     finals = [read_lines(layout.sft_metrics)[-1]["loss"] for layout in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
-    alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"
+    alone = layouts[1].jobs_dir / "sft" / "job.sbatch"
     job = cluster.slurm("sbatch", "--parsable", "--partition=priority", str(alone))
     wait_for(lambda: cluster.job_state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, 60)
     assert cluster.job_state(job) == "COMPLETED"

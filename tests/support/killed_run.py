@@ -194,7 +194,9 @@ class KilledRun(SmallRun):
         later: list[float] = [
             event["time"]
             for event in events
-            if event["event"] == "published" and event["replicas"] and event["time"] > struck_at
+            if event["event"] == "weights_published"
+            and event["replicas"]
+            and event["time"] > struck_at
         ]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
@@ -218,7 +220,7 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 def warmed_up_model(root: Path) -> Path:
     """The quick start's model after a short warm-up, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunPaths(run.layout.root).export("warmup")
+    export = RunPaths(run.layout.root).export("sft")
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

@@ -140,4 +140,4 @@ class SftConfig(BaseConfig):
     commit_every_steps: Annotated[int, Field(ge=1)] = 500
     """Steps between commits."""
     log_every_steps: Annotated[int, Field(ge=1)] = 20
-    """Steps between lines of `warmup_metrics.jsonl`."""
+    """Steps between lines of `sft_metrics.jsonl`."""

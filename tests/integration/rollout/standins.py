@@ -108,7 +108,7 @@ class StandInLedger(Service):
     async def lease(self, request: web.Request) -> web.Response:
         assert key_of(request) == KEY
         if self.refuse_leases:
-            raise web.HTTPForbidden(text="an older epoch")
+            raise web.HTTPForbidden(text="an older generation")
         asked = msgspec.json.decode(await request.read(), type=LeaseRequest)
         script = self.script
         script.requests.append(asked)

@@ -28,7 +28,7 @@ def test_the_warm_up_is_a_stage_of_its_own_before_training() -> None:
     warmup, train = planned().stages
     assert [job.name for job in warmup.jobs] == ["warmup"]
     assert [job.name for job in train.jobs] == ["trainer", "cell-0"]
-    assert str(warmup.done_marker) == "/run/export/warmup"
+    assert str(warmup.done_marker) == "/run/export/sft"
 
 
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
