@@ -167,7 +167,7 @@ class SlurmTask:
             return {}
         return {
             "AREAL_HPC_START": str(self._start.number),
-            restarts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
+            restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
             **time_limit.get_checkpoint_time_variable(self._paths),
         }
 

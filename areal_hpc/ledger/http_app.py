@@ -51,7 +51,7 @@ class LedgerApp(JsonApp):
             "/lease": (LeaseRequest, service.lease),
             "/settle": (SettleRequest, service.settle),
             "/drop": (DropRequest, service.drop),
-            "/evaluated": (EvaluationResultRequest, service.evaluated),
+            "/report_evaluation": (EvaluationResultRequest, service.evaluated),
             "/open_generation": (OpenGenerationRequest, service.open_generation),
             "/batch": (BatchRequest, service.batch),
             "/publish": (PublishRequest, service.publish),

@@ -67,7 +67,7 @@ def require_valid_settle(ticket: SettledTicket) -> None:
         raise LedgerRequestError(
             400,
             f"{ticket.ref} is an evaluation ticket: it is never settled",
-            hint="send its rewards to /evaluated",
+            hint="send its rewards to /report_evaluation",
         )
 
 

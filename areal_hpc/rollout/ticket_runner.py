@@ -136,7 +136,7 @@ class TicketRunner:
         """Run an evaluation ticket and report its rewards."""
         outcomes = await self._run_group(grant, "valid")
         request = EvaluationResultRequest(self._cell, grant.ref, [one.reward for one in outcomes])
-        await self._report("/evaluated", request)
+        await self._report("/report_evaluation", request)
 
     async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
         reason = encodable(str(error))

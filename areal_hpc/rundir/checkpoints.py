@@ -111,7 +111,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
     of its successor, so the newest generation's chain is the one that is followed.
 
     Args:
-        directory: Of the run's, or of its supervised warm-up's.
+        directory: Of the run's, or of its SFT stage's.
         problems: Takes what is wrong with those that cannot be read.
 
     Raises:

@@ -78,7 +78,7 @@ class RunPaths(_Folder):
     evaluations_dir = _Name("evaluations")
     """One result file per evaluated step."""
     sft_dir = _Name("sft")
-    """Commits of the supervised warm-up."""
+    """Commits of the SFT stage."""
     checkpoints_dir = _Name("checkpoints")
     """Commits of the reinforcement-learning trainer."""
     sft_export = _Name("export/sft")
@@ -88,7 +88,7 @@ class RunPaths(_Folder):
     metrics = _Name("metrics.jsonl")
     """One JSON object per trained step; what is known of it later only has lines of its own."""
     sft_metrics = _Name("sft_metrics.jsonl")
-    """One JSON object per logged step of the supervised warm-up."""
+    """One JSON object per logged step of the SFT stage."""
     tensorboard_dir = _Name("tensorboard")
     """TensorBoard event files."""
     events = _Name("events.jsonl")
@@ -105,7 +105,7 @@ class RunPaths(_Folder):
     """Links to the newest attempt's folder."""
 
     def dataset(self, split: str) -> Path:
-        """The JSON-lines task set of one split (`train`, `valid` or `warmup`)."""
+        """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""
         return self.data_dir / f"{split}.jsonl"
 
     def job(self, name: str) -> JobPaths:

@@ -52,7 +52,7 @@ class TrainerJobConfig(RankJobConfig):
         """Which steps get what."""
         return Schedule(
             total_steps=self.trainer.total_steps,
-            commit_every_steps=self.trainer.commit_every_steps,
+            checkpoint_every_steps=self.trainer.checkpoint_every_steps,
             export_every_steps=self.trainer.export_every_steps,
             evaluation_every_steps=self.evaluation_every_steps,
             evaluation_tasks=self.evaluation_tasks,
@@ -75,13 +75,13 @@ class ReplayJobConfig(RankJobConfig):
 
 
 class SftJobConfig(RankJobConfig):
-    """What the launcher tells the warm-up."""
+    """What the launcher tells the SFT stage."""
 
     ENTRY = "areal_hpc.trainer.sft_job:run"
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    warmup: SftConfig
+    sft: SftConfig
     """How long and how fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are split."""

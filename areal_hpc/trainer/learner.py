@@ -90,7 +90,7 @@ class Learner:
         self._model_path = model_path
         self._events = EventLog(layout.events, "trainer")
         self._checkpoints = CheckpointStore(
-            layout.checkpoints_dir, config.keep_commits, check_generation
+            layout.checkpoints_dir, config.keep_checkpoints, check_generation
         )
         self._optimizer = build_optimizer(self.policy, config.optimizer)
         self.state = TrainerState(

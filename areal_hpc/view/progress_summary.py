@@ -71,8 +71,8 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]
-    elif advance.snapshot.warmup:
-        lines.append(f"  warm-up           step {advance.snapshot.warmup[-1]['step']}")
+    elif advance.snapshot.sft:
+        lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
     if advance.committed_step is None:
         lines.append("  last commit       none yet")
     else:

@@ -20,7 +20,7 @@ class RunState:
 
     steps: tuple[dict[str, Any], ...]
     """What `metrics.jsonl` says of each step, oldest first."""
-    warmup: tuple[dict[str, Any], ...]
+    sft: tuple[dict[str, Any], ...]
     """Rows of `sft_metrics.jsonl`, oldest first."""
     ledger: LedgerStatus | None
     """None while the ledger does not answer."""

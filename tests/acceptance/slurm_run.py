@@ -32,13 +32,13 @@ STEPS_AT_FIRST = 5000
 STOP_GRACE_S = 20.0
 CUT_DOWN = (
     *SIZES,
-    "warmup.total_steps=20",
+    "sft.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
     "rollout.workflow=tests.support.hungry_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
-    "trainer.commit_every_steps=5",
+    "trainer.checkpoint_every_steps=5",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
 HELD = ("optimizer.before_step", "checkpoint.before_rename")
@@ -277,7 +277,7 @@ class SlurmRun:
         taken = [self._restarts_dir(job) / "0001" for job in jobs]
         moments = {
             "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
-            "warm-up": self.layout.sft_export.stat().st_mtime,
+            "SFT": self.layout.sft_export.stat().st_mtime,
             "queue": max(path.stat().st_mtime for path in taken),
             "probe": max(self._processes_started_at(job) for job in jobs),
             "servers": self.events("replica_ready")[0]["time"],

@@ -51,7 +51,7 @@ LATE = (
     "rollout.workflow_kwargs.judged_after_s=10",
 )
 """Ten seconds from reply to reward; with bound 0 nothing runs ahead, so waiting changes nothing."""
-NAIVE = ("trainer.objective.proximal=none", "trainer.objective.correction=none")
+NAIVE = ("trainer.objective.proximal=none", "trainer.objective.off_policy_correction=none")
 """PPO whose ratios are to the policy that sampled, however old."""
 AGES: dict[str, tuple[int, tuple[str, ...]]] = {
     "small batches, bound 0": (0, ()),
@@ -147,7 +147,7 @@ def ages_of(measured: dict[str, Any]) -> list[str]:
         "after the reply, and by",
         "then the weights are as many steps on as the bound allows. `naive` is PPO with ratios to "
         "the policy that",
-        "sampled (`proximal=none correction=none`), all others have the default objective "
+        "sampled (`proximal=none off_policy_correction=none`), all others have the default objective "
         "([objectives](objectives.md)).",
         "",
         *rows_of(measured, ("small batches",)),
@@ -185,8 +185,8 @@ def said_of(measured: dict[str, Any], name: str, title: str) -> str:
 
 
 def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
-    """Run a recipe to its end, its tasks and its warm-up drawn with `seed`."""
-    model = [f"warmup.dataset.kwargs.seed={seed}"] if "warmup=null" not in overrides else []
+    """Run a recipe to its end, its tasks and its demonstrations drawn with `seed`."""
+    model = [f"sft.dataset.kwargs.seed={seed}"] if "sft=null" not in overrides else []
     subprocess.run(
         [
             *(sys.executable, "-m", "areal_hpc", "run", f"recipes/{recipe}.yaml"),
@@ -233,7 +233,7 @@ def train_from(model: Path, seed: int, fileroot: Path, bound: int, *overrides: s
         "quickstart",
         seed,
         fileroot,
-        *("warmup=null", "model.tiny=null", f"model.path={model}"),
+        *("sft=null", "model.tiny=null", f"model.path={model}"),
         f"rollout.max_head_offpolicyness={bound}",
         *SMALL_BATCHES,
         *overrides,

@@ -40,7 +40,7 @@ STOPPING = ("RUNNING", "COMPLETING")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--within-s=100") as found:
+    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--timeout-s=100") as found:
         yield found
 
 
@@ -176,7 +176,7 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     if state == "drained":
         run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     elif state == "down":
-        run.cluster.done("restore-node", node, "--within-s=100")
+        run.cluster.done("restore-node", node, "--timeout-s=100")
 
 
 def kill_slurmd(run: SlurmRun, node: str) -> None:
@@ -249,7 +249,7 @@ def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
 
 def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     often = ("evaluation.every_steps=2", "evaluation.tasks=64")
-    run.submit("evaluation.separate_job=true", *often)
+    run.submit("evaluation.separate_cell=true", *often)
     run.await_true(lambda: len(run.judged()) >= 2)
     starts, begun = run.starts("evaluation"), len(run.events("evaluation_begun"))
     run.await_true(lambda: len(run.events("evaluation_begun")) > begun)

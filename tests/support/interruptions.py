@@ -27,7 +27,7 @@ def _evaluates(layout: RunPaths) -> bool:
 
 
 PHASES: Phases = {
-    "warm-up": lambda layout: bool(read_lines(layout.sft_metrics)),
+    "SFT": lambda layout: bool(read_lines(layout.sft_metrics)),
     "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
     "training": lambda layout: trained_steps(layout) >= 1,

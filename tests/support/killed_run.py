@@ -103,18 +103,18 @@ class Gate:
 
 
 class KilledRun(SmallRun):
-    """A small run, without warm-up, whose processes are killed one after another."""
+    """A small run, without SFT, whose processes are killed one after another."""
 
     def __init__(
         self, root: Path, model: Path, kills: list[Kill], steps: int = 24, *overrides: str
     ) -> None:
         super().__init__(
             root / "runs",
-            "warmup=null",
+            "sft=null",
             "model.tiny=null",
             f"model.path={model}",
             f"trainer.total_steps={steps}",
-            "trainer.commit_every_steps=2",
+            "trainer.checkpoint_every_steps=2",
             "evaluation.every_steps=4",
             *overrides,
         )
@@ -218,7 +218,7 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 
 
 def warmed_up_model(root: Path) -> Path:
-    """The quick start's model after a short warm-up, for many runs to start from."""
+    """The quick start's model after a short SFT stage, for many runs to start from."""
     run = SmallRun(root / "warm")
     export = RunPaths(run.layout.root).export("sft")
     run.interrupt_when(

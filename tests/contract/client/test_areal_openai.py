@@ -131,7 +131,7 @@ def test_by_arrival_the_order_of_requests_alone_decides() -> None:
         ]
         await asyncio.gather(*asking)
         client.set_last_reward(1.0)
-        earned = client.apply_reward_discount(0.5, "arrival").values()
+        earned = client.apply_reward_discount(0.5, "chronological").values()
         assert sorted(one or 0.0 for one in earned) == [0.5, 1.0]
 
     with_client(body, lambda request: Script(delay_s=0.05))

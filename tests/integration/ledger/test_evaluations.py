@@ -35,7 +35,7 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert [(grant.task_index, grant.n_episodes) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
     for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
         request = EvaluationResultRequest("cell-0", grant.ref, [reward])
-        ledger.call("/evaluated", request, Acknowledged)
+        ledger.call("/report_evaluation", request, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
     ledger.restart()
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
@@ -49,11 +49,13 @@ def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) 
     (first,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     ledger.restart()
     lost = EvaluationResultRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
-    ledger.call("/evaluated", lost, Acknowledged)
+    ledger.call("/report_evaluation", lost, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 1)
     (second,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     assert second.attempt > first.attempt
-    ledger.call("/evaluated", EvaluationResultRequest("cell-0", second, [0.25]), Acknowledged)
+    ledger.call(
+        "/report_evaluation", EvaluationResultRequest("cell-0", second, [0.25]), Acknowledged
+    )
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
 
 
@@ -64,7 +66,7 @@ def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) 
         granted.extend(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1)
         for ref, reward in zip(granted, rewards, strict=True):
             request = EvaluationResultRequest("cell-0", ref, [reward])
-            ledger.call("/evaluated", request, Acknowledged)
+            ledger.call("/report_evaluation", request, Acknowledged)
         return ledger.call("/evaluate", ask, EvaluateReply)
 
     granted: list[TicketRef] = []
@@ -84,7 +86,9 @@ def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) 
 
 
 def settle(ledger: LedgerProcess, ref: TicketRef, reward: float) -> None:
-    ledger.call("/evaluated", EvaluationResultRequest("evaluation", ref, [reward]), Acknowledged)
+    ledger.call(
+        "/report_evaluation", EvaluationResultRequest("evaluation", ref, [reward]), Acknowledged
+    )
 
 
 def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProcess) -> None:

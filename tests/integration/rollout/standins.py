@@ -103,7 +103,7 @@ class StandInLedger(Service):
         self.refuse_leases = False
 
     def routes(self) -> dict[str, Handler]:
-        return {"/lease": self.lease, "/drop": self.drop, "/evaluated": self.evaluated}
+        return {"/lease": self.lease, "/drop": self.drop, "/report_evaluation": self.evaluated}
 
     async def lease(self, request: web.Request) -> web.Response:
         assert key_of(request) == KEY

@@ -16,10 +16,10 @@ from tests.support.recorded_run import record_run
 STEPS = 3
 OBJECTIVE = {
     "proximal": "log_linear",
-    "correction": "mask",
-    "correction_level": "sequence",
-    "correction_low": 0.76,
-    "correction_high": 1.1,
+    "off_policy_correction": "mask",
+    "off_policy_correction_level": "sequence",
+    "off_policy_correction_low": 0.76,
+    "off_policy_correction_high": 1.1,
 }
 """The longest way: ages of tokens, and rows whose tokens lie on several ranks."""
 COMPARED = (
@@ -70,7 +70,10 @@ def test_each_proximal_policy_teaches_something_else(
 ) -> None:
     found = {
         proximal: train(
-            ranks, stale, tmp_path / proximal, {"proximal": proximal, "correction": "none"}
+            ranks,
+            stale,
+            tmp_path / proximal,
+            {"proximal": proximal, "off_policy_correction": "none"},
         )
         for proximal in ("recompute", "log_linear", "none")
     }

@@ -53,7 +53,7 @@ def test_processes_read_until_when_they_may_stop(
 ) -> None:
     assert restarts.read_own_stop_notice() is None, "without a supervisor under Slurm"
     path = restarts.stop_note_path(tmp_path, restarts.take_next_restart(tmp_path, "7.0", "n01", ""))
-    monkeypatch.setenv(restarts.STOP_NOTE_VARIABLE, str(path))
+    monkeypatch.setenv(restarts.STOP_NOTICE_VARIABLE, str(path))
     assert restarts.read_own_stop_notice() is None
     note = restarts.StopNotice("the time limit is near", 143, 1234.5)
     restarts.write_stop_note(path, note)
