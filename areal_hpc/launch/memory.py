@@ -193,7 +193,8 @@ def find_memory_problems(
         yield Problem(
             f"weights of {serving.weights / GIB:.1f} GiB and a KV cache of "
             f"{(serving.total - serving.weights) / GIB:.1f} GiB do not fit the "
-            f"{room / GIB:.1f} GiB that mem_fraction_static={config.mem_fraction_static} leaves them",
+            f"{room / GIB:.1f} GiB that "
+            f"mem_fraction_static={config.mem_fraction_static} leaves them",
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
         )
@@ -202,5 +203,6 @@ def find_memory_problems(
             f"the KV cache holds {serving.kv_tokens} tokens, less than the "
             f"{config.context_length} of one request",
             "inference.context_length",
-            "raise inference.tp or inference.mem_fraction_static, or lower inference.context_length",
+            "raise inference.tp or inference.mem_fraction_static, "
+            "or lower inference.context_length",
         )

@@ -8,8 +8,8 @@ another one, whose instructions differ) follow one another when they do not over
 that ran side by side stay apart, so that no reward leaks between siblings; both pass on to whatever
 began after all of them had ended.
 
-`chronological`: the interaction whose request arrived next, whatever it was about; one without any reward
-earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
+`chronological`: the interaction whose request arrived next, whatever it was about; one without any
+reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
 
 On a conversation of one turn after the other they agree.
 """

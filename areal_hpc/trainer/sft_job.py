@@ -154,7 +154,7 @@ class SftTrainer:
                     "loss": total["loss"] / max(1, total["tokens"]),
                     **describe_norms([norm]),
                     "lr": rate,
-                    "tokens/trained": int(total["tokens"]),
+                    "tokens/targets": int(total["tokens"]),
                     "tokens/trained": int(total["places"]),
                     "throughput/trained_tokens_per_s": total["places"] / seconds,
                     "time/step_s": round(seconds, 4),

@@ -8,7 +8,7 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 | /lease       | LeaseRequest     | LeaseReply     | driver        |
 | /settle      | SettleRequest    | Acknowledged   | proxy         |
 | /drop        | DropRequest      | Acknowledged   | driver, proxy |
-| /report_evaluation   | EvaluationResultRequest | Acknowledged   | driver        |
+| /report_evaluation | EvaluationResultRequest | Acknowledged | driver        |
 | /open_generation  | OpenGenerationRequest | Acknowledged   | trainer       |
 | /batch       | BatchRequest     | BatchReply     | trainer       |
 | /publish     | PublishRequest   | Acknowledged   | trainer       |

@@ -147,7 +147,8 @@ def ages_of(measured: dict[str, Any]) -> list[str]:
         "after the reply, and by",
         "then the weights are as many steps on as the bound allows. `naive` is PPO with ratios to "
         "the policy that",
-        "sampled (`proximal=none off_policy_correction=none`), all others have the default objective "
+        "sampled (`proximal=none off_policy_correction=none`), "
+        "all others have the default objective "
         "([objectives](objectives.md)).",
         "",
         *rows_of(measured, ("small batches",)),

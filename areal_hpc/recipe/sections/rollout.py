@@ -37,7 +37,7 @@ class AgentExecutionConfig(BaseConfig):
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """What a turn keeps of the reward of the turns that follow it."""
     credit: Literal["tree", "chronological"] = "tree"
-    """Who shares a reward: `tree`: the turns that led to it; `chronological`: every earlier call."""
+    """Who shares a reward: `tree`: the turns that led to it; `chronological`: all earlier calls."""
     drop_retry_orphans: bool = True
     """Leave out unused replies to a request that was sent again; false if the agent resamples."""
 

@@ -82,12 +82,14 @@ class ObjectiveConfig(BaseConfig):
         if self.proximal == "none":
             raise ValueError(
                 "with proximal=none the sampling policy is the proximal one and no weight between "
-                f"them is left for off_policy_correction={self.off_policy_correction}: set off_policy_correction=none"
+                f"them is left for off_policy_correction={self.off_policy_correction}: "
+                "set off_policy_correction=none"
             )
         if self.off_policy_correction_metric == "kl":
             if self.off_policy_correction == "clamp":
                 raise ValueError(
-                    "off_policy_correction=clamp needs off_policy_correction_metric=ratio: use mask with kl"
+                    "off_policy_correction=clamp needs off_policy_correction_metric=ratio: "
+                    "use mask with kl"
                 )
             if low != 0:
                 raise ValueError(

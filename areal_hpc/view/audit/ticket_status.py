@@ -18,7 +18,7 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |           | or its id left no trace though later ones were batched and no cell can still     |
 |           | hold it                                                                          |
 | dropped   | given up on, with the reason in `dropped_tickets.jsonl`                          |
-| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`                |
+| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`               |
 | open      | batched but not committed (handed out again as it is), sealed but in no batch,   |
 |           | or without a trace and within what cells may hold (issued again on resume), or   |
 |           | its rows were too old and it is issued again                                     |

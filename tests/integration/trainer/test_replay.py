@@ -89,7 +89,8 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     recorded: RunPaths, tmp_path: Path
 ) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
-             "trainer.objective.proximal=none", "trainer.objective.off_policy_correction=none")  # fmt: skip
+             "trainer.objective.proximal=none",
+             "trainer.objective.off_policy_correction=none")  # fmt: skip
     ended = replay(recorded.root, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lead-in  steps 1 to 1, as recorded" in ended.stdout

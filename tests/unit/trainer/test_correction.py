@@ -18,15 +18,39 @@ from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_o
 SETTINGS: list[dict[str, Any]] = [
     {"off_policy_correction": "none"},
     {"off_policy_correction": "clamp", "off_policy_correction_high": 2.0},
-    {"off_policy_correction": "clamp", "off_policy_correction_low": 0.5, "off_policy_correction_high": 2.0},
-    {"off_policy_correction": "clamp", "off_policy_correction_level": "sequence", "off_policy_correction_high": 1.1},
-    {"off_policy_correction": "mask", "off_policy_correction_low": 0.5, "off_policy_correction_high": 5.0},
-    {"off_policy_correction": "mask", "off_policy_correction_level": "sequence", "off_policy_correction_low": 0.9,
-     "off_policy_correction_high": 1.1},
-    {"off_policy_correction": "mask", "off_policy_correction_metric": "kl", "off_policy_correction_high": 0.1},
-    {"off_policy_correction": "mask", "off_policy_correction_metric": "kl", "off_policy_correction_level": "sequence",
-     "off_policy_correction_high": 0.2},
-]  # fmt: skip
+    {
+        "off_policy_correction": "clamp",
+        "off_policy_correction_low": 0.5,
+        "off_policy_correction_high": 2.0,
+    },
+    {
+        "off_policy_correction": "clamp",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_high": 1.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_low": 0.5,
+        "off_policy_correction_high": 5.0,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_low": 0.9,
+        "off_policy_correction_high": 1.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_metric": "kl",
+        "off_policy_correction_high": 0.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_metric": "kl",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_high": 0.2,
+    },
+]
 
 LOGPROB = st.floats(-4.0, -0.01)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
