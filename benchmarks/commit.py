@@ -79,7 +79,7 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
 
     name = megatron_format.save_sharded(trainee.policy, trainee.optimizer, partial, data_file)
     assert (partial / name).exists()
-    state = TrainerState(step=number, epoch=1, seed=SEED)
+    state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / MARKER).touch()
     fsync_tree(partial)
@@ -96,7 +96,7 @@ def measure(
     alone.mkdir()
     found, state_bytes = Rounds(), 0
     for number in range(rounds + 1):
-        state = TrainerState(step=number, epoch=1, seed=SEED)
+        state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
         copy_s = seconds_of(partial(store.begin, trainee.policy, trainee.optimizer, state))
         beside_s = seconds_of(lambda: trainee.step(rows))

@@ -33,9 +33,9 @@ from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTE_KEYS = (
     "cluster.train",
-    "trainer.commit_every_steps",
+    "trainer.checkpoint_every_steps",
     "trainer.device",
-    "trainer.keep_commits",
+    "trainer.keep_checkpoints",
     "trainer.max_tokens_per_microbatch",
     "trainer.parallel",
 )
@@ -58,7 +58,7 @@ class ReplayStart:
     commit: Path | None
     """None: the model that the run started from."""
     forks: tuple[GenerationFork, ...]
-    """Every epoch of the run with the step it began from."""
+    """Every generation of the run with the step it began from."""
 
 
 class ReplayRun:

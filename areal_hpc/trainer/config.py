@@ -52,7 +52,7 @@ class TrainerJobConfig(RankJobConfig):
         """Which steps get what."""
         return Schedule(
             total_steps=self.trainer.total_steps,
-            commit_every_steps=self.trainer.commit_every_steps,
+            checkpoint_every_steps=self.trainer.checkpoint_every_steps,
             export_every_steps=self.trainer.export_every_steps,
             evaluation_every_steps=self.evaluation_every_steps,
             evaluation_tasks=self.evaluation_tasks,
@@ -71,17 +71,17 @@ class ReplayJobConfig(RankJobConfig):
     last_step: Annotated[int, Field(ge=1)]
     """The last step to train; it is committed."""
     forks: list[tuple[int, int]]
-    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
+    """Every generation of the recorded run with the step it began from; the last one's is taken."""
 
 
 class SftJobConfig(RankJobConfig):
-    """What the launcher tells the warm-up."""
+    """What the launcher tells the SFT stage."""
 
     ENTRY = "areal_hpc.trainer.sft_job:run"
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    warmup: SftConfig
+    sft: SftConfig
     """How long and how fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are split."""

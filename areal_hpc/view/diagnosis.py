@@ -145,7 +145,7 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
     for stack in evidence.stacks[:1]:
         yield _of_stack(stack, len(evidence.stacks))
     for row in evidence.events:
-        if row["event"] == "process_died":
+        if row["event"] == "process_exited":
             yield FailureEvent(
                 row["time"],
                 f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",

@@ -64,14 +64,15 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             else ""
         )
         lines[0] += since
+        rate = format_metric(last["throughput/trained_tokens_per_s"], ".0f")
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  training phase    {format_metric(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  training phase    {rate} tokens/s",
             f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]
-    elif advance.snapshot.warmup:
-        lines.append(f"  warm-up           step {advance.snapshot.warmup[-1]['step']}")
+    elif advance.snapshot.sft:
+        lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
     if advance.committed_step is None:
         lines.append("  last commit       none yet")
     else:

@@ -77,7 +77,7 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
     assert "committed" in run.log("trainer")
-    outcome = json.loads((run.layout.jobs_dir / "trainer" / "outcome.0.json").read_text())
+    outcome = json.loads((run.layout.jobs_dir / "trainer" / "task_exit.0.json").read_text())
     assert outcome["exit_code"] == 143
     assert run.layout.cancelled_marker.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
@@ -153,7 +153,7 @@ def tear(run: OperatedRun) -> list[Path]:
 
 
 def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path: Path) -> None:
-    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "sft.dataset")]
     run = OperatedRun.make(shared, tmp_path, "torn", *sizes)
     trainer = run.submit(
         "trainer", "commits", "--partition=scavenger", "--requeue", "--nodelist=n01"
@@ -199,11 +199,11 @@ def test_a_cancelled_run_is_submitted_again_from_its_directory(
 ) -> None:
     sizes = [f"{part}.kwargs.size=64" for part in TASK_SETS]
     keys = ["cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M", *sizes]
-    keys += [f"cluster.fileroot={tmp_path}", "warmup.dataset.kwargs.size=64"]
+    keys += [f"cluster.fileroot={tmp_path}", "sft.dataset.kwargs.size=64"]
     areal_hpc(shared, "submit", "recipes/quickstart.yaml", *keys)
     run = str(tmp_path / "quickstart" / "demo")
     first = set(shared.slurm("squeue", "-h", "-o", "%i").split())
-    assert len(first) == 3, "the warm-up, the trainer, a cell"
+    assert len(first) == 3, "the SFT stage, the trainer, a cell"
     areal_hpc(shared, "cancel", run)
     said = areal_hpc(shared, "resume", run, "trainer.total_steps=7")
     assert "changed  trainer.total_steps: 25 -> 7" in said
@@ -221,7 +221,7 @@ def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
 ) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
-    said = areal_hpc(shared, "doctor", "--site", str(site), "--from-a-job")
+    said = areal_hpc(shared, "doctor", "--site", str(site), "--check-node")
     assert "ok    partition scavenger" in said
     assert "n01 saw the file, and this node saw its answer" in said
     assert list((tmp_path / "runs").iterdir()) == []
@@ -259,7 +259,7 @@ def test_all_of_it_works_without_accounting(bare: Devcluster, tmp_path: Path) ->
 def test_a_preempted_run_goes_on_and_is_resumed_without_accounting(
     bare: Devcluster, tmp_path: Path
 ) -> None:
-    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "sft.dataset")]
     run = OperatedRun.make(bare, tmp_path, "two", *sizes)
     trainer = run.submit("trainer", "commits", "--partition=scavenger", "--requeue")
     wait_for(lambda: "works" in run.log("trainer"), 60)
@@ -272,7 +272,7 @@ def test_a_preempted_run_goes_on_and_is_resumed_without_accounting(
     assert "preempted by a job of higher priority" in run.command("why")
     run.command("cancel")
     said = run.command("resume", "cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
-    assert "job      warmup" in said
+    assert "job      sft" in said
     assert len(bare.slurm("squeue", "-h").splitlines()) == 3
     assert "quickstart/two: waiting" in run.command("status")
     run.command("cancel", "--now")

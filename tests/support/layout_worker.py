@@ -171,7 +171,7 @@ class Case:
         expected_norm = whole.norm().item()
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
-        state = TrainerState(step=2, epoch=1, seed=0)
+        state = TrainerState(step=2, generation=1, seed=0)
         store.begin(self.policy, self.optimizer, state)
         store.finish()
         store.close()

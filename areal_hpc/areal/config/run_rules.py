@@ -185,7 +185,7 @@ RUN_RULES = (
     *_timer("saver", "trainer.export_every_steps"),
     *_timer("evaluator", "evaluation.every_steps"),
     ignored_rule("evaluator.eval_before_train", "the first weights are always evaluated"),
-    *_timer("recover", "trainer.commit_every_steps"),
+    *_timer("recover", "trainer.checkpoint_every_steps"),
     ignored_rule("recover.mode", "a run always goes on from its last commit"),
     unsupported_rule("recover.retries", "a job is started again while the run gets further"),
     fixed_rule("recover.no_save_optim", False, "a commit is whole"),

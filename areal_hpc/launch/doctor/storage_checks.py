@@ -57,9 +57,9 @@ def _kind(fileroot: Path) -> CheckResult:
     kind = asked.stdout.strip() or "unknown"
     if kind in LOCAL_KINDS:
         return warn(
-            "shared", f"{kind}: looks local to this node", "--from-a-job asks a compute node"
+            "shared", f"{kind}: looks local to this node", "--check-node asks a compute node"
         )
-    return warn("shared", f"{kind}: this node alone cannot tell", "--from-a-job asks a node")
+    return warn("shared", f"{kind}: this node alone cannot tell", "--check-node asks a node")
 
 
 def _promises(folder: Path) -> Iterator[CheckResult]:

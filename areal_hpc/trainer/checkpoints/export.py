@@ -26,7 +26,7 @@ def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
         raise RecipeError(
             "the run has no complete commit yet",
             key=str(directory),
-            hint="wait for the first, or lower trainer.commit_every_steps",
+            hint="wait for the first, or lower trainer.checkpoint_every_steps",
         )
     if step is None:
         return checkpoints[-1]
@@ -37,7 +37,7 @@ def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
     raise RecipeError(
         f"there is no commit of step {step}; the run holds {held}",
         key=str(directory),
-        hint=f"choose one of {held}; trainer.keep_commits says how many are kept",
+        hint=f"choose one of {held}; trainer.keep_checkpoints says how many are kept",
     )
 
 

@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
-NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
+NO_CHECKPOINT = TrainerState(step=0, generation=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
 
 
 def _newest_commit(directory: Path, problems: list[Problem]) -> TrainerState:
-    """The highest step of the highest epoch among the complete commits."""
+    """The highest step of the highest generation among the complete commits."""
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):

@@ -17,8 +17,8 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |           | rows or the manifest that named them are gone, the commits passed over its batch,|
 |           | or its id left no trace though later ones were batched and no cell can still     |
 |           | hold it                                                                          |
-| dropped   | given up on, with the reason in `drops.jsonl`                                    |
-| filtered  | its group was not accepted, with the reason in `drops.jsonl`                     |
+| dropped   | given up on, with the reason in `dropped_tickets.jsonl`                          |
+| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`               |
 | open      | batched but not committed (handed out again as it is), sealed but in no batch,   |
 |           | or without a trace and within what cells may hold (issued again on resume), or   |
 |           | its rows were too old and it is issued again                                     |
@@ -29,8 +29,8 @@ not yet trained within `(max_head_offpolicyness + 1) * batch_size`. A whole batc
 have been sealed for a batch to form, so at most `max_head_offpolicyness * batch_size` ids below
 the highest batched one are still in cells. When a run has finished, no cell holds anything.
 
-The chain is that of the newest commit: of the highest step of the highest epoch. Each commit
-lists the batches behind it from the first, so work of an abandoned epoch does not count.
+The chain is that of the newest commit: of the highest step of the highest generation. Each commit
+lists the batches behind it from the first, so work of an abandoned generation does not count.
 """
 
 from __future__ import annotations

@@ -228,11 +228,11 @@ def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     return failure(learner) | {"visible": names(layout)}
 
 
-def place_commit(layout: RunPaths, epoch: int) -> Path:
+def place_commit(layout: RunPaths, generation: int) -> Path:
     """A commit of step 2 by another start of the trainer."""
     path = layout.checkpoints_dir / "step_00000002"
     path.mkdir()
-    state = TrainerState(step=2, epoch=epoch, seed=1)
+    state = TrainerState(step=2, generation=generation, seed=1)
     (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (path / "data").touch()
     (path / MARKER).touch()
@@ -241,25 +241,28 @@ def place_commit(layout: RunPaths, epoch: int) -> Path:
 
 def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    place_commit(layout, epoch=9)
+    place_commit(layout, generation=9)
     learner.begin_checkpoint({})
     found = failure(learner)
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
-    return found | {"epoch": latest.state.epoch, "is_whole": (latest.path / "data").exists()}
+    return found | {
+        "generation": latest.state.generation,
+        "is_whole": (latest.path / "data").exists(),
+    }
 
 
 def abandoned_commit_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    path = place_commit(layout, epoch=0)
+    path = place_commit(layout, generation=0)
     learner.begin_checkpoint({})
     learner.finish_checkpoint()
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
 def cleaned(scenario: Scenario, layout: RunPaths) -> Found:
-    """Epoch 4 cleans up."""
-    left = ("2.epoch_3", "2.epoch_4", "2.epoch_5", "1.old", "1.replaced")
+    """Generation 4 cleans up."""
+    left = ("2.generation_3", "2.generation_4", "2.generation_5", "1.old", "1.replaced")
     for name in left:
         (layout.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
     CheckpointStore(layout.checkpoints_dir, keep=2).clean(generation=4)

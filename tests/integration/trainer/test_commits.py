@@ -126,17 +126,21 @@ def test_a_trainer_that_was_replaced_spares_the_commit_of_its_successor(
 ) -> None:
     found = found_by(ranks, layout, "successor_committed_first")
     assert found["kind"] == "SupersededTrainerError"
-    assert found["epoch"] == 9
+    assert found["generation"] == 9
     assert found["is_whole"]
 
 
-def test_the_commit_of_an_abandoned_epoch_is_replaced(ranks: RankServer, layout: RunPaths) -> None:
+def test_the_commit_of_an_abandoned_generation_is_replaced(
+    ranks: RankServer, layout: RunPaths
+) -> None:
     found = found_by(ranks, layout, "abandoned_commit_is_replaced")
     assert found == {"is_replaced": True, "visible": BOTH}
 
 
-def test_cleaning_spares_what_a_later_epoch_is_writing(ranks: RankServer, layout: RunPaths) -> None:
-    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.epoch_5"]}
+def test_cleaning_spares_what_a_later_generation_is_writing(
+    ranks: RankServer, layout: RunPaths
+) -> None:
+    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.generation_5"]}
 
 
 def test_training_and_committing_draw_no_random_numbers(

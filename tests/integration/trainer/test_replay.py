@@ -72,7 +72,11 @@ def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
     assert content(recorded.root) == before
     found, expected = lines(tmp_path / "out"), lines(recorded.root)
     assert list(found) == [5, 6]
-    same = [name for name in expected[5] if "time/" not in name and name != "tokens_per_s"]
+    same = [
+        name
+        for name in expected[5]
+        if "time/" not in name and name != "throughput/trained_tokens_per_s"
+    ]
     for step, line in found.items():
         assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
     # The start is a link; what was trained is a commit like any other, with its history.
@@ -85,7 +89,8 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     recorded: RunPaths, tmp_path: Path
 ) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
-             "trainer.objective.proximal=none", "trainer.objective.correction=none")  # fmt: skip
+             "trainer.objective.proximal=none",
+             "trainer.objective.off_policy_correction=none")  # fmt: skip
     ended = replay(recorded.root, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lead-in  steps 1 to 1, as recorded" in ended.stdout
@@ -95,7 +100,7 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     assert found[1]["loss"] == expected[1]["loss"]
     assert found[1]["lr"] == expected[1]["lr"]
     assert found[2]["lr"] == pytest.approx(expected[2]["lr"] / 10)
-    assert found[2]["behaviour/weight_mean"] == 1.0
+    assert found[2]["importance_weight/mean"] == 1.0
     assert found[2]["reward/mean"] == expected[2]["reward/mean"]
     # The same command finds everything done; another one does not touch it.
     out = RunPaths(tmp_path / "out")

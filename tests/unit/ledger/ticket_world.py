@@ -62,7 +62,7 @@ class Disk:
             TicketRecords(
                 commit=TrainerState(
                     step=self.committed_step,
-                    epoch=1,
+                    generation=1,
                     seed=1,
                     consumed=[*range(1, self.committed_step + 1)],
                 ),

@@ -58,7 +58,7 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     assert found["tokens/sampled"] == len(ages)
     assert found["staleness/max"] == max(ages)
     np.testing.assert_allclose(found["staleness/mean"], np.mean(ages))
-    assert found["versions/multi"] == sum(len(set(one)) > 1 for one in steps)
+    assert found["staleness/mixed_version_rows"] == sum(len(set(one)) > 1 for one in steps)
 
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:

@@ -88,10 +88,10 @@ def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
         UpdatePause("", 5.0, 5.0, 5, 5),
     ]
     assert summarize_update_pauses(stalls) == {
-        "weights/stall_version": "1.10",
-        "weights/stall_s": 0.7,
+        "weights/generation_pause_version": "1.10",
+        "weights/generation_pause_s": 0.7,
         "weights/reprefill_s": 0.3,
-        "weights/stalled_requests": 5,
+        "weights/paused_requests": 5,
         "weights/recomputed_tokens": 120,
     }
     assert summarize_update_pauses([]) == {}
