@@ -196,7 +196,7 @@ class LedgerService:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_epoch(request.epoch)
+            self._check_generation(request.epoch)
             manifest = self._manifest_of(request)
             trouble = (
                 "" if manifest else self._stream.trouble or self._tickets.setbacks.find_problem()
@@ -211,7 +211,7 @@ class LedgerService:
 
     async def publish(self, request: PublishRequest, patience: LongPoll) -> Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
-        self._check_epoch(request.epoch)
+        self._check_generation(request.epoch)
         if request.step > self._tickets.version_step:
             self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
@@ -221,14 +221,14 @@ class LedgerService:
         require_enough_tasks(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_epoch(request.epoch)
+            self._check_generation(request.epoch)
             done, mean_reward = self._follow_evaluation(request.step, request.n_tasks)
             if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
                 return EvaluateReply(done, request.n_tasks, mean_reward)
 
     async def finish(self, request: FinishRequest, patience: LongPoll) -> Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
-        self._check_epoch(request.epoch)
+        self._check_generation(request.epoch)
         self._stopped = True
         self._spread_news()
         return ACKNOWLEDGED
@@ -337,7 +337,7 @@ class LedgerService:
         self._tickets.publish(state.version_step)
         self._spread_news()
 
-    def _check_epoch(self, epoch: int) -> None:
+    def _check_generation(self, epoch: int) -> None:
         require_current_generation(epoch, self._state.epoch)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_on_disk(epoch)
