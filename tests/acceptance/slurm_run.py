@@ -277,7 +277,7 @@ class SlurmRun:
         taken = [self._starts_dir(job) / "0001" for job in jobs]
         moments = {
             "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
-            "warm-up": self.layout.sft_export.stat().st_mtime,
+            "SFT": self.layout.sft_export.stat().st_mtime,
             "queue": max(path.stat().st_mtime for path in taken),
             "probe": max(self._processes_started_at(job) for job in jobs),
             "servers": self.events("replica_ready")[0]["time"],
