@@ -45,7 +45,7 @@ FAULT_POINTS = {
     "checkpoint.while_writing": "the writer has begun to write a commit",
     "checkpoint.before_write": "the writer is about to write a commit",
     "checkpoint.before_marker": "all data of a commit is on disk, its marker is not",
-    "checkpoint.before_rename": "a commit is written but not visible",
+    "checkpoint.before_rename": "a checkpoint is written but not visible",
     "checkpoint.after_rename": "a commit is visible, the oldest one is not deleted",
     "checkpoint.after_commit": "a commit is visible and durable",
     "weights.before_end": "replicas hold new weights half loaded",

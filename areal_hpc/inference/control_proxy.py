@@ -98,10 +98,10 @@ class ControlProxyApp(JsonApp):
             case "POST", ["replicas", index, "load"]:
                 load = self._load_body(await _decode(request, LoadRequest))
                 replica, route = self._replica(index), "update_weights_from_disk"
-                return await self._relay(replica, route, request, load)
+                return await self._forward(replica, route, request, load)
             case "POST", ["replicas", index, route] if route in FORWARDED_ROUTES:
                 replica, body = self._replica(index), await _body(request)
-                return await self._relay(replica, route, request, body)
+                return await self._forward(replica, route, request, body)
         raise HTTPException(404, "no such route")
 
     def _follow(self, request: NodePartRequest) -> bytes:
@@ -132,7 +132,7 @@ class ControlProxyApp(JsonApp):
             }
         )
 
-    async def _relay(
+    async def _forward(
         self, replica: Replica, route: str, request: Request, body: bytes
     ) -> tuple[int, bytes]:
         caller = _caller(request)

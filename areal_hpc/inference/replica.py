@@ -287,7 +287,7 @@ class Replica:
             if caller.incarnation == self._incarnation:
                 self._custody.on_call_lost(route)
 
-    def note_stall(self, stall: UpdatePause) -> None:
+    def note_update_pause(self, stall: UpdatePause) -> None:
         """Tokens come again after an update."""
         with self._lock:
             self._stall = stall

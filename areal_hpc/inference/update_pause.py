@@ -99,7 +99,7 @@ class UpdatePauseMonitor:
         recomputed = before.num_used_tokens if self._mode == "retract" else 0
         version = await self._served_version()
         reprefill_s = token_at - continued_at
-        self._replica.note_stall(
+        self._replica.note_update_pause(
             UpdatePause(
                 version,
                 round(paused_s + reprefill_s, 4),

@@ -163,7 +163,7 @@ def record_provenance(
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": list(command_line),
             "areal_hpc": importlib.metadata.version("areal-hpc"),
-            "git_commit": _git_commit(),
+            "git_commit": _get_git_revision(),
             "python": platform.python_version(),
             "host": platform.node(),
         }
@@ -171,7 +171,7 @@ def record_provenance(
     write_atomic_private(layout.provenance, json.dumps({"launches": launches}, indent=2).encode())
 
 
-def _git_commit() -> str | None:
+def _get_git_revision() -> str | None:
     """The commit of the code that runs; None where it is not a checkout or there is no git."""
     try:
         answer = subprocess.run(

@@ -291,7 +291,7 @@ def compute_effective_sample_fraction(sums: Mapping[str, float]) -> float:
 
 
 def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
-    """How far the engine's log-probabilities are off, where it sampled from the same weights."""
+    """Log-probability drift check: engine against trainer, where both had the same weights."""
     current_N = batch.channels_N[CURRENT] != 0
     gaps = (logprobs_N - batch.channels_N[BEHAVIOUR]).abs()[current_N]
     max_gap = gaps.max().item() if gaps.numel() else 0.0

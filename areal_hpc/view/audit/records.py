@@ -49,7 +49,7 @@ def read_ticket_records(layout: RunPaths) -> TicketRecords:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
     is_finished = layout.finished_marker.exists()
-    commit = _newest_commit(layout.checkpoints_dir, problems)
+    commit = _read_newest_state(layout.checkpoints_dir, problems)
     manifests = dict(_whole_manifests(layout, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
@@ -84,8 +84,8 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
             yield path.name, path.stat().st_size
 
 
-def _newest_commit(directory: Path, problems: list[Problem]) -> TrainerState:
-    """The highest step of the highest generation among the complete commits."""
+def _read_newest_state(directory: Path, problems: list[Problem]) -> TrainerState:
+    """The highest step of the highest generation among the complete checkpoints."""
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
