@@ -67,7 +67,7 @@ def table(parties: dict[str, Any]) -> str:
         "# What kill -9 does",
         "",
         "Written by `tests/acceptance/test_kill_matrix.py`. Each party is killed once at each",
-        "point of one run of the cut-down quick start (steps of 4 tickets, a commit every 2",
+        "point of one run of the cut-down quick start (steps of 4 tickets, a checkpoint every 2",
         "steps, one cell). Every run completed, and `areal-hpc audit` found every ticket trained",
         "exactly once.",
         "",

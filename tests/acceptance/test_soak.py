@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(3600)
 RESULTS = CHECKOUT / "benchmarks" / "results" / "soak.json"
 SOAK_S = 900.0
 PAUSE_S = (45.0, 60.0)
-POINTS = (Kill("trainer", "commit"), Kill("proxy", "seal"), Kill("trainer", "update"))
+POINTS = (Kill("trainer", "checkpoint"), Kill("proxy", "seal"), Kill("trainer", "update"))
 MORE_STEPS = 4
 """Taken after the last kill."""
 SETTLED_S = 60.0
@@ -157,7 +157,7 @@ def role_of(command: list[str]) -> str:
         ("sglang::scheduler", "scheduler"),
         ("sglang::detokenizer", "detokenizer"),
         ("cpu_engine", "server"),
-        ("commits.writer", "writer"),
+        ("checkpoints.writer_process", "writer"),
         ("cluster.supervisor", "supervisor"),
         ("submitit", "supervisor"),
         ("areal_hpc run", "launcher"),

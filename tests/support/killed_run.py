@@ -52,7 +52,7 @@ POINTS = {
     "journal": Point("journal.before_append", "half of a journal record is written"),
     "seal": _at("shard.before_index"),
     "step": _at("optimizer.after_step"),
-    "commit": _at("checkpoint.before_rename"),
+    "checkpoint": _at("checkpoint.before_rename"),
 }
 """The kill matrix strikes every party at each of these."""
 UPDATE = _at("weights.before_end")

@@ -16,7 +16,7 @@ RESULTS = CHECKOUT / "benchmarks" / "results" / "slurm_events.json"
 
 EVENTS = {
     "preempted in a collective": "the trainer is preempted while a rank is inside a collective",
-    "preempted in a save": "the trainer is preempted while it saves a commit",
+    "preempted in a save": "the trainer is preempted while it saves a checkpoint",
     "requeued": "`scontrol requeue` of the trainer",
     "time limit": "the trainer meets its time limit",
     "cell preempted": "a cell is preempted",
