@@ -156,9 +156,9 @@ def role_of(command: list[str]) -> str:
     for part, role in (
         ("sglang::scheduler", "scheduler"),
         ("sglang::detokenizer", "detokenizer"),
-        ("cpu_engine", "server"),
+        ("sglang_cpu", "server"),
         ("checkpoints.writer_process", "writer"),
-        ("cluster.supervisor", "supervisor"),
+        ("jobs.supervisor", "supervisor"),
         ("submitit", "supervisor"),
         ("areal_hpc run", "launcher"),
     ):

@@ -30,7 +30,8 @@ have been sealed for a batch to form, so at most `max_head_offpolicyness * batch
 the highest batched one are still in cells. When a run has finished, no cell holds anything.
 
 The chain is that of the newest checkpoint: of the highest step of the highest generation. Each
-checkpoint lists the batches behind it from the first, so work of an abandoned generation does not count.
+checkpoint lists the batches behind it from the first, so work of an abandoned generation does not
+count.
 """
 
 from __future__ import annotations
