@@ -1,6 +1,6 @@
 """Authenticated control proxy in front of a cell's SGLang servers.
 
-SGLang listens on loopback without passwords. The relay listens on the advertised host, wants
+SGLang listens on loopback without passwords. It listens on the advertised host, wants
 the run's admin key, and lets through the routes of `wire.replicas` and no others.
 """
 
@@ -232,7 +232,7 @@ async def _body(request: Request) -> bytes:
 
 
 class ControlProxyServer:
-    """The relay on a port of its own, in a thread of its own: the main thread minds processes."""
+    """The control proxy on a port and in a thread of its own: the main thread minds processes."""
 
     def __init__(self, app: ControlProxyApp, host: str) -> None:
         self._app = app
@@ -243,7 +243,7 @@ class ControlProxyServer:
         self._socket.listen()  # from here on callers wait, and none is refused
         self.url = f"http://{host}:{self._socket.getsockname()[1]}"
         self._server = ServiceServer(app)
-        self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="control-proxy", daemon=True)
 
     def start(self) -> None:
         """Listen."""

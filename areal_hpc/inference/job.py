@@ -1,4 +1,4 @@
-"""The inference process of one cell: SGLang replicas behind one control relay."""
+"""The inference process of one cell: SGLang replicas behind one control proxy."""
 
 from __future__ import annotations
 

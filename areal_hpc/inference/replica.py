@@ -58,7 +58,7 @@ class ControlCaller:
 class Replica:
     """A server and its successors.
 
-    `tick` runs in the job's main thread; the relay's thread reads `view` and reports what
+    `tick` runs in the job's main thread; the control proxy's thread reads `view` and reports what
     passed through it. A lock keeps the two from seeing half a change.
     """
 
@@ -240,7 +240,7 @@ class Replica:
     def _note(self, event: str, **facts: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
-    # -- the relay's thread ------------------------------------------------------------------
+    # -- the control proxy's thread ------------------------------------
     # Each method raises ControlCallError when the caller means another incarnation, when the
     # replica is not up, and when a newer generation of the trainer has been here.
 

@@ -49,7 +49,7 @@ ReadRoute = Callable[[str], Awaitable[bytes]]
 
 
 class UpdatePauseMonitor:
-    """Follows the control calls of one replica; all in the relay's event loop."""
+    """Follows the control calls of one replica; all in the control proxy's event loop."""
 
     def __init__(self, replica: Replica, read: ReadRoute) -> None:
         self._replica = replica

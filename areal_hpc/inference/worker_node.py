@@ -1,7 +1,7 @@
-"""Process of the other nodes of a multi-node replica.
+"""Process of a worker node: one of the other nodes of a multi-node replica.
 
-The first node's keeper decides; this one asks its relay what to run, starts it, and ends it. It
-keeps nothing: when the first node is silent for long, or restarts, the part ends.
+The first node's keeper decides; this one asks its control proxy what to run, starts it, and ends
+it. It keeps nothing: when the first node is silent for long, or restarts, the part ends.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class HeadNodeClient:
 
     Args:
         rendezvous_dir: Where it is published.
-        cell: Whose relay.
+        cell: Whose control proxy.
         admin_key: The run's secret for control routes.
     """
 
@@ -83,7 +83,7 @@ class HeadNodeClient:
             self._rendezvous_dir, rendezvous.format_control_proxy_name(self._cell)
         )
         if endpoint is None:
-            raise ClusterError(f"the relay of {self._cell} is not published")
+            raise ClusterError(f"the control proxy of {self._cell} is not published")
         return self._client.call(f"{endpoint.url}/follow", request, NodePartReply)
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from areal_hpc.view.summary import summarize
 
 FRESH_HINT = "--fresh starts it anew"
 INTERRUPTED_EXIT_CODE = 130
-STOPPING = "\nstopping: jobs get a moment to commit"
+STOPPING = "\nstopping: jobs get a moment to write a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,9 @@ def read_trainer_state(path: Path) -> TrainerState:
         return msgspec.json.decode(file.read_bytes(), type=TrainerState)
     except msgspec.DecodeError as error:
         hint = f"move {path} away: the checkpoint before it takes its place"
-        raise ShardError(f"the commit cannot be read: {error}", key=str(file), hint=hint) from error
+        raise ShardError(
+            f"the checkpoint cannot be read: {error}", key=str(file), hint=hint
+        ) from error
 
 
 def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> list[Checkpoint]:
@@ -125,7 +127,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
             found.append(Checkpoint(path, read_trainer_state(path)))
         except FileNotFoundError:
             if problems is not None and is_complete(path):  # else it was removed just now
-                message = "the commit does not say what it holds"
+                message = "the checkpoint does not say what it holds"
                 problems.append(Problem(message, str(path / STATE_FILE)))
         except ShardError as error:
             if problems is None:
@@ -147,7 +149,7 @@ def find_latest(directory: Path) -> Checkpoint | None:
 def build_checkpoint_error(path: Path, reason: object) -> ClusterError:
     """The error of a checkpoint that the storage did not take."""
     return ClusterError(
-        f"a commit could not be written: {reason}",
+        f"a checkpoint could not be written: {reason}",
         key=str(path),
         hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
     )

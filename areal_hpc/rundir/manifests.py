@@ -58,7 +58,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
-    A manifest is never replaced, because commits name batches by their step alone.
+    A manifest is never replaced, because checkpoints name batches by their step alone.
 
     Returns:
         The batch of that step: another ledger's, if that one was first.

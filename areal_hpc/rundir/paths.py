@@ -74,13 +74,13 @@ class RunPaths(_Folder):
     curriculum = _Name("curriculum.jsonl")
     """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
     ledger_state = _Name("ledger.json")
-    """The ledger's incarnation, newest generation and published step."""
+    """The ledger's number of starts, newest generation and published step."""
     evaluations_dir = _Name("evaluations")
     """One result file per evaluated step."""
     sft_dir = _Name("sft")
-    """Commits of the SFT stage."""
+    """Checkpoints of the SFT stage."""
     checkpoints_dir = _Name("checkpoints")
-    """Commits of the reinforcement-learning trainer."""
+    """Checkpoints of the reinforcement-learning trainer."""
     sft_export = _Name("export/sft")
     """The warmed-up model in Hugging Face format."""
     weights_dir = _Name("weights")
@@ -98,7 +98,7 @@ class RunPaths(_Folder):
     replay = _Name("replay.json")
     """What `areal-hpc replay` was asked for, in the directory of a replay."""
     finished_marker = _Name("FINISHED")
-    """Exists when every step of the recipe has been trained and committed."""
+    """Exists when every step of the recipe has been trained and saved."""
     logs_dir = _Name("logs")
     """One folder per attempt."""
     latest_log = _Name("logs/latest")

@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
 
 STOP_MARGIN_S = 4.0
-"""A step or commit that is not over this long before the job is killed is given up."""
+"""A step or checkpoint that is not over this long before the job is killed is given up."""
 
 
 class RankJobConfig(JobConfig):
@@ -24,7 +24,7 @@ class RankJobConfig(JobConfig):
     model_path: Path
     """The model that training starts from."""
     seed: int
-    """Recorded in commits; decides the order of demonstrations."""
+    """Recorded in checkpoints; decides the order of demonstrations."""
 
 
 class TrainerJobConfig(RankJobConfig):
@@ -69,7 +69,7 @@ class ReplayJobConfig(RankJobConfig):
     first_step: Annotated[int, Field(ge=1)]
     """The first step to train."""
     last_step: Annotated[int, Field(ge=1)]
-    """The last step to train; it is committed."""
+    """The last step to train; it is saved."""
     forks: list[tuple[int, int]]
     """Every generation of the recorded run with the step it began from; the last one's is taken."""
 

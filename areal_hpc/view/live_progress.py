@@ -58,7 +58,7 @@ class PlainReporter:
     def report_new_steps(self) -> None:
         """Print what is new, without waiting."""
         snapshot = read_run_state(self._layout)
-        # Both fall back when a run starts anew or resumes from a commit.
+        # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _last_step(snapshot.steps))
         self._last_sft = min(self._last_sft, _last_step(snapshot.sft))
         for row in snapshot.sft:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 CONNECT_S = 5.0
-"""A relay accepts connections at once, whatever its servers do: longer means it is gone."""
+"""A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
 GIVE_UP_S = 2.0
 """Replicas that are given up are told so once, and mostly cannot hear it."""
 

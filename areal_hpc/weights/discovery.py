@@ -29,10 +29,10 @@ _MAX_CONCURRENT_QUERIES = 32
 
 
 class ReplicaDiscovery:
-    """Asks relays without letting one that has vanished delay its caller.
+    """Asks control proxies without letting one that has vanished delay its caller.
 
     Args:
-        rendezvous_dir: Where the cells' relays are published.
+        rendezvous_dir: Where the cells' control proxies are published.
         cells: How many cells the run has, that of evaluation not counted.
         admin_key: The run's secret for control routes.
         evaluation_cell: It has one.

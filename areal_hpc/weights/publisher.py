@@ -33,7 +33,7 @@ class Publisher:
     """Finds replicas that lack the current weights and sends them.
 
     Args:
-        rendezvous_dir: Where the cells' relays are published.
+        rendezvous_dir: Where the cells' control proxies are published.
         cells: How many cells the run has, that of evaluation not counted.
         admin_key: The run's secret for control routes.
         backend: `gloo` reaches replicas on CPUs, `nccl` replicas on GPUs.

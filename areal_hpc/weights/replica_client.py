@@ -55,7 +55,7 @@ class ReplicaClient:
     ) -> None:
         self.key = key
         self._client = httpx.Client(
-            base_url=f"{key.relay_url}/replicas/{key.index}",
+            base_url=f"{key.control_url}/replicas/{key.index}",
             headers={
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
@@ -68,7 +68,7 @@ class ReplicaClient:
         self._prompt_s = deadlines.get_control_deadline_s(update_timeout_s)
 
     def fence(self) -> None:
-        """Take the replica out of service. Asks the relay alone, so a stuck SGLang is fenced."""
+        """Take the replica out of service. A stuck SGLang, which is not asked, is fenced too."""
         self._decode(self._post("fence", FenceRequest(), self._prompt_s), ReplicaView)
 
     def give_up(self) -> None:

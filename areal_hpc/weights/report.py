@@ -17,8 +17,8 @@ class ReplicaKey:
     incarnation: int
     tp: int
     """Ranks it brings into an update group."""
-    relay_url: str
-    relay_started_at: float
+    control_url: str
+    control_started_at: float
 
     @property
     def place(self) -> tuple[str, int]:

@@ -126,7 +126,7 @@ class EvaluationResultRequest(Struct, frozen=True):
 
 
 class OpenGenerationRequest(Struct, frozen=True):
-    """A trainer took `generation` and resumes after `base_step` committed steps."""
+    """A trainer took `generation` and resumes after `base_step` saved steps."""
 
     generation: int
     base_step: int
@@ -205,7 +205,7 @@ class EvaluateReply(Struct, frozen=True):
 
 
 class FinishRequest(Struct, frozen=True):
-    """The trainer has committed its last step: cells may go."""
+    """The trainer has saved its last step: cells may go."""
 
     generation: int
 

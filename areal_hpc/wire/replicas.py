@@ -1,4 +1,4 @@
-"""What the trainer and the proxy say to a cell's control relay, which guards its SGLang servers.
+"""What the trainer and the proxy say to a cell's control proxy, which guards its SGLang servers.
 
 All routes need the admin key. A call about one replica also says who calls, in headers:
 

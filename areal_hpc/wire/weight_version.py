@@ -1,6 +1,6 @@
 """Which weights sampled a token: `generation.step`, and how old that is. Pure, no torch.
 
-A generation is one start of the trainer. A restarted trainer resumes from a committed step, so
+A generation is one start of the trainer. A restarted trainer resumes from a saved step, so
 the same step number can name two different sets of weights; the generation tells them apart.
 """
 
@@ -48,7 +48,7 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationFork:
-    """Generation `generation` began from the committed step `base_step`."""
+    """Generation `generation` began from the saved step `base_step`."""
 
     generation: int
     base_step: int
@@ -59,7 +59,7 @@ def compute_staleness(
 ) -> int:
     """How many optimizer steps lie between the weights that sampled a token and the current ones.
 
-    Steps of an abandoned generation that were never committed do not count: they are measured from
+    Steps of an abandoned generation that were never saved do not count: they are measured from
     the last ancestor both generations share.
 
     Args:

@@ -302,6 +302,6 @@ def cancel_and_finish(run: SlurmRun) -> None:
         "audit": run.audited(),
     }
     record("events", {"resumed": row})
-    assert row["steps_lost"] == 0, "a graceful end commits"
+    assert row["steps_lost"] == 0, "a graceful end checkpoints"
     assert "quickstart/slurm: finished" in run.areal_hpc("status", root)
     assert row["audit"].endswith("open=0")

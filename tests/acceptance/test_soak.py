@@ -156,9 +156,9 @@ def role_of(command: list[str]) -> str:
     for part, role in (
         ("sglang::scheduler", "scheduler"),
         ("sglang::detokenizer", "detokenizer"),
-        ("cpu_engine", "server"),
-        ("commits.writer", "writer"),
-        ("cluster.supervisor", "supervisor"),
+        ("sglang_cpu", "server"),
+        ("checkpoints.writer_process", "writer"),
+        ("jobs.supervisor", "supervisor"),
         ("submitit", "supervisor"),
         ("areal_hpc run", "launcher"),
     ):

@@ -83,7 +83,7 @@ def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
 
 
 def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
-    """Train on the recorded batches, from the latest commit to the last step."""
+    """Train on the recorded batches, from the latest checkpoint to the last step."""
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
     stop = StopRequest()
@@ -101,7 +101,7 @@ def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
 
 
 def fine_tune(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
-    """The SFT stage, from its latest commit to its last step."""
+    """The SFT stage, from its latest checkpoint to its last step."""
     job = SftJobConfig.model_validate(scenario["sft"])
     policy = build_policy(
         read_architecture(job.model_path), job.parallel, torch.float32, torch.device("cpu")

@@ -228,7 +228,7 @@ ROLLOUT_RULES = (
     alias_rule("sglang.model_path", "actor.path", "what is trained is what is served"),
     ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
     ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenises"),
-    ignored_rule("sglang.enable_metrics", "the relay reads what it needs"),
+    ignored_rule("sglang.enable_metrics", "the control proxy reads what it needs"),
     # Whoever translates collects these: what is made of one key adds to what others made.
     ignored_rule(
         SGLANG_ARGUMENT_KEYS, "`inference.extra_args`: SGLang's own argument of that name"

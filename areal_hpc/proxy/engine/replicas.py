@@ -33,7 +33,7 @@ class ReplicaSource(Protocol):
 
 
 class CellReplicaSource:
-    """The replicas of a cell, as its control relay knows them."""
+    """The replicas of a cell, as its control proxy knows them."""
 
     def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
         self._directory = rendezvous_dir
@@ -41,7 +41,7 @@ class CellReplicaSource:
         self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
     async def refresh(self) -> list[ReplicaView]:
-        """What the relay answers; nothing before it has been published."""
+        """What the control proxy answers; nothing before it has been published."""
         endpoint = rendezvous.find_endpoint(self._directory, self._relay_name)
         if endpoint is None:
             return []

@@ -61,7 +61,7 @@ class Router:
         try:
             replicas = await self._source.refresh()
         except ClusterError as error:
-            log.debug("the relay does not answer: %s", error)
+            log.debug("the control proxy does not answer: %s", error)
             replicas = []  # its SGLang servers die with it
         serving = {one.index: one for one in replicas if one.state == "serving"}
         if serving.keys() != self._serving.keys():

@@ -105,7 +105,7 @@ class CheckpointStore:
         while any_true(is_hidden := not is_complete(path)):
             if any_true(time.monotonic() >= give_up_at):
                 trouble = ClusterError(
-                    "rank 0 resumes from a commit that this rank cannot see",
+                    "rank 0 resumes from a checkpoint that this rank cannot see",
                     key=str(path),
                     hint="check that every node mounts the run directory",
                 )
@@ -236,7 +236,7 @@ class CheckpointStore:
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.remove(doomed)
-        fault_point("checkpoint.after_commit")
+        fault_point("checkpoint.after_write")
 
     def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
@@ -244,7 +244,7 @@ class CheckpointStore:
             generation = read_trainer_state(target).generation if is_complete(target) else -1
             if generation > own:
                 raise SupersededTrainerError(
-                    f"generation {generation} has committed {target.name} before generation {own}"
+                    f"generation {generation} has saved {target.name} before generation {own}"
                 )
             replaced = target.with_name(f".{target.name}.replaced")
             target.rename(replaced)

@@ -1,9 +1,10 @@
 """Weights for tokens that other weights sampled than those an update starts from.
 
 The importance weight of a token is w = pi_proximal / pi_behaviour. Unbounded it is unbiased and
-useless; `trainer.objective.off_policy_correction` says what is done about large and small ones. When
-weights are clamped it is called truncated importance sampling (TIS, fengyao.notion.site/off-policy-rl),
-when tokens outside two bounds are masked IcePop (arXiv:2510.18855), when whole rows are, rejection.
+useless; `trainer.objective.off_policy_correction` says what is done about large and small ones.
+When weights are clamped it is called truncated importance sampling (TIS,
+fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
+(arXiv:2510.18855), when whole rows are, rejection.
 docs/objectives.md lists the settings, and AReaL's names for them.
 """
 

@@ -127,7 +127,9 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
 
 
-def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_where_there_is_no_torch(
+    finished: SmallRun, tmp_path: Path
+) -> None:
     command = [get_interpreter("agents", "auto"), "-m", "areal_hpc", "export"]
     arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)

@@ -151,7 +151,7 @@ def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: Ledge
 def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resumes(
     ledger: LedgerProcess,
 ) -> None:
-    """Its last version may be of weights that were never committed."""
+    """Its last version may be of weights that were never saved."""
     claim_next_number(ledger.layout.generations_dir)
     ledger.open_generation(1)
     form_batch(ledger, 1)
@@ -181,7 +181,7 @@ def test_a_late_settle_of_a_fenced_cell_counts_once(forgetful_ledger: LedgerProc
     assert ledger.status().settled == 0
 
 
-def test_a_resuming_trainer_gets_its_uncommitted_batches_verbatim(ledger: LedgerProcess) -> None:
+def test_a_resuming_trainer_gets_its_unsaved_batches_verbatim(ledger: LedgerProcess) -> None:
     ledger.open_generation(1)
     first = [form_batch(ledger, 1)]
     ledger.publish(1)

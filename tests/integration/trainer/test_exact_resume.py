@@ -31,7 +31,7 @@ KILLS: dict[str, set[int]] = {
     "checkpoint.before_marker@2": {2},
     "checkpoint.before_rename@2": {2},
     "checkpoint.after_rename@3": {6},
-    "checkpoint.after_commit@2": {4},
+    "checkpoint.after_write@2": {4},
 }
 
 KILLS_OF_TWO: dict[tuple[int, str], set[int]] = {
@@ -85,7 +85,7 @@ def check_complete(layout: RunPaths, outcome: TaskExit, began_at: set[int]) -> N
         assert report["began_at"] in began_at
         assert report["consumed"] == list(range(1, STEPS + 1))
     names = sorted(path.name for path in layout.checkpoints_dir.iterdir())
-    # A kill can leave a third one for the next commit to delete; nothing half-written stays.
+    # A kill can leave a third one for the next checkpoint to delete; nothing half-written stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
     assert [line["step"] for line in read_lines(layout.metrics)] == list(range(1, STEPS + 1))
@@ -117,7 +117,7 @@ def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     ranks: RankServer, layout: RunPaths, expected: list[Any]
 ) -> None:
-    # The fifth step begins after the second commit, which has waited for the first.
+    # The fifth step begins after the second checkpoint, which has waited for the first.
     deaths = 0
     while (outcome := train(ranks, layout, faults="train.before_step@5=kill")).codes == [-9]:
         deaths += 1

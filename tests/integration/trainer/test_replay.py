@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run of six steps with commits of the last two even ones."""
+    """A run of six steps with checkpoints of the last two even ones."""
     layout = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
     write_recipe(layout, {**TRAINER, **SETTINGS})
     outcome = ranks.run(layout, "replay", trainer=SETTINGS)
@@ -79,7 +79,7 @@ def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
     ]
     for step, line in found.items():
         assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
-    # The start is a link; what was trained is a commit like any other, with its history.
+    # The start is a link; what was trained is a checkpoint like any other, with its history.
     state = json.loads((tmp_path / "out/checkpoints/step_00000006/trainer.json").read_text())
     assert state["consumed"] == [1, 2, 3, 4, 5, 6]
     assert state["parent"] == "step_00000004"
@@ -125,11 +125,11 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     assert not out.jobs_dir.exists()
 
 
-def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunPaths) -> None:
+def test_it_starts_from_the_newest_checkpoint_before_the_steps(recorded: RunPaths) -> None:
     assert find_start(recorded, 7).step == 6
     assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4
     early = find_start(recorded, 4)
-    assert (early.step, early.commit) == (0, None)
+    assert (early.step, early.checkpoint) == (0, None)
 
 
 def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
@@ -166,7 +166,7 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
     assert "missing" in caught.value.problems[0].message
     assert "digest" in caught.value.problems[1].message
     with pytest.raises(ShardError):
-        plan(run, 2, 2)  # begins with step 1, for want of a commit
+        plan(run, 2, 2)  # begins with step 1, for want of a checkpoint
 
 
 def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:

@@ -97,8 +97,8 @@ def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(config: Path)
     rows = read_lines(layout.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
-    commits = sorted(path.name for path in layout.sft_dir.iterdir())
-    assert commits == ["step_00000120", "step_00000160"]
+    checkpoints = sorted(path.name for path in layout.sft_dir.iterdir())
+    assert checkpoints == ["step_00000120", "step_00000160"]
 
     exported = layout.sft_export
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

@@ -144,7 +144,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     assert tickets.setbacks.counts(0).stale_requeued == (kind == "requeued")
 
 
-def test_weights_of_an_abandoned_generation_are_as_old_as_the_commit_that_both_share() -> None:
+def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
     tickets = tickets_of("drop")
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)

@@ -1,7 +1,7 @@
 """Random histories of cells, trainers and crashes against the ticket state machine.
 
 The machine keeps what is real apart from the ledger: a disk (manifests, shard index, ledger
-state, commits) and cells that go on working whatever the ledger thinks of them. A crash at any
+state, checkpoints) and cells that go on working whatever the ledger thinks of them. A crash at any
 point is modelled by rebuilding the ledger from the disk alone.
 """
 
@@ -197,17 +197,17 @@ class TicketHistories(RuleBasedStateMachine):
             self.restart_ledger()
 
     @rule()
-    def commit(self) -> None:
-        self.disk.committed_step = max(self.disk.committed_step, self.ledger.version_step)
+    def write_checkpoint(self) -> None:
+        self.disk.checkpoint_step = max(self.disk.checkpoint_step, self.ledger.version_step)
 
     @rule()
     def restart_trainer(self) -> None:
         before = list(self.disk.manifests)
         self.generation += 1
-        self.forks.append(GenerationFork(self.generation, self.disk.committed_step))
-        self.disk.version_step = self.disk.committed_step
-        self.ledger.publish(self.disk.committed_step)
-        assert self.disk.manifests == before, "uncommitted batches must be re-issued verbatim"
+        self.forks.append(GenerationFork(self.generation, self.disk.checkpoint_step))
+        self.disk.version_step = self.disk.checkpoint_step
+        self.ledger.publish(self.disk.checkpoint_step)
+        assert self.disk.manifests == before, "unsaved batches must be re-issued verbatim"
 
     @rule()
     def restart_ledger(self) -> None:
@@ -297,7 +297,7 @@ class TicketHistories(RuleBasedStateMachine):
             assert budget > 0, "the run stopped making progress"
             self.work_one_round()
         assert self.ledger.capacity() <= 0
-        self.commit()
+        self.write_checkpoint()
         audit = self.disk.audited(self.policy, is_finished=True)
         assert audit.is_clean, audit.verdict
         assert (
