@@ -176,7 +176,7 @@ class SupersededTrainerError(ArealError):
 
 
 class NonFiniteGradientError(ArealError):
-    """Gradients are not finite, and the run does not go on without them. The last commit stands."""
+    """Gradients are not finite, and the run does not go on; the last checkpoint stands."""
 
 
 class LedgerRequestError(ArealError):

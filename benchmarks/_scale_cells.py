@@ -257,7 +257,7 @@ async def run_trainer(layout: RunPaths, batch_size: int, tempo: Tempo, tally: Ta
 async def _train(
     layout: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
-    await ledger.call("/open_epoch", OpenGenerationRequest(1, 0), Acknowledged)
+    await ledger.call("/open_generation", OpenGenerationRequest(1, 0), Acknowledged)
     while True:
         step = tally.steps + 1
         manifest, manifest_s = await _batch(ledger, step, batch_size)

@@ -151,7 +151,7 @@ class Replica:
             arrivals = iter(self._weights.items())
             report = publisher.publish(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
-        relay = rendezvous.await_endpoint(self._layout.rendezvous_dir, "relay-cell-0", 1)
+        relay = rendezvous.await_endpoint(self._layout.rendezvous_dir, "control-cell-0", 1)
         key = self._layout.admin_key.read_text()
         answer = httpx.get(
             f"{relay.url}/replicas", headers={"authorization": f"Bearer {key}"}, trust_env=False
@@ -178,7 +178,7 @@ class Replica:
         (stall,) = publisher.stalls
         return Update(
             seconds=report.seconds,
-            publish_s=ended - began - report.seconds.get("join", 0.0),
+            publish_s=ended - began - report.seconds.get("group_join", 0.0),
             silence_s=streams.longest_gap_s(began, ended),
             reprefill_s=stall.reprefill_s,
             recomputed_tokens=stall.recomputed_tokens,

@@ -129,7 +129,7 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
     if answer.returncode:
         raise ClusterError(f"{name} failed: {answer.stdout[-2000:]}\n{answer.stderr[-2000:]}")
     layout = RunPaths(folder / "async" / name)
-    published = [row for row in read_lines(layout.events) if row["event"] == "published"]
+    published = [row for row in read_lines(layout.events) if row["event"] == "weights_published"]
     return Side(
         name,
         first,
@@ -221,7 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     draw((sync, asyn), picture)
     quicker = min(sync, asyn, key=lambda side: side.episode_s)
     limit_tokens_per_s = SLOTS * quicker.tokens_an_episode / quicker.episode_s
-    alone_s = bare_sync.mean("time/wait_s"), bare_sync.mean("time/train_s")
+    alone_s = bare_sync.mean("time/batch_wait_s"), bare_sync.mean("time/train_s")
     figures = {
         "async_over_sync": asyn.tokens_per_s / sync.tokens_per_s,
         "async_over_limit": asyn.tokens_per_s / limit_tokens_per_s,

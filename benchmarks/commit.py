@@ -1,12 +1,12 @@
-"""How long a commit keeps the trainer from training: beside it, against in its own process.
+"""How long a checkpoint keeps the trainer from training: beside it, against in its own process.
 
 - beside: `CheckpointStore.begin` copies the state into memory shared with the writer process, the
-  next step is trained while that one writes and syncs, and a poll after the step makes the commit
-  visible. The stall is what `begin` and the poll take.
+  next step is trained while that one writes and syncs, and a poll after the step makes the
+  checkpoint visible. The stall is what `begin` and the poll take.
 - in process: the trainer itself writes and syncs the same files in the same format. The stall is
   the whole of it.
 
-Every round takes a plain step, a step beside a commit in the writing, and a commit in process.
+Every round takes a plain step, a step beside a checkpoint in the writing, and one in process.
 Steps are made long enough by the number of rows. Figures are medians of the rounds; the state is
 that of float32 training: weights, master weights, two moments.
 """
@@ -67,8 +67,8 @@ def seconds_of(act: Callable[[], object]) -> float:
     return time.perf_counter() - began_s
 
 
-def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> None:
-    """The same commit, written and synced by this process."""
+def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) -> None:
+    """The same checkpoint, written and synced by this process."""
     partial = folder / f".step_{number}"
     partial.mkdir()
 
@@ -79,7 +79,7 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
 
     name = megatron_format.save_sharded(trainee.policy, trainee.optimizer, partial, data_file)
     assert (partial / name).exists()
-    state = TrainerState(step=number, epoch=1, seed=SEED)
+    state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / MARKER).touch()
     fsync_tree(partial)
@@ -90,21 +90,21 @@ def commit_in_process(trainee: learning.Trainee, folder: Path, number: int) -> N
 def measure(
     trainee: learning.Trainee, rows: Sequence[TrainingRow], folder: Path, rounds: int
 ) -> tuple[Rounds, int]:
-    """All rounds, after one that does not count; the bytes of a commit."""
+    """All rounds, after one that does not count; the bytes of a checkpoint."""
     store = CheckpointStore(folder / "beside", keep=2)
     alone = folder / "alone"
     alone.mkdir()
     found, state_bytes = Rounds(), 0
     for number in range(rounds + 1):
-        state = TrainerState(step=number, epoch=1, seed=SEED)
+        state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
         copy_s = seconds_of(partial(store.begin, trainee.policy, trainee.optimizer, state))
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish)
-        in_process_s = seconds_of(partial(commit_in_process, trainee, alone, number))
-        commit = find_latest(folder / "beside")
-        assert commit is not None
-        state_bytes = sum(path.stat().st_size for path in commit.path.iterdir())
+        in_process_s = seconds_of(partial(checkpoint_in_process, trainee, alone, number))
+        checkpoint = find_latest(folder / "beside")
+        assert checkpoint is not None
+        state_bytes = sum(path.stat().st_size for path in checkpoint.path.iterdir())
         shutil.rmtree(alone / f"step_{number}")
         if number:
             found.step.append(step_s)
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument(
-        "--folder", type=Path, help="where commits are written; a new folder in the working one"
+        "--folder", type=Path, help="where checkpoints are written; a new folder in the working one"
     )
     add_out(parser, "commit")
     arguments = parser.parse_args(argv)
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     def batch(count: int) -> list[TrainingRow]:
         return [learning.make_row(generator, ROW_TOKENS, sizes.vocab, 1.0) for _ in range(count)]
 
-    gc.freeze()  # as the trainer does: Megatron collects garbage at every commit
+    gc.freeze()  # as the trainer does: Megatron collects garbage at every checkpoint
     first = batch(8)
     trainee.step(first)
     row_s = min(seconds_of(lambda: trainee.step(first)) for _ in range(2)) / len(first)
@@ -156,7 +156,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{'seconds':<34}{'median':>8}{'min':>8}{'max':>8}")
     for name, held in {
         "a step": found.step,
-        "a step beside a commit": found.step_beside,
+        "a step beside a checkpoint": found.step_beside,
         "stall beside": found.stall,
         "  of it copying": found.copy,
         "  of it making it visible": found.poll,

@@ -88,7 +88,7 @@ class Ours:
             )
             for one in shard.tickets
         ]
-        self.manifest = BatchManifest(step=1, epoch=1, tickets=tickets)
+        self.manifest = BatchManifest(step=1, generation=1, tickets=tickets)
         self.folder = folder
         self.batch = self.read()
 

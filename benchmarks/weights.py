@@ -50,7 +50,7 @@ from benchmarks._pairs import (
 from benchmarks._weights_peer import TIMEOUT_S
 from benchmarks._weights_replica import Update, measure, running_replica
 
-PHASES = ("write", "pause", "transfer", "load", "verify", "flush", "resume")
+PHASES = ("write", "pause_call", "transfer", "load", "verify", "flush", "resume")
 STALLED = PHASES[1:]
 """Generation stands still."""
 

@@ -194,7 +194,7 @@ def _travel(
     if path is not None and is_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    path = save_agent(handed, kwargs, layout.workflow_dir, (_script_folder(),), alias, module)
+    path = save_agent(handed, kwargs, layout.agent_dir, (_script_folder(),), alias, module)
     return {"workflow": path, "workflow_kwargs": {}}
 
 

@@ -19,17 +19,17 @@ def add_commands(commands: CommandGroup) -> None:
     cancel = commands.add_parser(
         "cancel",
         help="end every job of a run, and leave none",
-        description="Tell every job of a run to commit and end, give it the recipe's "
+        description="Tell every job of a run to write a checkpoint and end, give it the recipe's "
         "cluster.stop_grace_s, then have Slurm end what is left. Jobs that wait or are held go at "
         "once, and none is requeued.",
     )
     cancel.add_argument("run", type=Path, help="a run directory")
-    cancel.add_argument("--now", action="store_true", help="without the grace: no last commit")
+    cancel.add_argument("--now", action="store_true", help="without the grace: no last checkpoint")
     cancel.set_defaults(command=_cancel)
 
     resume = commands.add_parser(
         "resume",
-        help="submit a run again, from its own recipe and its last commit",
+        help="submit a run again, from its own recipe and its last checkpoint",
         description="Submit again what is left of a run that was cancelled, failed or stopped, "
         "with the recipe in its directory and the overrides given here, from the folder that it "
         "was first submitted from.",

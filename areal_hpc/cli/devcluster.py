@@ -35,7 +35,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     patience = argparse.ArgumentParser(add_help=False)
     patience.add_argument(
-        "--within-s", type=float, default=60.0, metavar="S", help="give up after this (60)"
+        "--timeout-s", type=float, default=60.0, metavar="S", help="give up after this (60)"
     )
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
@@ -85,7 +85,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
-    start_cluster(_paths(arguments), asked, arguments.within_s, partial(print, flush=True))
+    start_cluster(_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
     print(f"""to use it: eval "$(areal-hpc devcluster env{_state_option(arguments)})\"""")
     return 0
 
@@ -121,7 +121,7 @@ def _kill_node(arguments: argparse.Namespace) -> int:
 def _restore_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import restore_node
 
-    restore_node(_paths(arguments), arguments.node, arguments.within_s)
+    restore_node(_paths(arguments), arguments.node, arguments.timeout_s)
     print(f"{arguments.node} is up")
     return 0
 

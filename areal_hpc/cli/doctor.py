@@ -30,7 +30,7 @@ def add_commands(commands: CommandGroup) -> None:
     doctor.add_argument("overrides", nargs="*", metavar="key=value")
     doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
     doctor.add_argument(
-        "--from-a-job",
+        "--check-node",
         action="store_true",
         help="submit a job of a minute that looks whether the file root is shared",
     )
@@ -57,7 +57,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
         fileroot = fileroot.expanduser().resolve()
         stored = list(check_storage(fileroot))
         can_submit = all(check.verdict is not CheckStatus.FAIL for check in [*checks, *stored])
-        if arguments.from_a_job and can_submit:
+        if arguments.check_node and can_submit:
             answer = check_storage_from_node(
                 fileroot, slurm.get_options("trainer"), partial(print, flush=True)
             )
@@ -91,7 +91,7 @@ def _scripts(recipe: Recipe) -> dict[str, str]:
     scripts = {}
     for request in build_requests(recipe, Path.cwd()):
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
-        if request.job in ("warmup", "trainer", format_cell_name(0), EVALUATION_CELL):
+        if request.job in ("sft", "trainer", format_cell_name(0), EVALUATION_CELL):
             lines = render_script(request).splitlines(keepends=True)
             scripts[request.job] = "".join(line for line in lines if "--dependency=" not in line)
     return scripts

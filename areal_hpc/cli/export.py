@@ -15,12 +15,12 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     export = commands.add_parser(
         "export",
-        help="write a commit as a model that transformers and SGLang load",
-        description="Write the weights of a commit, whatever the layout they were trained in, as "
-        "a Hugging Face model directory with the run's tokenizer.",
+        help="write a checkpoint as a model that transformers and SGLang load",
+        description="Write the weights of a checkpoint, whatever the layout they were trained in, "
+        "as a Hugging Face model directory with the run's tokenizer.",
     )
     export.add_argument("run", type=Path, help="a run directory")
-    export.add_argument("--step", type=int, help="which commit; the newest when absent")
+    export.add_argument("--step", type=int, help="which checkpoint; the newest when absent")
     export.add_argument(
         "--out", type=Path, help="directory to make; the run's export/step_... when absent"
     )
@@ -44,11 +44,11 @@ def _export(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.paths import format_step_dir
     from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
 
-    commit = choose_checkpoint(layout.checkpoints_dir, arguments.step)
-    target = (out or layout.export(format_step_dir(commit.state.step))).resolve()
-    print(f"exporting step {commit.state.step} of {layout.root}", flush=True)
+    checkpoint = choose_checkpoint(layout.checkpoints_dir, arguments.step)
+    target = (out or layout.export(format_step_dir(checkpoint.state.step))).resolve()
+    print(f"exporting step {checkpoint.state.step} of {layout.root}", flush=True)
     export_checkpoint(
-        commit, get_initial_policy(recipe, layout), target, lambda line: print(line, flush=True)
+        checkpoint, get_initial_policy(recipe, layout), target, lambda line: print(line, flush=True)
     )
     print(target)
     return 0
@@ -62,7 +62,7 @@ def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int
     python = get_interpreter("train", configured)
     if Path(python).absolute() == Path(sys.executable).absolute():
         raise RecipeError(
-            f"{python} has no torch, which reads commits",
+            f"{python} has no torch, which reads checkpoints",
             key="cluster.train.python",
             hint="make setup, or name the trainer's Python in the recipe",
         )

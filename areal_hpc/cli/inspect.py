@@ -179,7 +179,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
     unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
     print(
-        f"{state}, committed up to step {audit.committed_step}, {dropped} tickets dropped, "
+        f"{state}, saved up to step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
     )
     print(audit.verdict)

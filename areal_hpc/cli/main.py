@@ -81,6 +81,6 @@ def _parser() -> argparse.ArgumentParser:
         for module in modules:
             module.add_commands(group)
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<12}{text}" for name, text in group.help_by_command.items()]
+        lines += [f"  {name:<17}{text}" for name, text in group.help_by_command.items()]
     parser.epilog = "\n".join(lines[1:])
     return parser

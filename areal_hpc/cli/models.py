@@ -1,4 +1,4 @@
-"""`areal-hpc model` and `prefetch`: make or download models and data."""
+"""`areal-hpc make-tiny-model` and `prefetch`: make or download models and data."""
 
 from __future__ import annotations
 
@@ -11,11 +11,9 @@ from areal_hpc.cli.arguments import CommandGroup
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    model = commands.add_parser("model", help="make models")
-    kinds = model.add_subparsers(required=True, metavar="KIND")
-    tiny = kinds.add_parser(
-        "tiny",
-        help="a tiny, randomly initialised Qwen3 with its own tokenizer",
+    tiny = commands.add_parser(
+        "make-tiny-model",
+        help="make a tiny, randomly initialised Qwen3 with its own tokenizer",
         description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
     )
@@ -26,7 +24,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="text file, one sample a line; the quick-start's demonstrations when absent",
     )
     tiny.add_argument("--seed", type=int, default=1)
-    tiny.set_defaults(command=_model_tiny)
+    tiny.set_defaults(command=_make_tiny_model)
 
     prefetch = commands.add_parser(
         "prefetch",
@@ -40,7 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
     prefetch.set_defaults(command=_prefetch)
 
 
-def _model_tiny(arguments: argparse.Namespace) -> int:
+def _make_tiny_model(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.tiny_model import make_tiny_model
 
     make_tiny_model(arguments.out, _texts(arguments.texts), seed=arguments.seed)

@@ -38,9 +38,9 @@ def add_commands(commands: CommandGroup) -> None:
         metavar="DIR",
         help="keep sessions here, so that a restarted proxy goes on with them",
     )
-    add("--context-tokens", type=int, metavar="N", help="longest prompt plus reply")
+    add("--context-length", type=int, metavar="N", help="longest prompt plus reply")
     add("--serve-python", default="auto", metavar="PATH", help="Python that has SGLang's parsers")
-    add("--drain-s", type=int, default=30, help="longest wait for open calls at the end")
+    add("--drain-timeout-s", type=int, default=30, help="longest wait for open calls at the end")
     add(
         "--set",
         action="append",
@@ -59,7 +59,15 @@ def _proxy(arguments: argparse.Namespace) -> int:
     from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    names = ["tokenizer", "host", "port", "admin_key_file", "journal", "context_tokens", "drain_s"]
+    names = [
+        "tokenizer",
+        "host",
+        "port",
+        "admin_key_file",
+        "journal",
+        "context_length",
+        "drain_timeout_s",
+    ]
     names += ["tool_call_parser", "reasoning_parser"]
     given = {name: getattr(arguments, name) for name in names}
     try:

@@ -14,11 +14,11 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     replay = commands.add_parser(
         "replay",
-        help="train recorded batches again, without servers",
+        help="train recorded steps again, without servers (not a replay buffer)",
         description="Train steps of a run again from its manifests and shards, in a directory of "
         "their own. Without overrides of what is learnt, loss and gradient norm are compared with "
-        "the recorded ones. Steps between the commit that is started from and the first one asked "
-        "for are trained as they were recorded.",
+        "the recorded ones. Steps between the checkpoint that is started from and the first one "
+        "asked for are trained as they were recorded.",
     )
     replay.add_argument("run", type=Path, help="a run directory; it is only read")
     replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")

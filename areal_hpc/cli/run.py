@@ -35,7 +35,7 @@ def add_commands(commands: CommandGroup) -> None:
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(command=_plan)
 
-    keys = commands.add_parser("keys", help="every key of a recipe, as a Markdown table")
+    keys = commands.add_parser("recipe-keys", help="every key of a recipe, as a Markdown table")
     keys.set_defaults(command=_keys)
 
 

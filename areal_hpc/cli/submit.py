@@ -34,7 +34,7 @@ def add_commands(commands: CommandGroup) -> None:
         "--dry-run", action="store_true", help="print every script and the cost; touch nothing"
     )
     submit.add_argument(
-        "--write-only",
+        "--no-submit",
         action="store_true",
         help="put everything in place and submit nothing, for sbatch by hand",
     )
@@ -49,7 +49,7 @@ def add_commands(commands: CommandGroup) -> None:
         help="start only when this job has succeeded; may be given several times",
     )
     submit.add_argument(
-        "--array",
+        "--sweep",
         metavar="KEY=V1,V2,...",
         help="a run for each value, as job arrays; each has a directory and a trial of its own",
     )
@@ -65,7 +65,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_requests
 
-    if arguments.array:
+    if arguments.sweep:
         return _submit_sweep(arguments)
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     layout = RunPaths(recipe.run_dir.resolve())
@@ -73,7 +73,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
         print(format_requests(layout, requests), end="")
         return 0
-    if arguments.write_only:
+    if arguments.no_submit:
         if not arguments.fresh and is_already_finished(recipe, layout):
             return 0
         say(f"run      {layout.root}")
@@ -92,17 +92,17 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_requests
 
-    for option in ("wait", "write_only"):
+    for option in ("wait", "no_submit"):
         if getattr(arguments, option):
             shown = option.replace("_", "-")
             raise RecipeError(
-                f"--{shown} is for one run, --array for several", hint="leave one out"
+                f"--{shown} is for one run, --sweep for several", hint="leave one out"
             )
 
     def read(further: Sequence[str]) -> Recipe:
         return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
 
-    sweep = read_sweep(read, arguments.array)
+    sweep = read_sweep(read, arguments.sweep)
     if arguments.dry_run:
         requests = build_array_requests(sweep, Path.cwd(), arguments.after)
         print(format_requests(sweep.layout, requests, len(sweep.runs)), end="")

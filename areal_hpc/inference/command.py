@@ -83,8 +83,8 @@ def build_replica_command(
     if part is not None:
         argv += ["--nnodes", str(part.nodes), "--node-rank", str(part.node)]
         argv += ["--dist-init-addr", part.meeting_point]
-    if config.context_tokens is not None:
-        argv += ["--context-length", str(config.context_tokens)]
+    if config.context_length is not None:
+        argv += ["--context-length", str(config.context_length)]
     if config.tool_call_parser is not None:
         argv += ["--tool-call-parser", config.tool_call_parser]
     if config.reasoning_parser is not None:
@@ -123,7 +123,7 @@ def _cpu_arguments(config: InferenceConfig) -> list[str]:
 def _cuda_arguments(config: InferenceConfig, index: int) -> list[str]:
     arguments = [
         *("--base-gpu-id", str(index * config.tp)),
-        *("--mem-fraction-static", str(config.mem_fraction)),
+        *("--mem-fraction-static", str(config.mem_fraction_static)),
     ]
     if config.max_total_tokens is not None:
         arguments += ["--max-total-tokens", str(config.max_total_tokens)]

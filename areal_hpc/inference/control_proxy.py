@@ -42,7 +42,7 @@ MAX_BODY_BYTES = 16 * 1024 * 1024
 _PATHS_READ = {"model_info": "model_info", "loads": "v1/loads?include=core"}
 """Routes that are read with GET, and their paths at SGLang."""
 _FOLDER = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
-"""Epoch, step, serial number (`weights/transports/disk.py`)."""
+"""Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S = 300.0
 _ORPHAN_S = 5.0
 """How long a call may go on whose caller has left."""
@@ -207,7 +207,7 @@ class ControlProxyApp(JsonApp):
 def _caller(request: Request) -> ControlCaller:
     return ControlCaller(
         incarnation=int(_number(request, INCARNATION_HEADER)),
-        epoch=int(_number(request, GENERATION_HEADER)),
+        generation=int(_number(request, GENERATION_HEADER)),
         deadline_s=_number(request, DEADLINE_HEADER, str(_DEFAULT_DEADLINE_S)),
     )
 

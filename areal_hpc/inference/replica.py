@@ -50,7 +50,7 @@ class ControlCaller:
     """Who makes a control call, and which server it means."""
 
     incarnation: int
-    epoch: int
+    generation: int
     deadline_s: float
     """Not heard of for so long, the caller has vanished."""
 
@@ -90,7 +90,7 @@ class Replica:
         self._custody = WeightUpdateState()
         self._incarnation = self._last_incarnation()
         self._stall: UpdatePause | None = None
-        self._epoch = 0
+        self._generation = 0
         self._pulse: HealthProbe | None = None
         self._ready_at = 0.0
         self._crashes = 0
@@ -186,7 +186,7 @@ class Replica:
         else:
             with self._lock:
                 self._custody.expire()
-            self._note("sender_vanished", version=self._custody.version)
+            self._note("weight_sender_lost", version=self._custody.version)
 
     def _on_exit(self, server: SGLangServer, reason: str, *, is_crash: bool = True) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
@@ -242,7 +242,7 @@ class Replica:
 
     # -- the relay's thread ------------------------------------------------------------------
     # Each method raises ControlCallError when the caller means another incarnation, when the
-    # replica is not up, and when a newer epoch of the trainer has been here.
+    # replica is not up, and when a newer generation of the trainer has been here.
 
     def fence(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
@@ -291,7 +291,7 @@ class Replica:
         """Tokens come again after an update."""
         with self._lock:
             self._stall = stall
-        self._note("generation_resumed", **msgspec.structs.asdict(stall))
+        self._note("replica_resumed", **msgspec.structs.asdict(stall))
 
     def _check(self, caller: ControlCaller) -> None:
         found = f"replica {self.index}"
@@ -303,11 +303,12 @@ class Replica:
             raise ControlCallError(f"{found} is {self._state}")
         if self._custody.is_closing:
             raise ControlCallError(f"{found} is ending the update of a sender that vanished")
-        if caller.epoch < self._epoch:
+        if caller.generation < self._generation:
             raise ControlCallError(
-                f"{found}: epoch {self._epoch} of the trainer has taken over from {caller.epoch}"
+                f"{found}: generation {self._generation} of the trainer "
+                f"has taken over from {caller.generation}"
             )
-        self._epoch = caller.epoch
+        self._generation = caller.generation
 
 
 def get_rendezvous_address(ports: ServerPorts) -> str:

@@ -1,6 +1,6 @@
 """Main function of every process of a job (`python -m ... ENTRY CONFIG.json`).
 
-Keep this module light: the writer of commits, which must not import torch, uses it too.
+Keep this module light: the writer of checkpoints, which must not import torch, uses it too.
 """
 
 from __future__ import annotations

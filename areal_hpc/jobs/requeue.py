@@ -43,7 +43,7 @@ RequeueResult = Literal[
 
 
 class _ProgressRecord(Struct, frozen=True):
-    fruitless: int
+    failures: int
 
 
 class ProgressTracker:
@@ -72,7 +72,7 @@ class ProgressTracker:
         made_progress = self._bytes() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
         before = 0
         if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=_ProgressRecord).fruitless
+            before = msgspec.json.decode(self._path.read_bytes(), type=_ProgressRecord).failures
         failures = count_failures_without_progress(before, outcomes, made_progress=made_progress)
         write_atomic(self._path, msgspec.json.encode(_ProgressRecord(failures)))
         return failures

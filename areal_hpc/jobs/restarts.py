@@ -19,7 +19,7 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.generations import claim_next_number, number_path, read_newest_number
 
 _POLL_S = 0.25
-STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTE"
+STOP_NOTICE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
 """Where processes find the note of their job's stop."""
 
 
@@ -128,5 +128,5 @@ def read_stop_note(path: Path) -> StopNotice | None:
 
 def read_own_stop_notice() -> StopNotice | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
-    path = os.environ.get(STOP_NOTE_VARIABLE)
+    path = os.environ.get(STOP_NOTICE_VARIABLE)
     return read_stop_note(Path(path)) if path else None

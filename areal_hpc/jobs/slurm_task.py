@@ -71,7 +71,7 @@ class SlurmTask:
         self._node = environ["SLURMD_NODENAME"]
         self._incarnation = f"{self._job_id}.{get_slurm_restart_count(environ)}"
         self._paths = launch.paths
-        self._starts_dir = self._paths.starts_dir
+        self._restarts_dir = self._paths.restarts_dir
         self._start: restarts.Restart | None = None
         self._absent: list[TaskExit] = []
         self._usefulness = ProgressTracker(self._paths, slurm.progress)
@@ -96,10 +96,10 @@ class SlurmTask:
                 self._start = self._open_start(environ, nodes)
             else:
                 self._start = restarts.wait_for_restart(
-                    self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
+                    self._restarts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank:
-                    restarts.report_node(self._starts_dir, self._start, position.node_rank)
+                    restarts.report_node(self._restarts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
             return self._exclude_node(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
@@ -122,7 +122,9 @@ class SlurmTask:
             greeter = ReachabilityServer(find_reachable_host(self._slurm.interface, environ))
             greeter.answer(self._slurm.join_timeout_s)
             address = greeter.address
-        start = restarts.take_next_restart(self._starts_dir, self._incarnation, self._node, address)
+        start = restarts.take_next_restart(
+            self._restarts_dir, self._incarnation, self._node, address
+        )
         self._ends_at = time_limit.read_end_time(environ)
         clear_hold(self._paths)
         return start
@@ -130,7 +132,7 @@ class SlurmTask:
     def _blame_absent(self, start: restarts.Restart, nodes: list[str]) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
-        absent = restarts.await_nodes(self._starts_dir, start, len(nodes), timeout_s)
+        absent = restarts.await_nodes(self._restarts_dir, start, len(nodes), timeout_s)
         reason = (
             f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
         )
@@ -150,7 +152,7 @@ class SlurmTask:
             all(finding.is_fault_of_node for finding in findings) and excluded < MAX_EXCLUDED_NODES
         )
         reason = "; ".join(finding.reason for finding in findings)
-        self._events.record("node_failed_probe", node=node, reason=reason)
+        self._events.record("node_check_failed", node=node, reason=reason)
         log.error("the node %s fails the probe: %s", node, reason)
         return TaskExit(
             ClusterError.exit_code,
@@ -165,14 +167,14 @@ class SlurmTask:
             return {}
         return {
             "AREAL_HPC_START": str(self._start.number),
-            restarts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            **time_limit.get_save_time_variable(self._paths),
+            restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
+            **time_limit.get_checkpoint_time_variable(self._paths),
         }
 
     @property
     def _stop_note_path(self) -> Path:
         assert self._start is not None
-        return restarts.stop_note_path(self._starts_dir, self._start)
+        return restarts.stop_note_path(self._restarts_dir, self._start)
 
     # Noticing ------------------------------------------------------------------------------
 
@@ -194,7 +196,7 @@ class SlurmTask:
             return None
 
     def _look(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
-        if restarts.is_superseded(self._starts_dir, start):
+        if restarts.is_superseded(self._restarts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
         if self._is_work_done(now):
@@ -213,7 +215,7 @@ class SlurmTask:
         return now - self._done_since >= DONE_GRACE_S
 
     def _stop_lead_s(self) -> float:
-        save_s = time_limit.read_save_time_s(self._paths)
+        save_s = time_limit.read_checkpoint_time_s(self._paths)
         return time_limit.compute_stop_lead_s(
             self._launch.stop_grace_s, self._slurm.margin_s, save_s
         )
@@ -247,7 +249,7 @@ class SlurmTask:
         began, grace_s = time.monotonic(), self._launch.stop_grace_s
         if outcome.exit_code != STOPPED_EXIT_CODE:
             return grace_s
-        wanted_s = grace_s + time_limit.read_save_time_s(self._paths)
+        wanted_s = grace_s + time_limit.read_checkpoint_time_s(self._paths)
         try:
             facts = scontrol.show_job(self._job_id)
         except (SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError):

@@ -246,7 +246,7 @@ class _Supervisor:
         if code == IDLE_EXIT_CODE:
             return TaskExit(code, spec.name, f"{spec.name} had nothing to do for too long")
         log.error("%s ended with exit code %d", spec.name, code)
-        self._events.record("process_died", process=spec.name, exit_code=code, start=child.starts)
+        self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()
         made_progress = now - child.started_at >= child.policy.healthy_s
         child.crashes = child.policy.count_failures(child.crashes, made_progress=made_progress)

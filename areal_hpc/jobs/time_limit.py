@@ -12,7 +12,7 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 
-_SAVE_VARIABLE = "AREAL_HPC_SAVE_TIME"
+_CHECKPOINT_TIME_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
 
 
 def read_end_time(environ: Mapping[str, str]) -> float | None:
@@ -40,20 +40,20 @@ def compute_stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> 
     return stop_grace_s + margin_s + save_s
 
 
-def get_save_time_variable(job: JobPaths) -> dict[str, str]:
-    """What a job's processes need for `record_save_time`."""
-    return {_SAVE_VARIABLE: str(job.save_time)}
+def get_checkpoint_time_variable(job: JobPaths) -> dict[str, str]:
+    """What a job's processes need for `record_checkpoint_time`."""
+    return {_CHECKPOINT_TIME_VARIABLE: str(job.checkpoint_time)}
 
 
-def record_save_time(seconds: float) -> None:
+def record_checkpoint_time(seconds: float) -> None:
     """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
-    if path := os.environ.get(_SAVE_VARIABLE):
+    if path := os.environ.get(_CHECKPOINT_TIME_VARIABLE):
         write_atomic(Path(path), f"{seconds:.3f}".encode())
 
 
-def read_save_time_s(job: JobPaths) -> float:
+def read_checkpoint_time_s(job: JobPaths) -> float:
     """Seconds that the job's last save took; 0 before the first."""
     try:
-        return float(job.save_time.read_text())
+        return float(job.checkpoint_time.read_text())
     except FileNotFoundError:
         return 0.0

@@ -66,7 +66,7 @@ def _shortage(stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe
     if any(job.is_task_a_node for job in stage.jobs):
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
     if EVALUATION_CELL in names:
-        keys.append("evaluation.separate_job")
+        keys.append("evaluation.separate_cell")
     shown, least = len(visible.ids), len({job.is_task_a_node for job in stage.jobs})
     lower = f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
     cannot = (

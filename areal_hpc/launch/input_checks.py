@@ -72,8 +72,8 @@ def check_inputs(
         problems += _dataset(part, key)
     if recipe.valid_dataset is not None:
         problems += _dataset(recipe.valid_dataset, "valid_dataset")
-    if recipe.warmup is not None:
-        problems += _dataset(recipe.warmup.dataset, "warmup.dataset")
+    if recipe.sft is not None:
+        problems += _dataset(recipe.sft.dataset, "sft.dataset")
     if Path(pythons["agents"]).exists():
         problems += _agent(recipe, pythons["agents"], sys_path)
     if Path(pythons["train"]).exists():

@@ -171,7 +171,7 @@ def estimate_serving_memory(
     per_token = 2 * arch.layers * heads * arch.head_dim * element
     tokens = config.max_total_tokens
     if tokens is None and gpu_bytes is not None:
-        tokens = max(0, int(gpu_bytes * config.mem_fraction) - weights) // per_token
+        tokens = max(0, int(gpu_bytes * config.mem_fraction_static) - weights) // per_token
     return ServingMemory(weights, per_token, tokens)
 
 
@@ -188,19 +188,21 @@ def find_memory_problems(
             "raise tp or pp, or lower trainer.max_tokens_per_microbatch: "
             f"activations and logits are {(trainer.activations + trainer.logits) / GIB:.1f} GiB",
         )
-    room = gpu_bytes * config.mem_fraction
+    room = gpu_bytes * config.mem_fraction_static
     if serving.total > room or not serving.kv_tokens:
         yield Problem(
             f"weights of {serving.weights / GIB:.1f} GiB and a KV cache of "
             f"{(serving.total - serving.weights) / GIB:.1f} GiB do not fit the "
-            f"{room / GIB:.1f} GiB that mem_fraction={config.mem_fraction} leaves them",
+            f"{room / GIB:.1f} GiB that "
+            f"mem_fraction_static={config.mem_fraction_static} leaves them",
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
         )
-    elif config.context_tokens is not None and serving.kv_tokens < config.context_tokens:
+    elif config.context_length is not None and serving.kv_tokens < config.context_length:
         yield Problem(
             f"the KV cache holds {serving.kv_tokens} tokens, less than the "
-            f"{config.context_tokens} of one request",
-            "inference.context_tokens",
-            "raise inference.tp or inference.mem_fraction, or lower inference.context_tokens",
+            f"{config.context_length} of one request",
+            "inference.context_length",
+            "raise inference.tp or inference.mem_fraction_static, "
+            "or lower inference.context_length",
         )

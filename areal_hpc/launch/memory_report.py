@@ -70,7 +70,7 @@ def _trainer_lines(memory: TrainerMemory, recipe: Recipe, of: str) -> Iterator[s
 
 def _serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
     config = recipe.inference
-    cells = config.cells + recipe.evaluation.separate_job
+    cells = config.cells + recipe.evaluation.separate_cell
     replicas = cells * config.replicas_per_cell
     yield f"  serving  {replicas} replicas of {config.tp} GPUs, in {cells} cells"
     yield f"    {'weights':<12} {memory.weights / GIB:8.2f}"

@@ -76,10 +76,10 @@ def plan_run(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> RunPlan:
         others=_cell_jobs(recipe, layout, facts),
         done_marker=layout.finished_marker,
     )
-    if recipe.warmup is None:
+    if recipe.sft is None:
         return RunPlan((reinforcement,))
-    warmup = JobStage("warmup", _warmup_job(recipe, layout), (), layout.sft_export)
-    return RunPlan((warmup, reinforcement))
+    sft = JobStage("sft", _sft_job(recipe, layout), (), layout.sft_export)
+    return RunPlan((sft, reinforcement))
 
 
 def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
@@ -89,23 +89,23 @@ def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
 
 def get_initial_policy(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
-    return layout.sft_export if recipe.warmup else get_base_model(recipe, layout)
+    return layout.sft_export if recipe.sft else get_base_model(recipe, layout)
 
 
-def _warmup_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
-    assert recipe.warmup is not None
+def _sft_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
+    assert recipe.sft is not None
     config = SftJobConfig(
         run_dir=layout.root,
         model_path=get_base_model(recipe, layout),
-        dataset_path=layout.dataset("warmup"),
+        dataset_path=layout.dataset("sft"),
         seed=recipe.seed,
-        warmup=recipe.warmup,  # a SftConfig: its data set is written already
+        sft=recipe.sft,  # a SftConfig: its data set is written already
         parallel=recipe.trainer.parallel,
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
     )
-    process = config.build_process("warmup", ends_job=True, uses_gpus=True)
-    return build_training_job("warmup", recipe, [process])
+    process = config.build_process("sft", ends_job=True, uses_gpus=True)
+    return build_training_job("sft", recipe, [process])
 
 
 def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
@@ -149,7 +149,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpe
         cells=recipe.inference.cells,
         evaluation_every_steps=evaluation.every_steps,
         evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
-        evaluation_cell=evaluation.separate_job,
+        evaluation_cell=evaluation.separate_cell,
         stop_grace_s=recipe.cluster.stop_grace_s,
     )
     return build_training_job(
@@ -164,7 +164,7 @@ def _trainer_job(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> JobSpe
 
 def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
-    is_apart = recipe.evaluation.separate_job
+    is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     jobs = [
         _cell_job(recipe, layout, facts, format_cell_name(index), splits)
@@ -197,7 +197,7 @@ def _cell_job(
         shards=recipe.shards,
         model_path=model,
         model_name=recipe.experiment_name,
-        context_tokens=inference.context_tokens,
+        context_tokens=inference.context_length,
         tool_call_parser=inference.tool_call_parser,
         reasoning_parser=inference.reasoning_parser,
         serve_python=facts.serve_python,

@@ -51,8 +51,8 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     parts: list[tuple[TaskSetConfig, str]] = [*recipe.train_dataset.parts("train_dataset")]
     if recipe.valid_dataset is not None:
         parts.append((recipe.valid_dataset, "valid_dataset"))
-    if recipe.warmup is not None:
-        parts.append((recipe.warmup.dataset, "warmup.dataset"))
+    if recipe.sft is not None:
+        parts.append((recipe.sft.dataset, "sft.dataset"))
     for part, key in parts:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)

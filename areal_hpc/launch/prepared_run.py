@@ -57,7 +57,7 @@ def prepare_run(
         ClusterError: Another launcher, or a job of the run, works in this run directory.
     """
     pythons, layout = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
-    folders = (str(Path.cwd()), *sys_path, str(layout.workflow_dir))
+    folders = (str(Path.cwd()), *sys_path, str(layout.agent_dir))
     problems = [*known_problems, *input_checks.check_inputs(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}

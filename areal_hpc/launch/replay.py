@@ -1,7 +1,7 @@
 """Train again from what a run recorded, without any server: which steps, from where, with what.
 
 A replay has a directory of its own in the form of a run's. Its manifests, shards and task sets are
-links to the recorded ones, as is the commit it starts from; it writes nothing outside.
+links to the recorded ones, as is the checkpoint it starts from; it writes nothing outside.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from areal_hpc.wire.weight_version import GenerationFork
 
 COMPUTE_KEYS = (
     "cluster.train",
-    "trainer.commit_every_steps",
+    "trainer.checkpoint_every_steps",
     "trainer.device",
-    "trainer.keep_commits",
+    "trainer.keep_checkpoints",
     "trainer.max_tokens_per_microbatch",
     "trainer.parallel",
 )
@@ -55,10 +55,10 @@ class ReplayStart:
     """Where a replay begins."""
 
     step: int
-    commit: Path | None
+    checkpoint: Path | None
     """None: the model that the run started from."""
     forks: tuple[GenerationFork, ...]
-    """Every epoch of the run with the step it began from."""
+    """Every generation of the run with the step it began from."""
 
 
 class ReplayRun:
@@ -104,7 +104,9 @@ class ReplayRun:
             Interrupted: `stop` was set; the same replay can be continued.
         """
         start, first = self.start, self._first_step
-        source = str(start.commit) if start.commit else "the model that the run started from"
+        source = (
+            str(start.checkpoint) if start.checkpoint else "the model that the run started from"
+        )
         reporter.say(f"start    {source}")
         self._put_in_place()
         if self._is_changed and start.step + 1 < first:
@@ -112,7 +114,7 @@ class ReplayRun:
             self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_hidden(self._out.checkpoints_dir):
-            if link.is_symlink():  # the start, replaced by commits of our own
+            if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
         for line in compare_metrics(self._run, self._out, range(start.step + 1, last_same + 1)):
@@ -127,8 +129,8 @@ class ReplayRun:
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         links[out.sft_export] = run.sft_export
-        if self.start.commit is not None:
-            links[out.checkpoints_dir / self.start.commit.name] = self.start.commit
+        if self.start.checkpoint is not None:
+            links[out.checkpoints_dir / self.start.checkpoint.name] = self.start.checkpoint
         for link, target in links.items():
             if target.exists() and not link.is_symlink():
                 link.parent.mkdir(exist_ok=True)
@@ -210,11 +212,11 @@ def _is_one_of(key: str, known: Sequence[str]) -> bool:
 
 
 def find_start(run: RunPaths, first_step: int) -> ReplayStart:
-    """The newest commit from which `first_step` can still be reached."""
-    commits = list_checkpoints(run.checkpoints_dir)
-    known = read_state(run).forks or (commits[-1].state.forks if commits else ())
-    forks = tuple(sorted(known, key=lambda fork: fork.epoch)) or (GenerationFork(1, 0),)
-    for one in reversed(commits):
+    """The newest checkpoint from which `first_step` can still be reached."""
+    checkpoints = list_checkpoints(run.checkpoints_dir)
+    known = read_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
+    forks = tuple(sorted(known, key=lambda fork: fork.generation)) or (GenerationFork(1, 0),)
+    for one in reversed(checkpoints):
         if one.state.step < first_step:
             return ReplayStart(one.state.step, one.path, forks)
     return ReplayStart(0, None, forks)

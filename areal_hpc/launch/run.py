@@ -29,7 +29,7 @@ from areal_hpc.view.summary import summarize
 
 FRESH_HINT = "--fresh starts it anew"
 INTERRUPTED_EXIT_CODE = 130
-STOPPING = "\nstopping: jobs get a moment to commit"
+STOPPING = "\nstopping: jobs get a moment to write a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def stop_on_signals(message: str = "") -> Iterator[threading.Event]:
 def show_progress(recipe: Recipe, layout: RunPaths) -> Iterator[PlainReporter | LiveReporter]:
     """Show how a run goes until the context ends."""
     reporter_class = LiveReporter if sys.stdout.isatty() else PlainReporter
-    warmup_steps = recipe.warmup.total_steps if recipe.warmup else 0
-    reporter = reporter_class(layout, recipe.trainer.total_steps, warmup_steps)
+    sft_steps = recipe.sft.total_steps if recipe.sft else 0
+    reporter = reporter_class(layout, recipe.trainer.total_steps, sft_steps)
     try:
         yield reporter
     finally:

@@ -34,7 +34,7 @@ IMMUTABLE_KEYS = (
     "model",
     "train_dataset",
     "valid_dataset",
-    "warmup",
+    "sft",
     "rollout.n_samples",
     "trainer.batch_size",
 )
@@ -53,19 +53,19 @@ def set_up_run_dir(
         if folder not in sys.path:
             sys.path.insert(0, folder)
     _put_tasks_in_place(recipe, layout, say)
-    valid, warmup = layout.dataset("valid"), layout.dataset("warmup")
+    valid, sft = layout.dataset("valid"), layout.dataset("sft")
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
         check = _check_of_tasks(recipe)
         materialize([(recipe.valid_dataset, "valid_dataset")], valid, check)
-    if recipe.warmup is not None and not warmup.exists():
-        say("data     writing the warmup set")
-        materialize([(recipe.warmup.dataset, "warmup.dataset")], warmup)
+    if recipe.sft is not None and not sft.exists():
+        say("data     writing the SFT set")
+        materialize([(recipe.sft.dataset, "sft.dataset")], sft)
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
         make_tiny_model(
             layout.tiny_model_dir,
-            _texts(warmup),
+            _texts(sft),
             seed=recipe.seed,
             **recipe.model.tiny.model_dump(),
         )

@@ -154,7 +154,7 @@ def build_launch_file(
             excluded_nodes=str(layout.excluded_nodes),
             cancelled=str(layout.cancelled_marker),
             interface=network.interface,
-            progress=str(layout.sft_metrics if stage.name == "warmup" else layout.metrics),
+            progress=str(layout.sft_metrics if stage.name == "sft" else layout.metrics),
             done_marker=str(stage.done_marker),
         ),
     )
@@ -191,7 +191,7 @@ def build_requests(
 ) -> list[JobRequest]:
     """What would be asked of Slurm for all that is left of a run; nothing is written.
 
-    Numbers that Slurm has not given out yet are spelt `WARMUP_JOBID`.
+    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`.
 
     Args:
         recipe: What to run.

@@ -55,7 +55,7 @@ def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
     if not key or not values or len(set(values)) < len(values):
         raise RecipeError(
             f"expected a key and different values for it, got {array!r}",
-            hint="write --array trainer.optimizer.lr=1e-5,2e-5,4e-5",
+            hint="write --sweep trainer.optimizer.lr=1e-5,2e-5,4e-5",
         )
     base = load(())
     runs = []

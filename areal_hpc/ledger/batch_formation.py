@@ -26,7 +26,7 @@ def read_settled(layout: RunPaths) -> Iterator[SettledTicket]:
 
 
 def form_next_batch(
-    tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork] = ()
+    tickets: TicketTable, generation: int, forks: Sequence[GenerationFork] = ()
 ) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
 
@@ -37,9 +37,11 @@ def form_next_batch(
     if tickets.settled < size or tickets.formed_steps >= policy.total_steps:
         return None
     taken = tickets.settled_first(size)
-    current = WeightVersion(epoch, tickets.formed_steps)
+    current = WeightVersion(generation, tickets.formed_steps)
     stale = sum(_age_of(one, current, forks) > policy.max_head_offpolicyness for one in taken)
-    return BatchManifest(tickets.formed_steps + 1, epoch, taken, tickets.setbacks.counts(stale))
+    return BatchManifest(
+        tickets.formed_steps + 1, generation, taken, tickets.setbacks.counts(stale)
+    )
 
 
 class StalenessCheck:
@@ -55,33 +57,33 @@ class StalenessCheck:
         """Tickets that settled first and are young enough for a step from `_version`."""
 
     def too_old(
-        self, tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork]
+        self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """As the function; the caller sets aside what is found, and nothing else."""
-        version = WeightVersion(epoch, tickets.formed_steps)
+        version = WeightVersion(generation, tickets.formed_steps)
         found = find_stale_tickets(
-            tickets, epoch, forks, self._passed if version == self._version else 0
+            tickets, generation, forks, self._passed if version == self._version else 0
         )
         self._version, self._passed = (None, 0) if found else (version, tickets.settled)
         return found
 
 
 def find_stale_tickets(
-    tickets: TicketTable, epoch: int, forks: Sequence[GenerationFork], known_young: int = 0
+    tickets: TicketTable, generation: int, forks: Sequence[GenerationFork], known_young: int = 0
 ) -> list[DroppedTicket]:
     """What must be set aside before the next batch is formed, as the run's policy wants it.
 
     Args:
         tickets: Where everything is.
-        epoch: Of the trainer that trains the batch.
-        forks: Every epoch of the run with the step it began from.
+        generation: Of the trainer that trains the batch.
+        forks: Every generation of the run with the step it began from.
         known_young: So many of those that settled first need not be looked at.
     """
     policy = tickets.policy
     if policy.stale_groups == "train_with_correction" or known_young == tickets.settled:
         return []
     kind: DropKind = "requeued" if policy.stale_groups == "requeue" else "stale"
-    current = WeightVersion(epoch, tickets.formed_steps)
+    current = WeightVersion(generation, tickets.formed_steps)
     return [
         DroppedTicket(
             ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind

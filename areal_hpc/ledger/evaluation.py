@@ -10,26 +10,28 @@ from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
 ATTEMPTS_PER_GENERATION = 1_000_000
-"""Attempts of epoch k begin above k times this: a result tells which epoch's weights it is of."""
+"""Attempts of generation k begin above k times this: a result tells whose weights it is of."""
 
 
 class EvaluationState:
     """Held-out tasks 0..n_tasks-1, one episode each, on the weights of one step.
 
-    A ticket is pending, leased or done. Results are taken from any attempt of the epoch, once.
+    A ticket is pending, leased or done. Results are taken from any attempt of the generation, once.
     """
 
-    def __init__(self, step: int, n_tasks: int, *, epoch: int = 0, first_attempt: int = 1) -> None:
+    def __init__(
+        self, step: int, n_tasks: int, *, generation: int = 0, first_attempt: int = 1
+    ) -> None:
         self.step = step
-        self.epoch = epoch
-        """The epoch of the weights: a later one may have others at the same step."""
+        self.generation = generation
+        """The generation of the weights: a later one may have others at the same step."""
         self.n_tasks = n_tasks
         self.rewards: dict[int, float] = {}
         """Task index -> reward, of the tickets that are done."""
         self.failures: dict[int, str] = {}
         """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
         self._pending = OrderedDict.fromkeys(
-            range(n_tasks), epoch * ATTEMPTS_PER_GENERATION + first_attempt
+            range(n_tasks), generation * ATTEMPTS_PER_GENERATION + first_attempt
         )
         self._leased = LeaseTable()
 
@@ -66,7 +68,7 @@ class EvaluationState:
 
     def settle(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
-        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.epoch):
+        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.generation):
             return False
         if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
             return False
@@ -95,5 +97,5 @@ def build_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
     """What the run directory keeps of an evaluation that is done."""
     rewards = [done.rewards[index] for index in range(done.n_tasks)]
     return EvaluationResult(
-        done.step, done.n_tasks, mean_reward, rewards, done.failures, done.epoch
+        done.step, done.n_tasks, mean_reward, rewards, done.failures, done.generation
     )

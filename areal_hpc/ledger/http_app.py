@@ -1,7 +1,7 @@
 """HTTP application of the ledger.
 
 Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
-404, 405, 409 (a superseded trainer, or one that opened no epoch), 413 (size), 500 (damaged
+404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 500 (damaged
 run directory, or a defect) or 503 (the file system refused; try again).
 """
 
@@ -51,8 +51,8 @@ class LedgerApp(JsonApp):
             "/lease": (LeaseRequest, service.lease),
             "/settle": (SettleRequest, service.settle),
             "/drop": (DropRequest, service.drop),
-            "/evaluated": (EvaluationResultRequest, service.evaluated),
-            "/open_epoch": (OpenGenerationRequest, service.open_generation),
+            "/report_evaluation": (EvaluationResultRequest, service.evaluated),
+            "/open_generation": (OpenGenerationRequest, service.open_generation),
             "/batch": (BatchRequest, service.batch),
             "/publish": (PublishRequest, service.publish),
             "/evaluate": (EvaluateRequest, service.evaluate),

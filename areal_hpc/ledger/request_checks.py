@@ -6,32 +6,32 @@ from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import SettledTicket
 
 
-def require_current_generation(epoch: int, current: int) -> None:
-    """Demand that a request comes from the trainer that opened the current epoch.
+def require_current_generation(generation: int, current: int) -> None:
+    """Demand that a request comes from the trainer that opened the current generation.
 
     Raises:
-        Refused: 409: the caller was superseded, or has not opened its epoch.
+        Refused: 409: the caller was superseded, or has not opened its generation.
     """
-    if epoch != current:
+    if generation != current:
         raise LedgerRequestError(
             409,
-            f"this run is in epoch {current}, the request came from epoch {epoch}",
+            f"this run is in generation {current}, the request came from generation {generation}",
             hint="stop this trainer: another one took over"
-            if epoch < current
-            else "call /open_epoch first",
+            if generation < current
+            else "call /open_generation first",
         )
 
 
-def require_newest_generation(epoch: int, newest: int) -> None:
+def require_newest_generation(generation: int, newest: int) -> None:
     """Demand that no newer trainer has started.
 
     Raises:
         Refused: 409: another trainer took over.
     """
-    if epoch < newest:
+    if generation < newest:
         raise LedgerRequestError(
             409,
-            f"epoch {epoch} was superseded by epoch {newest}",
+            f"generation {generation} was superseded by generation {newest}",
             hint="stop this trainer: another one took over",
         )
 
@@ -67,7 +67,7 @@ def require_valid_settle(ticket: SettledTicket) -> None:
         raise LedgerRequestError(
             400,
             f"{ticket.ref} is an evaluation ticket: it is never settled",
-            hint="send its rewards to /evaluated",
+            hint="send its rewards to /report_evaluation",
         )
 
 

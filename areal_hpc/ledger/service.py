@@ -185,18 +185,18 @@ class LedgerService:
         self, request: OpenGenerationRequest, patience: LongPoll
     ) -> Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
-        self._follow_trainer(self._state.opened(request.epoch, request.base_step))
+        self._follow_trainer(self._state.opened(request.generation, request.base_step))
         self._hear_trainer()
         if self._evaluation is not None and self._evaluation.step != request.evaluated_step:
             self._evaluation = None
-        log.info("epoch %d resumes after step %d", request.epoch, request.base_step)
+        log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
     async def batch(self, request: BatchRequest, patience: LongPoll) -> BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_generation(request.epoch)
+            self._check_generation(request.generation)
             manifest = self._manifest_of(request)
             trouble = (
                 "" if manifest else self._stream.trouble or self._tickets.setbacks.find_problem()
@@ -211,7 +211,7 @@ class LedgerService:
 
     async def publish(self, request: PublishRequest, patience: LongPoll) -> Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
-        self._check_generation(request.epoch)
+        self._check_generation(request.generation)
         if request.step > self._tickets.version_step:
             self._follow_trainer(msgspec.structs.replace(self._state, version_step=request.step))
         return ACKNOWLEDGED
@@ -221,14 +221,14 @@ class LedgerService:
         require_enough_tasks(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_generation(request.epoch)
+            self._check_generation(request.generation)
             done, mean_reward = self._follow_evaluation(request.step, request.n_tasks)
             if mean_reward is not None or not await patience.wait_for(self._progress, until_s):
                 return EvaluateReply(done, request.n_tasks, mean_reward)
 
     async def finish(self, request: FinishRequest, patience: LongPoll) -> Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
-        self._check_generation(request.epoch)
+        self._check_generation(request.generation)
         self._stopped = True
         self._spread_news()
         return ACKNOWLEDGED
@@ -238,7 +238,7 @@ class LedgerService:
         tickets = self._tickets
         evaluation = self._evaluation
         return LedgerStatus(
-            epoch=self._state.epoch,
+            generation=self._state.generation,
             version_step=tickets.version_step,
             leased=tickets.leased,
             finished=tickets.finished,
@@ -296,15 +296,15 @@ class LedgerService:
         if 1 <= step <= tickets.formed_steps:
             return manifests.read_manifest(self._layout, step)
         require_next_step(step, tickets.formed_steps, self._policy.total_steps)
-        epoch, forks = request.epoch, self._state.forks
-        for drop in self._ages.too_old(tickets, epoch, forks):
-            self._check_newest_on_disk(epoch)
+        generation, forks = request.generation, self._state.forks
+        for drop in self._ages.too_old(tickets, generation, forks):
+            self._check_newest_on_disk(generation)
             append_drop(self._layout, drop)  # durable first: its rows are never trained
             tickets.set_aside(drop)
             self._spread_news()
-        if manifest := batch_formation.form_next_batch(tickets, epoch, forks):
+        if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
-            self._check_newest_on_disk(epoch)
+            self._check_newest_on_disk(generation)
             manifest = manifests.write_manifest(self._layout, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
@@ -318,8 +318,10 @@ class LedgerService:
             result = manifests.read_evaluation(self._layout, step)
             if result and result.n_tasks == n_tasks and self._state.keeps(result):
                 return n_tasks, result.mean_reward
-            first_attempt, epoch = self._tickets.first_attempt, self._state.epoch
-            evaluation = EvaluationState(step, n_tasks, epoch=epoch, first_attempt=first_attempt)
+            first_attempt, generation = self._tickets.first_attempt, self._state.generation
+            evaluation = EvaluationState(
+                step, n_tasks, generation=generation, first_attempt=first_attempt
+            )
             self._evaluation = evaluation
             self._spread_news()
         if (mean_reward := evaluation.mean_reward) is not None:
@@ -329,7 +331,7 @@ class LedgerService:
 
     def _follow_trainer(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""
-        self._check_newest_on_disk(state.epoch)  # the newest trainer may have another ledger
+        self._check_newest_on_disk(state.generation)  # the newest trainer may have another ledger
         require_formed_step(state.version_step, self._tickets.formed_steps)
         if state != self._state:
             manifests.write_state(self._layout, state)
@@ -337,16 +339,16 @@ class LedgerService:
         self._tickets.publish(state.version_step)
         self._spread_news()
 
-    def _check_generation(self, epoch: int) -> None:
-        require_current_generation(epoch, self._state.epoch)
+    def _check_generation(self, generation: int) -> None:
+        require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
-            self._check_newest_on_disk(epoch)
+            self._check_newest_on_disk(generation)
             self._hear_trainer()
 
     def _hear_trainer(self) -> None:
         """The version is that of a living trainer: grant once the cells could report as well."""
         self._tickets.grants_from_s = min(self._tickets.grants_from_s, self._listens_until_s)
 
-    def _check_newest_on_disk(self, epoch: int) -> None:
+    def _check_newest_on_disk(self, generation: int) -> None:
         newest = read_newest_number(self._layout.generations_dir)
-        require_newest_generation(epoch, max(self._state.epoch, newest))
+        require_newest_generation(generation, max(self._state.generation, newest))

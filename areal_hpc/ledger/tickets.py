@@ -305,7 +305,7 @@ class TicketTable:
         self.setbacks.note_batch(manifest.counts)
 
     def publish(self, step: int) -> None:
-        """Weights of `step` are served; also how a resuming trainer goes back to its last commit.
+        """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint.
 
         Raises:
             ValueError: No batch of that step was ever handed out.

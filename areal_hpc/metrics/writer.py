@@ -25,17 +25,17 @@ def summarize_update_pauses(stalls: Sequence[UpdatePause]) -> FlatRow:
     """What the newest update known of cost those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
-    it, and `weights/stall_version` says of which version it is.
+    it, and `weights/generation_pause_version` says of which version it is.
     """
     if not stalls:
         return {}
     newest = max((stall.version for stall in stalls), key=_order)
     held = [stall for stall in stalls if stall.version == newest]
     return {
-        "weights/stall_version": newest,
-        "weights/stall_s": max(stall.stall_s for stall in held),
+        "weights/generation_pause_version": newest,
+        "weights/generation_pause_s": max(stall.stall_s for stall in held),
         "weights/reprefill_s": max(stall.reprefill_s for stall in held),
-        "weights/stalled_requests": sum(stall.requests for stall in held),
+        "weights/paused_requests": sum(stall.requests for stall in held),
         "weights/recomputed_tokens": sum(stall.recomputed_tokens for stall in held),
     }
 

@@ -18,15 +18,17 @@ class ProxyMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.prompts = self._counter(
-            "prompts", "Model calls by how their prompt was made.", "splice"
+            "prompts", "Model calls by how their prompt was made.", "reuse"
         )
-        for splice in ("root", "spliced", "retokenised"):
-            self.prompts.labels(splice)
-        self.forks = self._counter(
-            "forks", "Model calls whose history was rewritten, by the first difference.", "reason"
+        for reuse in ("none", "reused", "retokenized"):
+            self.prompts.labels(reuse)
+        self.rewritten_histories = self._counter(
+            "rewritten_histories",
+            "Model calls whose history was rewritten, by the first difference.",
+            "reason",
         )
-        self.resumptions = self._counter(
-            "resumptions", "Times a replica went on from what a lost one had said."
+        self.failovers = self._counter(
+            "failovers", "Times a replica went on from what a lost one had said."
         )
         self._ignored = self._counter(
             "ignored_parameters",

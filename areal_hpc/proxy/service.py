@@ -56,9 +56,9 @@ class ProxyService:
         parsers: ToolParsers | None = None,
         visits: OnlineSlots | None = None,
     ) -> None:
-        if limits.message_normaliser is not None:
-            key = "proxy.message_normaliser"
-            model = replace(model, normalise=load_user_function(limits.message_normaliser, key))
+        if limits.message_normalizer is not None:
+            key = "proxy.message_normalizer"
+            model = replace(model, normalise=load_user_function(limits.message_normalizer, key))
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._limits = limits
         self._recorder = recorder
@@ -84,8 +84,8 @@ class ProxyService:
             ),
         )
 
-    async def run(self, listener: socket.socket, stop: StopRequest, drain_s: int) -> None:
-        """Serve until a stop signal; then answer what is under way, for `drain_s` at most.
+    async def run(self, listener: socket.socket, stop: StopRequest, drain_timeout_s: int) -> None:
+        """Serve until a stop signal; then answer what is under way, for `drain_timeout_s` at most.
 
         Raises:
             ClusterError: The journal or a peer failed; another start may succeed.
@@ -104,7 +104,7 @@ class ProxyService:
                 server_header=False,
                 date_header=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=drain_s,
+                timeout_graceful_shutdown=drain_timeout_s,
             )
         )
         services = [self._router.follow(), self._drop_idle_sessions()]

@@ -38,9 +38,9 @@ class StandaloneProxyConfig(BaseConfig):
     reasoning_parser: str | None
     serve_python: str
     """Interpreter of SGLang's environment; its parsers run there."""
-    context_tokens: int | None
+    context_length: int | None
     """Longest prompt plus reply; the model's own limit when null."""
-    drain_s: int
+    drain_timeout_s: int
     """Longest time for answering what is under way when a stop signal comes."""
     proxy: ProxyConfig
 
@@ -78,7 +78,7 @@ async def _serve(
     model = load_served_model(
         config.tokenizer.resolve().name,
         config.tokenizer,
-        config.context_tokens,
+        config.context_length,
         config.tool_call_parser,
         config.reasoning_parser,
     )
@@ -95,7 +95,7 @@ async def _serve(
     try:
         listener = _listen(config.host, config.port)
         say(_welcome(config, listener.getsockname()[1]))
-        await service.run(listener, stop, config.drain_s)
+        await service.run(listener, stop, config.drain_timeout_s)
     finally:
         await service.close()
 

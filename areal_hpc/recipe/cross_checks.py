@@ -12,11 +12,11 @@ from areal_hpc.recipe.recipe import Recipe
 
 
 def check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.model.tiny is not None and recipe.warmup is None:
+    if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(
             "a tiny model learns its tokenizer from the demonstrations, and there are none",
             "model.tiny",
-            "add a warmup section, or name a model directory in model.path",
+            "add a sft section, or name a model directory in model.path",
         )
 
 
@@ -68,10 +68,10 @@ def check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
 
 
 def check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
-    if recipe.evaluation.separate_job and recipe.valid_dataset is None:
+    if recipe.evaluation.separate_cell and recipe.valid_dataset is None:
         yield Problem(
             "there are no held-out tasks that a job of its own could play",
-            "evaluation.separate_job",
+            "evaluation.separate_cell",
             "add a valid_dataset (which mode online cannot have), or use false",
         )
 

@@ -80,7 +80,7 @@ class Recipe(BaseConfig):
     """Tasks to learn from."""
     valid_dataset: TaskSetConfig | None = None
     """Held-out tasks; no evaluation when absent."""
-    warmup: SftStageConfig | None = None
+    sft: SftStageConfig | None = None
     """Supervised fine-tuning first."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """How often and how the weights are judged."""

@@ -23,7 +23,7 @@ def render_key_table() -> str:
     lines = [
         "# Recipe keys",
         "",
-        "Made by `areal-hpc keys`. Override any of them on the command line with `key=value`.",
+        "Made by `areal-hpc recipe-keys`. Override any on the command line with `key=value`.",
         "",
         "| key | type | default | meaning |",
         "|---|---|---|---|",

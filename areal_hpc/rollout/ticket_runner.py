@@ -127,7 +127,7 @@ class TicketRunner:
                 log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
                 continue
             if rejection_reason:
-                self._record("ticket_filtered", grant, rejection_reason)
+                self._record("group_filtered", grant, rejection_reason)
                 drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
                 await self._report("/drop", drop)
             return not rejection_reason
@@ -136,7 +136,7 @@ class TicketRunner:
         """Run an evaluation ticket and report its rewards."""
         outcomes = await self._run_group(grant, "valid")
         request = EvaluationResultRequest(self._cell, grant.ref, [one.reward for one in outcomes])
-        await self._report("/evaluated", request)
+        await self._report("/report_evaluation", request)
 
     async def _drop(self, grant: TicketGrant, error: ArealError) -> None:
         reason = encodable(str(error))
@@ -164,9 +164,9 @@ class TicketRunner:
         episodes = [self._run_until_ok(grant, split, number) for number in numbers]
         group = await run_group(episodes, wanted, least)
         if group.cut:
-            self._record("episodes_cut", grant, "enough others ended well", count=group.cut)
+            self._record("episodes_cancelled", grant, "enough others ended well", count=group.cut)
         if group.failed:
-            self._record("episodes_missing", grant, str(group.failed[-1]), count=len(group.failed))
+            self._record("group_incomplete", grant, str(group.failed[-1]), count=len(group.failed))
         return group.outcomes
 
     async def _run_until_ok(

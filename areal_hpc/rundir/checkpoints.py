@@ -13,7 +13,7 @@ from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
-MARKER = "COMMITTED"
+MARKER = "COMPLETE"
 STATE_FILE = "trainer.json"
 
 
@@ -33,7 +33,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
     step: int = 0
     """Optimizer batches behind these weights."""
-    epoch: int = 0
+    generation: int = 0
     """The start of the trainer that wrote the checkpoint."""
     seed: int
     """Of everything random; with `step` it fixes what comes next."""
@@ -42,10 +42,10 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     consumed: list[int] = []
     """Steps of the manifests behind these weights, from the first."""
     forks: list[GenerationFork] = []
-    """Every epoch of this chain of checkpoints, with the step it began from."""
+    """Every generation of this chain of checkpoints, with the step it began from."""
     untrained: list[UntrainedRecord] = []
     """What those batches did not teach."""
-    line: FlatRow = {}
+    row: FlatRow = {}
     """The metrics of this step as far as they were known: its line is written after it."""
 
 
@@ -71,14 +71,16 @@ def is_complete(path: Path) -> bool:
     return re.fullmatch(r"step_\d+", path.name) is not None and (path / MARKER).exists()
 
 
-def unfinished_path(directory: Path, step: int, epoch: int) -> Path:
-    """Where the trainer of `epoch` puts the parts of a checkpoint together."""
-    return directory / f".{format_step_dir(step)}.epoch_{epoch}"
+def unfinished_path(directory: Path, step: int, generation: int) -> Path:
+    """Where the trainer of `generation` puts the parts of a checkpoint together."""
+    return directory / f".{format_step_dir(step)}.generation_{generation}"
 
 
 def list_hidden(directory: Path) -> list[tuple[Path, int | None]]:
-    """What interrupted trainers left behind, with the epoch whose trainer may still write it."""
-    found = [(path, re.search(r"\.epoch_(\d+)$", path.name)) for path in directory.glob(".step_*")]
+    """What interrupted trainers left behind, with the generation that may still write it."""
+    found = [
+        (path, re.search(r"\.generation_(\d+)$", path.name)) for path in directory.glob(".step_*")
+    ]
     return [(path, int(writer[1]) if writer else None) for path, writer in found]
 
 
@@ -99,17 +101,19 @@ def read_trainer_state(path: Path) -> TrainerState:
         return msgspec.json.decode(file.read_bytes(), type=TrainerState)
     except msgspec.DecodeError as error:
         hint = f"move {path} away: the checkpoint before it takes its place"
-        raise ShardError(f"the commit cannot be read: {error}", key=str(file), hint=hint) from error
+        raise ShardError(
+            f"the checkpoint cannot be read: {error}", key=str(file), hint=hint
+        ) from error
 
 
 def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> list[Checkpoint]:
-    """Every complete checkpoint, oldest first; a later epoch's come after an earlier one's.
+    """Every complete checkpoint, oldest first; a later generation's come after an earlier one's.
 
     A trainer that was replaced may still complete a higher step. It sorts before the checkpoints
-    of its successor, so the newest epoch's chain is the one that is followed.
+    of its successor, so the newest generation's chain is the one that is followed.
 
     Args:
-        directory: Of the run's, or of its supervised warm-up's.
+        directory: Of the run's, or of its SFT stage's.
         problems: Takes what is wrong with those that cannot be read.
 
     Raises:
@@ -123,13 +127,13 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
             found.append(Checkpoint(path, read_trainer_state(path)))
         except FileNotFoundError:
             if problems is not None and is_complete(path):  # else it was removed just now
-                message = "the commit does not say what it holds"
+                message = "the checkpoint does not say what it holds"
                 problems.append(Problem(message, str(path / STATE_FILE)))
         except ShardError as error:
             if problems is None:
                 raise
             problems += error.problems
-    return sorted(found, key=lambda one: (one.state.epoch, one.state.step))
+    return sorted(found, key=lambda one: (one.state.generation, one.state.step))
 
 
 def find_latest(directory: Path) -> Checkpoint | None:
@@ -145,7 +149,7 @@ def find_latest(directory: Path) -> Checkpoint | None:
 def build_checkpoint_error(path: Path, reason: object) -> ClusterError:
     """The error of a checkpoint that the storage did not take."""
     return ClusterError(
-        f"a commit could not be written: {reason}",
+        f"a checkpoint could not be written: {reason}",
         key=str(path),
         hint="make room on the shared storage, or check its quota with lfs quota or quota -s",
     )

@@ -1,4 +1,4 @@
-"""Dropped tickets, or rows of them, and why: `drops.jsonl`, one object a line."""
+"""Dropped tickets, or rows of them, and why: `dropped_tickets.jsonl`, one object a line."""
 
 from __future__ import annotations
 

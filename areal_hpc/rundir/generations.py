@@ -51,6 +51,8 @@ def make_generation_check(directory: Path, generation: int) -> Callable[[], None
     def check() -> None:
         newest = read_newest_number(directory)
         if newest > generation:
-            raise SupersededTrainerError(f"epoch {newest} took over from epoch {generation}")
+            raise SupersededTrainerError(
+                f"generation {newest} took over from generation {generation}"
+            )
 
     return check

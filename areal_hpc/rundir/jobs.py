@@ -153,7 +153,7 @@ class Submission(Struct, frozen=True):
     """One job id that Slurm gave out. A requeue keeps the id and adds no line."""
 
     job: str
-    """Name within the run: `trainer`, `cell-0`, `warmup`."""
+    """Name within the run: `trainer`, `cell-0`, `sft`."""
     job_id: str
     """Slurm's; `123_4` for a member of an array."""
     attempt: int

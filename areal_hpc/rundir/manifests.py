@@ -22,22 +22,22 @@ class LedgerState(msgspec.Struct, frozen=True):
 
     incarnation: int = 0
     """How many times the ledger was started."""
-    epoch: int = 0
-    """The newest epoch a trainer opened."""
+    generation: int = 0
+    """The newest generation a trainer opened."""
     version_step: int = 0
     """The last step that trainer published, or resumed from."""
     forks: tuple[GenerationFork, ...] = ()
-    """Every epoch opened so far, with the step it began from."""
+    """Every generation opened so far, with the step it began from."""
 
-    def opened(self, epoch: int, base_step: int) -> LedgerState:
-        """The state once the trainer of `epoch` resumes after `base_step`."""
-        earlier = (fork for fork in self.forks if fork.generation != epoch)
-        forks = (*earlier, GenerationFork(epoch, base_step))
-        return LedgerState(self.incarnation, epoch, base_step, forks)
+    def opened(self, generation: int, base_step: int) -> LedgerState:
+        """The state once the trainer of `generation` resumes after `base_step`."""
+        earlier = (fork for fork in self.forks if fork.generation != generation)
+        forks = (*earlier, GenerationFork(generation, base_step))
+        return LedgerState(self.incarnation, generation, base_step, forks)
 
     def keeps(self, result: EvaluationResult) -> bool:
         """True if the weights that were evaluated are those this run still has at that step."""
-        later = (fork for fork in self.forks if fork.generation > result.epoch)
+        later = (fork for fork in self.forks if fork.generation > result.generation)
         return all(result.step <= fork.base_step for fork in later)
 
 
@@ -51,14 +51,14 @@ class EvaluationResult(msgspec.Struct, frozen=True):
     """By task index."""
     failures: dict[int, str]
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
-    epoch: int
-    """The epoch whose weights these were."""
+    generation: int
+    """The generation whose weights these were."""
 
 
 def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
-    A manifest is never replaced, because commits name batches by their step alone.
+    A manifest is never replaced, because checkpoints name batches by their step alone.
 
     Returns:
         The batch of that step: another ledger's, if that one was first.

@@ -41,7 +41,7 @@ class RunPaths(_Folder):
     """Held (flock) by a foreground launcher; local jobs stop when it is released."""
     data_dir = _Name("data")
     """Task sets, demonstrations and the starting model as launched."""
-    workflow_dir = _Name("workflow")
+    agent_dir = _Name("agent")
     """The user's agent, where a script handed it over as an object."""
     task_counts = _Name("data/train_sources.json")
     """Rows of each source in the training set, a JSON list; only if there are several."""
@@ -57,7 +57,7 @@ class RunPaths(_Folder):
     """Nodes that failed this run's probe: one JSON object a line."""
     cancelled_marker = _Name("CANCELLED")
     """Exists from `areal-hpc cancel` to the next submission: jobs end without a requeue."""
-    generations_dir = _Name("epochs")
+    generations_dir = _Name("generations")
     """One empty file per start of the trainer, created exclusively."""
     rendezvous_dir = _Name("rendezvous")
     """One file per live role, mode 0600."""
@@ -69,26 +69,26 @@ class RunPaths(_Folder):
     """Append-only index: one file per writer, one line per sealed shard."""
     manifests_dir = _Name("manifests")
     """Batches as they were handed out: the arrival log."""
-    drops = _Name("drops.jsonl")
+    drops = _Name("dropped_tickets.jsonl")
     """Tickets, or their rows, that will not be trained: one JSON object a line."""
     curriculum = _Name("curriculum.jsonl")
     """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
     ledger_state = _Name("ledger.json")
-    """The ledger's incarnation, newest epoch and published step."""
+    """The ledger's number of starts, newest generation and published step."""
     evaluations_dir = _Name("evaluations")
     """One result file per evaluated step."""
-    sft_dir = _Name("warmup")
-    """Commits of the supervised warm-up."""
+    sft_dir = _Name("sft")
+    """Checkpoints of the SFT stage."""
     checkpoints_dir = _Name("checkpoints")
-    """Commits of the reinforcement-learning trainer."""
-    sft_export = _Name("export/warmup")
+    """Checkpoints of the reinforcement-learning trainer."""
+    sft_export = _Name("export/sft")
     """The warmed-up model in Hugging Face format."""
     weights_dir = _Name("weights")
     """One folder: the version that replicas load with `weights.transport=disk`."""
     metrics = _Name("metrics.jsonl")
     """One JSON object per trained step; what is known of it later only has lines of its own."""
-    sft_metrics = _Name("warmup_metrics.jsonl")
-    """One JSON object per logged step of the supervised warm-up."""
+    sft_metrics = _Name("sft_metrics.jsonl")
+    """One JSON object per logged step of the SFT stage."""
     tensorboard_dir = _Name("tensorboard")
     """TensorBoard event files."""
     events = _Name("events.jsonl")
@@ -98,14 +98,14 @@ class RunPaths(_Folder):
     replay = _Name("replay.json")
     """What `areal-hpc replay` was asked for, in the directory of a replay."""
     finished_marker = _Name("FINISHED")
-    """Exists when every step of the recipe has been trained and committed."""
+    """Exists when every step of the recipe has been trained and saved."""
     logs_dir = _Name("logs")
     """One folder per attempt."""
     latest_log = _Name("logs/latest")
     """Links to the newest attempt's folder."""
 
     def dataset(self, split: str) -> Path:
-        """The JSON-lines task set of one split (`train`, `valid` or `warmup`)."""
+        """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""
         return self.data_dir / f"{split}.jsonl"
 
     def job(self, name: str) -> JobPaths:
@@ -153,11 +153,11 @@ class JobPaths(_Folder):
     """What sbatch was given."""
     submitit_dir = _Name("submitit")
     """Submitit's pickle of the job, and its logs."""
-    starts_dir = _Name("starts")
+    restarts_dir = _Name("restarts")
     """One numbered file for each start under Slurm, and the notes of its tasks."""
-    failure_count = _Name("fruitless.json")
+    failure_count = _Name("failures_without_progress.json")
     """How many starts in a row have failed without progress."""
-    save_time = _Name("save_time_s")
+    checkpoint_time = _Name("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 
     @property
@@ -171,11 +171,11 @@ class JobPaths(_Folder):
 
     def task_exit(self, rank: int) -> Path:
         """How one task ended."""
-        return self.root / f"outcome.{rank}.json"
+        return self.root / f"task_exit.{rank}.json"
 
     def task_exits(self) -> dict[int, Path]:
         """The files of the tasks that have ended, by rank, in order."""
-        found = {int(path.name.split(".")[1]): path for path in self.root.glob("outcome.*.json")}
+        found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
         return dict(sorted(found.items()))
 
 

@@ -41,7 +41,7 @@ def format_proxy_name(cell: str) -> str:
 
 def format_control_proxy_name(cell: str) -> str:
     """The service through which trainers reach the replicas of a cell."""
-    return f"relay-{cell}"
+    return f"control-{cell}"
 
 
 class ServiceEndpoint(msgspec.Struct, frozen=True):

@@ -59,8 +59,8 @@ def match_ids_prompt(
 
 
 def _turn(parent: Interaction | None, tail: str) -> TreeTurn:
-    splice: PromptReuse = "root" if parent is None else "spliced"
-    return TreeTurn(parent, splice, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
+    reuse: PromptReuse = "none" if parent is None else "reused"
+    return TreeTurn(parent, reuse, RAW_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail)
 
 
 def _texts_of(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:

@@ -8,8 +8,8 @@ another one, whose instructions differ) follow one another when they do not over
 that ran side by side stay apart, so that no reward leaks between siblings; both pass on to whatever
 began after all of them had ended.
 
-`arrival`: the interaction whose request arrived next, whatever it was about; one without any reward
-earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
+`chronological`: the interaction whose request arrived next, whatever it was about; one without any
+reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
 
 On a conversation of one turn after the other they agree.
 """
@@ -26,7 +26,7 @@ from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.trajectory import MAX_REWARD
 
-CreditRule = Literal["tree", "arrival"]
+CreditRule = Literal["tree", "chronological"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def assign_credit(
     if not math.isfinite(turn_discount):
         raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")
     kept = [one for one in tree if one.interaction_id not in left_out]
-    succession = _by_arrival(kept) if rule == "arrival" else _by_tree(kept)
+    succession = _chronologically(kept) if rule == "chronological" else _by_tree(kept)
     earned: dict[str, InteractionReward] = {}
     for one in reversed(succession.order):
         totals = [
@@ -94,7 +94,7 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _by_arrival(interactions: Sequence[Interaction]) -> _Succession:
+def _chronologically(interactions: Sequence[Interaction]) -> _Succession:
     order = sorted(interactions, key=lambda one: one.asked_at)
     followers = {one.interaction_id: [after] for one, after in itertools.pairwise(order)}
     return _Succession(order, followers)

@@ -222,6 +222,6 @@ def build_row(plan: RowPlan, key: EpisodeKey, index: int, meta: dict[str, Any]) 
             "messages": [m for one in plan.path for m in (*one.new_messages, one.reply)],
             "interaction_ids": [one.interaction_id for one in plan.path],
             "finish_reasons": [one.finish_reason for one in plan.path],
-            "splices": [one.splice for one in plan.path],
+            "prompt_reuse": [one.reuse for one in plan.path],
         },
     )

@@ -28,7 +28,7 @@ class _Call(msgspec.Struct):
 class _Comparable(msgspec.Struct):
     """What comparing two messages takes for granted (`session.normalise.difference`).
 
-    Nothing more: `proxy.message_normaliser` may give content a form of the user's own.
+    Nothing more: `proxy.message_normalizer` may give content a form of the user's own.
     """
 
     role: str

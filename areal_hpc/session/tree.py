@@ -21,7 +21,7 @@ from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_difference
 from areal_hpc.session.template_suffix import render_reply_suffix
 
-PromptReuse = Literal["spliced", "retokenised", "root"]
+PromptReuse = Literal["reused", "retokenized", "none"]
 """`root`: extends nothing; `retokenised`: extends an interaction whose end the template hides."""
 
 ABORTED = "abort"
@@ -45,7 +45,7 @@ class Interaction(msgspec.Struct, kw_only=True):
 
     interaction_id: str
     parent_id: str | None
-    splice: PromptReuse
+    reuse: PromptReuse
     context: bytes
     """JSON of the tools and template variables the messages were rendered with."""
     new_messages: list[Message]
@@ -87,7 +87,7 @@ class TreeTurn(msgspec.Struct, frozen=True):
     """What a request adds to the tree, before it is tokenised and answered."""
 
     parent: Interaction | None
-    splice: PromptReuse
+    reuse: PromptReuse
     context: bytes
     new_messages: list[Message]
     text: str
@@ -205,10 +205,10 @@ class InteractionTree:
         if parent is not None:
             suffix = render_reply_suffix(template, messages, known - 1, tools, variables)
             if suffix is not None:
-                return TreeTurn(parent, "spliced", context, list(messages[known:]), suffix, forked)
+                return TreeTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
         text = template.render(messages, tools=tools, variables=variables)
-        splice: PromptReuse = "root" if parent is None else "retokenised"
-        return TreeTurn(None, splice, context, list(messages), text, forked)
+        reuse: PromptReuse = "none" if parent is None else "retokenized"
+        return TreeTurn(None, reuse, context, list(messages), text, forked)
 
     def _deepest(
         self, context: bytes, messages: Sequence[Message]

@@ -80,7 +80,10 @@ def cancel_jobs(
                 _scancel([key for key in alive if look.state_of(key).phase is JobPhase.WAITING])
                 fresh = [key for key in running if key not in asked]
                 if fresh:
-                    say(f"SIGTERM to {len(fresh)} jobs; they have {grace_s:.0f} s to commit")
+                    say(
+                        f"SIGTERM to {len(fresh)} jobs; "
+                        f"they have {grace_s:.0f} s to write a checkpoint"
+                    )
                 _scancel(fresh, "--signal=TERM")
                 asked |= set(fresh)
         except SlurmTimeoutError:

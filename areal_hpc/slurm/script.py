@@ -27,23 +27,23 @@ class JobResources:
     nodes: int
     tasks_per_node: int
     gpus_per_node: int
-    time_min: int
+    time_limit_minutes: int
 
     @property
     def gpu_hours(self) -> float:
         """GPUs times hours."""
-        return self.nodes * self.gpus_per_node * self.time_min / 60
+        return self.nodes * self.gpus_per_node * self.time_limit_minutes / 60
 
     @property
     def node_hours(self) -> float:
         """Nodes times hours."""
-        return self.nodes * self.time_min / 60
+        return self.nodes * self.time_limit_minutes / 60
 
     def __str__(self) -> str:
         parts = [f"{self.nodes} node{'s' if self.nodes > 1 else ''}"]
         parts += [f"{self.tasks_per_node} tasks each"] if self.tasks_per_node > 1 else []
         parts += [f"{self.gpus_per_node} GPUs each"] if self.gpus_per_node else []
-        return ", ".join([*parts, f"{self.time_min / 60:g} h"])
+        return ", ".join([*parts, f"{self.time_limit_minutes / 60:g} h"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         nodes=job.tasks // tasks_per_node,
         tasks_per_node=tasks_per_node,
         gpus_per_node=gpus_per_node,
-        time_min=options.time_min or DEFAULT_TIME_MIN,
+        time_limit_minutes=options.time_limit_minutes or DEFAULT_TIME_MIN,
     )
 
 
@@ -173,12 +173,12 @@ def _request(
         "comment": comment,
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
-        "time": shape.time_min,
+        "time": shape.time_limit_minutes,
         "gres": gres if shape.gpus_per_node else None,
         "mem": options.mem or ("0" if options.exclusive else None),
         "exclude": ",".join(excluded) or None,
         "exclusive": options.exclusive or None,
-        "signal_delay_s": slurm.signal_lead_s,
+        "signal_delay_s": slurm.signal_before_end_s,
         "stderr_to_stdout": True,
         "setup": _setup(options, folder, place) or None,
         "srun_args": srun_args,

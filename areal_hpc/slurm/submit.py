@@ -189,7 +189,7 @@ def _interrupts_ignored() -> Iterator[None]:
     """Let children inherit an ignored SIGINT.
 
     submitit's controller answers Ctrl-C by killing its tasks after one second, which would cut
-    off the trainer's last commit.
+    off the trainer's last checkpoint.
     """
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.loop.schedule import Schedule
 
 STOP_MARGIN_S = 4.0
-"""A step or commit that is not over this long before the job is killed is given up."""
+"""A step or checkpoint that is not over this long before the job is killed is given up."""
 
 
 class RankJobConfig(JobConfig):
@@ -24,7 +24,7 @@ class RankJobConfig(JobConfig):
     model_path: Path
     """The model that training starts from."""
     seed: int
-    """Recorded in commits; decides the order of demonstrations."""
+    """Recorded in checkpoints; decides the order of demonstrations."""
 
 
 class TrainerJobConfig(RankJobConfig):
@@ -52,7 +52,7 @@ class TrainerJobConfig(RankJobConfig):
         """Which steps get what."""
         return Schedule(
             total_steps=self.trainer.total_steps,
-            commit_every_steps=self.trainer.commit_every_steps,
+            checkpoint_every_steps=self.trainer.checkpoint_every_steps,
             export_every_steps=self.trainer.export_every_steps,
             evaluation_every_steps=self.evaluation_every_steps,
             evaluation_tasks=self.evaluation_tasks,
@@ -69,19 +69,19 @@ class ReplayJobConfig(RankJobConfig):
     first_step: Annotated[int, Field(ge=1)]
     """The first step to train."""
     last_step: Annotated[int, Field(ge=1)]
-    """The last step to train; it is committed."""
+    """The last step to train; it is saved."""
     forks: list[tuple[int, int]]
-    """Every epoch of the recorded run with the step it began from. The last one's name is taken."""
+    """Every generation of the recorded run with the step it began from; the last one's is taken."""
 
 
 class SftJobConfig(RankJobConfig):
-    """What the launcher tells the warm-up."""
+    """What the launcher tells the SFT stage."""
 
     ENTRY = "areal_hpc.trainer.sft_job:run"
 
     dataset_path: Path
     """JSON lines `{"messages": [...]}`; the last message, the assistant's, is learnt."""
-    warmup: SftConfig
+    sft: SftConfig
     """How long and how fast."""
     parallel: ParallelConfig = ParallelConfig()
     """How model and batch are split."""

@@ -147,5 +147,5 @@ def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:
         time.sleep(STOP_POLL_S)
         if (note := read_own_stop_notice()) is not None:
             kill_at = note.kill_at
-    logger.warning("the step in flight is given up; the last commit stands")
+    logger.warning("the step in flight is given up; the last checkpoint stands")
     os._exit(STOPPED_EXIT_CODE)

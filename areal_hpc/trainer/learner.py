@@ -54,7 +54,7 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 logger = logging.getLogger(__name__)
 
 PROXIMAL = "proximal"
-STEP_SUMS = (*LOSS_SUMS, "tokens", "places", "metered")
+STEP_SUMS = (*LOSS_SUMS, "tokens", "places", "compared")
 STEP_MAXIMA = ("weight", "mismatch")
 
 
@@ -90,11 +90,11 @@ class Learner:
         self._model_path = model_path
         self._events = EventLog(layout.events, "trainer")
         self._checkpoints = CheckpointStore(
-            layout.checkpoints_dir, config.keep_commits, check_generation
+            layout.checkpoints_dir, config.keep_checkpoints, check_generation
         )
         self._optimizer = build_optimizer(self.policy, config.optimizer)
         self.state = TrainerState(
-            step=0, epoch=generation, seed=seed, forks=[GenerationFork(generation, 0)]
+            step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )
         self.reopened_row: FlatRow = {}
         """What the checkpoint knows of the metrics of its step."""
@@ -102,25 +102,25 @@ class Learner:
             load_checkpoint(self.policy, self._optimizer, checkpoint)
             apply_settings(self._optimizer, config.optimizer)
             held = checkpoint.state
-            self.reopened_row = held.line
+            self.reopened_row = held.row
             self.state = msgspec.structs.replace(
                 held,
-                epoch=generation,
+                generation=generation,
                 seed=seed,
                 parent=checkpoint.path.name,
                 forks=[*held.forks, GenerationFork(generation, held.step)],
-                line={},
+                row={},
             )
-            logger.info("epoch %d resumes after step %d", generation, held.step)
+            logger.info("generation %d resumes after step %d", generation, held.step)
 
     @property
     def version(self) -> WeightVersion:
         """The weights held now."""
-        return WeightVersion(self.state.epoch, self.state.step)
+        return WeightVersion(self.state.generation, self.state.step)
 
     def clean(self) -> None:
         """Delete what interrupted checkpoints left behind. For rank 0."""
-        self._checkpoints.clean(self.state.epoch)
+        self._checkpoints.clean(self.state.generation)
 
     def train(self, manifest: BatchManifest) -> FlatRow:
         """Consume one batch; its metrics, the same on every rank. A collective.
@@ -154,18 +154,18 @@ class Learner:
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
-            "tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
+            "throughput/trained_tokens_per_s": metrics["tokens/trained"] / timer.seconds["train"],
             "loss": sums["loss"] / tokens,
             **describe_norms(norms),
             "lr": rate,
             "ratio/clip_fraction": sums["clipped"] / tokens,
-            "behaviour/weight_mean": sums["weight"] / tokens,
-            "behaviour/weight_max": maxima["weight"],
-            "behaviour/outside_fraction": sums["outside"] / tokens,
-            "behaviour/effective_fraction": compute_effective_sample_fraction(sums),
-            "behaviour/kl": sums["kl"] / tokens,
+            "importance_weight/mean": sums["weight"] / tokens,
+            "importance_weight/max": maxima["weight"],
+            "importance_weight/out_of_bounds_fraction": sums["outside"] / tokens,
+            "importance_weight/effective_sample_fraction": compute_effective_sample_fraction(sums),
+            "kl/behavior": sums["kl"] / tokens,
             "logprob/engine_trainer_max_abs_diff": maxima["mismatch"],
-            "logprob/metered_tokens": int(sums["metered"]),
+            "logprob/compared_tokens": int(sums["compared"]),
             "padding_waste": 1.0 - metrics["tokens/trained"] / max(1.0, sums["places"]),
             **timer.metrics(),
         }
@@ -262,7 +262,7 @@ class Learner:
 
         Returns once the state is copied: training may go on.
         """
-        state = msgspec.structs.replace(self.state, line=row)
+        state = msgspec.structs.replace(self.state, row=row)
         path = self._checkpoints.begin(self.policy, self._optimizer, state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
@@ -295,7 +295,7 @@ def measure_logprob_drift(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossSt
     current_N = batch.channels_N[CURRENT] != 0
     gaps = (logprobs_N - batch.channels_N[BEHAVIOUR]).abs()[current_N]
     max_gap = gaps.max().item() if gaps.numel() else 0.0
-    return LossStats({"metered": gaps.numel()}, {"mismatch": max_gap})
+    return LossStats({"compared": gaps.numel()}, {"mismatch": max_gap})
 
 
 def _split_minibatches(rows: Sequence[TrainingRow], hands: int) -> list[list[TrainingRow]]:

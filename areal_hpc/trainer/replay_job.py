@@ -38,7 +38,7 @@ def run(config: dict[str, Any]) -> None:
 
 
 def _train(job: ReplayJobConfig, layout: RunPaths, device: torch.device, stop: StopRequest) -> bool:
-    forks = [GenerationFork(epoch, step) for epoch, step in job.forks]
+    forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
         job.trainer, layout, job.model_path, device, generation=forks[-1].generation, seed=job.seed
     )

@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 KEPT_CHECKPOINTS = 2
 SFT_GENERATION = 0
-"""The warm-up samples nothing: its weights need no version, and its starts no generation."""
+"""SFT samples nothing: its weights need no version, and its starts no generation."""
 
 
 def run(config: dict[str, Any]) -> None:
-    """Fine-tune, and leave the model in `export/warmup`.
+    """Fine-tune, and leave the model in `export/sft`.
 
     Raises:
         SystemExit: Stopped by a signal before the end, the work so far being saved; or another
@@ -80,17 +80,17 @@ class SftTrainer:
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read)
-        self._optimizer = build_optimizer(policy, job.warmup.optimizer)
+        self._optimizer = build_optimizer(policy, job.sft.optimizer)
         self._step = self._saved_step = 0
         self._parent: str | None = None
         self._untrained: list[UntrainedRecord] = []
         if (checkpoint := self._checkpoints.find_latest_on_all_ranks()) is not None:
             load_checkpoint(policy, self._optimizer, checkpoint)
-            apply_settings(self._optimizer, job.warmup.optimizer)
+            apply_settings(self._optimizer, job.sft.optimizer)
             self._step = self._saved_step = checkpoint.state.step
             self._parent = checkpoint.path.name
             self._untrained = list(checkpoint.state.untrained)
-            logger.info("resuming the warm-up after step %d", self._step)
+            logger.info("resuming the SFT stage after step %d", self._step)
         self._metrics = None
         if dist.get_rank() == 0:
             self._checkpoints.clean(SFT_GENERATION)
@@ -100,8 +100,8 @@ class SftTrainer:
 
     def train(self, stop: StopRequest) -> bool:
         """Train to the end; false when a stop was asked for on any rank before it."""
-        warmup = self._job.warmup
-        while self._step < warmup.total_steps:
+        sft = self._job.sft
+        while self._step < sft.total_steps:
             if any_true(stop.requested):
                 if self._step > self._saved_step:
                     self._begin_checkpoint()
@@ -109,7 +109,7 @@ class SftTrainer:
                 return False
             self._train_step()
             self._checkpoints.poll()
-            if self._step % warmup.commit_every_steps == 0 or self._step == warmup.total_steps:
+            if self._step % sft.checkpoint_every_steps == 0 or self._step == sft.total_steps:
                 self._begin_checkpoint()
         self._checkpoints.finish()
         return True
@@ -119,29 +119,31 @@ class SftTrainer:
         self._checkpoints.close()
 
     def _train_step(self) -> None:
-        warmup, began = self._job.warmup, time.perf_counter()
+        sft, began = self._job.sft, time.perf_counter()
         batches = make_micro_batches(
             self._policy,
             self._tokenizer.rows(self._batch()),
             (),
-            warmup.max_tokens_per_microbatch,
+            sft.max_tokens_per_microbatch,
         )
-        rate = compute_learning_rate(self._step, warmup.total_steps, warmup.optimizer)
+        rate = compute_learning_rate(self._step, sft.total_steps, sft.optimizer)
         tally, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = judge_norms(
             [norm],
             self._step + 1,
             self._untrained,
-            warmup.optimizer.on_nonfinite,
-            section="warmup.optimizer",
-            name=lambda step: f"step {step} of the warm-up",
-            way_out="lower warmup.optimizer.lr and resume",
+            sft.optimizer.on_nonfinite,
+            section="sft.optimizer",
+            name=lambda step: f"step {step} of the SFT stage",
+            way_out="lower sft.optimizer.lr and resume",
         )
         self._untrained = [*self._untrained, *untrained]
         self._step += 1
         if not is_taken(norm):
-            logger.warning("step %d of the warm-up is not taken: its norm is %s", self._step, norm)
-        if self._step % warmup.log_every_steps and self._step != warmup.total_steps:
+            logger.warning(
+                "step %d of the SFT stage is not taken: its norm is %s", self._step, norm
+            )
+        if self._step % sft.log_every_steps and self._step != sft.total_steps:
             return
         total = tally.reduce_over_ranks(("loss", "tokens", "places"), ()).sums
         seconds = time.perf_counter() - began
@@ -152,22 +154,22 @@ class SftTrainer:
                     "loss": total["loss"] / max(1, total["tokens"]),
                     **describe_norms([norm]),
                     "lr": rate,
-                    "tokens/learnt": int(total["tokens"]),
+                    "tokens/targets": int(total["tokens"]),
                     "tokens/trained": int(total["places"]),
-                    "tokens_per_s": total["places"] / seconds,
+                    "throughput/trained_tokens_per_s": total["places"] / seconds,
                     "time/step_s": round(seconds, 4),
                 },
             )
 
     def _batch(self) -> list[Conversation]:
-        size, data = self._job.warmup.batch_size, self._demonstrations
+        size, data = self._job.sft.batch_size, self._demonstrations
         chosen = get_batch_indices(self._step, size, len(data), self._job.seed)
         return [data[index] for index in chosen]
 
     def _begin_checkpoint(self) -> None:
         state = TrainerState(
             step=self._step,
-            epoch=SFT_GENERATION,
+            generation=SFT_GENERATION,
             seed=self._job.seed,
             parent=self._parent,
             untrained=self._untrained,

@@ -52,7 +52,7 @@ def judge_norms(
         raise NonFiniteGradientError(
             f"{name(step)}: {reason}",
             key=key,
-            hint=f"set {key}=skip to go on without such steps; the last commit stands",
+            hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
     before = range(step - MAX_NONFINITE_IN_A_ROW + 1, step)
     if {*before} <= {one.step for one in earlier if not one.tickets}:

@@ -145,7 +145,7 @@ def _findings(evidence: RunInspection) -> Iterator[FailureEvent]:
     for stack in evidence.stacks[:1]:
         yield _of_stack(stack, len(evidence.stacks))
     for row in evidence.events:
-        if row["event"] == "process_died":
+        if row["event"] == "process_exited":
             yield FailureEvent(
                 row["time"],
                 f"{row['process']} of {row['role']} ended: {_code(row['exit_code'])}",
@@ -207,12 +207,12 @@ _AGAIN = {
 _MEMORY = "ask for more memory for that job, or give it less to do at once"
 _STATE_HINTS = {
     "OUT_OF_MEMORY": _MEMORY,
-    "TIMEOUT": "areal-hpc resume RUN goes on from the last commit; a longer time limit spares it",
+    "TIMEOUT": "areal-hpc resume RUN goes on from the last checkpoint; a longer limit spares it",
     "DEADLINE": "submit again without that deadline",
     "NODE_FAIL": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
     "BOOT_FAIL": "exclude that node, then areal-hpc resume RUN",
     "PREEMPTED": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
-    "CANCELLED": "areal-hpc resume RUN goes on from the last commit",
+    "CANCELLED": "areal-hpc resume RUN goes on from the last checkpoint",
 }
 
 

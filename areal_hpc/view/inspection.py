@@ -114,7 +114,7 @@ def _stacks(
     to read.
     """
     attempts = layout.attempts()
-    died = {(row["role"], row["process"]) for row in events if row["event"] == "process_died"}
+    died = {(row["role"], row["process"]) for row in events if row["event"] == "process_exited"}
     died |= {(word.job, word.outcome.process) for word in last_words if word.outcome.exit_code}
     if not attempts or not died:
         return []

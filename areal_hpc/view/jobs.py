@@ -130,7 +130,7 @@ def _order(name: str) -> tuple[bool, bool, str, int]:
     stem, _, number = name.rpartition("-")
     is_numbered = number.isdigit()
     return (
-        name != "warmup",
+        name != "sft",
         name != "trainer",
         stem if is_numbered else name,
         int(number) if is_numbered else 0,

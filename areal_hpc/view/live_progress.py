@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.run_state import RunState, read_run_state
 
 SFT_LINES = 10
-"""Lines a warm-up prints."""
+"""Lines SFT prints."""
 EVAL_ONLY_KEYS = ("step", EVAL_REWARD)
 """Of a step that was told before its evaluation was over."""
 REFRESH_S = 1.0
@@ -31,16 +31,16 @@ class PlainReporter:
         self,
         layout: RunPaths,
         total_steps: int,
-        warmup_steps: int,
+        sft_steps: int,
         console: Console | None = None,
     ) -> None:
         self._layout = layout
         self._total_steps = total_steps
-        self._warmup_steps = warmup_steps
+        self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
         before = read_run_state(layout)
         self._last_step = _last_step(before.steps)
-        self._last_warmup = _last_step(before.warmup)
+        self._last_sft = _last_step(before.sft)
         self._evaluated = {step for step, _ in before.evaluations}
         self._looked_at = 0.0
 
@@ -58,13 +58,13 @@ class PlainReporter:
     def report_new_steps(self) -> None:
         """Print what is new, without waiting."""
         snapshot = read_run_state(self._layout)
-        # Both fall back when a run starts anew or resumes from a commit.
+        # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _last_step(snapshot.steps))
-        self._last_warmup = min(self._last_warmup, _last_step(snapshot.warmup))
-        for row in snapshot.warmup:
-            if row["step"] >= self._last_warmup + self._warmup_steps / SFT_LINES:
-                self._last_warmup = row["step"]
-                self.say(format_sft_line(row, self._warmup_steps))
+        self._last_sft = min(self._last_sft, _last_step(snapshot.sft))
+        for row in snapshot.sft:
+            if row["step"] >= self._last_sft + self._sft_steps / SFT_LINES:
+                self._last_sft = row["step"]
+                self.say(format_sft_line(row, self._sft_steps))
         for row in snapshot.steps:
             if row["step"] > self._last_step:
                 self._last_step = row["step"]
@@ -85,12 +85,12 @@ class PlainReporter:
 class LiveReporter:
     """A panel that refreshes in place; finished steps scroll by above it."""
 
-    def __init__(self, layout: RunPaths, total_steps: int, warmup_steps: int) -> None:
+    def __init__(self, layout: RunPaths, total_steps: int, sft_steps: int) -> None:
         self._layout = layout
         self._total_steps = total_steps
-        self._warmup_steps = warmup_steps
+        self._sft_steps = sft_steps
         self._live = Live(console=Console(highlight=False), refresh_per_second=4, transient=True)
-        self._plain = PlainReporter(layout, total_steps, warmup_steps, self._live.console)
+        self._plain = PlainReporter(layout, total_steps, sft_steps, self._live.console)
         self._live.start()
         self._looked_at = 0.0
         self._began_at = time.monotonic()
@@ -114,8 +114,8 @@ class LiveReporter:
         self._live.stop()
 
     def _panel(self, stage: str, snapshot: RunState) -> Group:
-        rows = snapshot.warmup if stage == "warmup" else snapshot.steps
-        total = self._warmup_steps if stage == "warmup" else self._total_steps
+        rows = snapshot.sft if stage == "sft" else snapshot.steps
+        total = self._sft_steps if stage == "sft" else self._total_steps
         done = rows[-1]["step"] if rows else 0
         head = Table.grid(padding=(0, 2))
         elapsed_s = time.monotonic() - self._began_at
@@ -138,8 +138,8 @@ def format_metric(number: float | None, form: str) -> str:
 
 
 def format_sft_line(row: dict[str, Any], total: int) -> str:
-    """One step of the supervised warm-up, for people."""
-    return f"warm-up  {row['step']:>5}/{total}  loss {format_metric(row['loss'], '.4f')}"
+    """One step of the SFT stage, for people."""
+    return f"SFT      {row['step']:>5}/{total}  loss {format_metric(row['loss'], '.4f')}"
 
 
 def format_step_line(row: dict[str, Any], total: int) -> str:
@@ -147,14 +147,16 @@ def format_step_line(row: dict[str, Any], total: int) -> str:
     evaluated = f"  held-out {format_metric(row[EVAL_REWARD], '.3f')}" if EVAL_REWARD in row else ""
     if "reward/mean" not in row:
         return f"step  {row['step']:>5}/{total}{evaluated}"
-    metered = row["logprob/metered_tokens"]
+    compared = row["logprob/compared_tokens"]
     gap = (
-        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e") if metered else "unmetered"
+        format_metric(row["logprob/engine_trainer_max_abs_diff"], ".1e")
+        if compared
+        else "not compared"
     )
     return (
         f"step  {row['step']:>5}/{total}"
         f"  reward {format_metric(row['reward/mean'], '.3f')}{evaluated}"
-        f"  {format_metric(row['tokens_per_s'], '.0f')} tok/s"
+        f"  {format_metric(row['throughput/trained_tokens_per_s'], '.0f')} tok/s"
         f"  staleness {format_metric(row['staleness/mean'], '.1f')} (max {row['staleness/max']})"
         f"  engine-trainer {gap}"
     )

@@ -21,9 +21,9 @@ class RunProgress:
 
     recipe: dict[str, Any]
     snapshot: RunState
-    committed_step: int | None
-    """None before the first commit."""
-    committed_s_ago: float
+    checkpoint_step: int | None
+    """None before the first checkpoint."""
+    checkpoint_s_ago: float
     metrics_s_ago: float | None
     """Since the last trained step was noted; None before the first."""
 
@@ -41,19 +41,19 @@ class RunProgress:
 def read_run_progress(layout: RunPaths) -> RunProgress:
     """Look at a run without touching it."""
     found = list_checkpoints(layout.checkpoints_dir, problems=[])  # audit tells of damaged ones
-    commit = found[-1] if found else None
+    checkpoint = found[-1] if found else None
     now = time.time()
     return RunProgress(
         recipe=yaml.safe_load(layout.recipe.read_text()),
         snapshot=read_run_state(layout),
-        committed_step=commit.state.step if commit else None,
-        committed_s_ago=now - commit.written_at if commit else 0.0,
+        checkpoint_step=checkpoint.state.step if checkpoint else None,
+        checkpoint_s_ago=now - checkpoint.written_at if checkpoint else 0.0,
         metrics_s_ago=now - layout.metrics.stat().st_mtime if layout.metrics.exists() else None,
     )
 
 
 def format_run_progress(advance: RunProgress) -> list[str]:
-    """Step, speed, staleness and last commit, for people."""
+    """Step, speed, staleness and last checkpoint, for people."""
     rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
     lines = [f"  step              {advance.step} of {advance.total_steps}"]
     if rows:
@@ -64,19 +64,20 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             else ""
         )
         lines[0] += since
+        rate = format_metric(last["throughput/trained_tokens_per_s"], ".0f")
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  training phase    {format_metric(last['tokens_per_s'], '.0f')} tokens/s",
+            f"  training phase    {rate} tokens/s",
             f"  staleness         {format_metric(last['staleness/mean'], '.1f')} mean, "
             f"{last['staleness/max']} max",
         ]
-    elif advance.snapshot.warmup:
-        lines.append(f"  warm-up           step {advance.snapshot.warmup[-1]['step']}")
-    if advance.committed_step is None:
-        lines.append("  last commit       none yet")
+    elif advance.snapshot.sft:
+        lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
+    if advance.checkpoint_step is None:
+        lines.append("  last checkpoint       none yet")
     else:
         lines.append(
-            f"  last commit       step {advance.committed_step}, "
-            f"{format_duration(advance.committed_s_ago)} ago"
+            f"  last checkpoint       step {advance.checkpoint_step}, "
+            f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
     return lines

@@ -20,8 +20,8 @@ class RunState:
 
     steps: tuple[dict[str, Any], ...]
     """What `metrics.jsonl` says of each step, oldest first."""
-    warmup: tuple[dict[str, Any], ...]
-    """Rows of `warmup_metrics.jsonl`, oldest first."""
+    sft: tuple[dict[str, Any], ...]
+    """Rows of `sft_metrics.jsonl`, oldest first."""
     ledger: LedgerStatus | None
     """None while the ledger does not answer."""
 

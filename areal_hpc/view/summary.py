@@ -30,8 +30,8 @@ def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
     worst = None if None in gaps else max(gaps)
     oldest = max(row["staleness/max"] or 0 for row in trained)
     exported = shown_as.export(format_step_dir(last["step"]))
-    metered = sum(row["logprob/metered_tokens"] for row in trained)
-    spanning = sum(row["versions/multi"] for row in trained)
+    compared = sum(row["logprob/compared_tokens"] for row in trained)
+    spanning = sum(row["staleness/mixed_version_rows"] for row in trained)
     lines = [
         f"{layout.root.parent.name}/{layout.root.name}: {last['step']} steps",
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
@@ -46,7 +46,7 @@ def summarize(layout: RunPaths, snapshot: RunState, program: str) -> str:
         f"  speed             {tokens / max(seconds, 1e-9):.0f} trained tokens/s over all phases, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {format_metric(worst, '.1e')} largest log-probability difference "
-        f"over {metered} tokens",
+        f"over {compared} tokens",
         f"  staleness         {format_metric(last['staleness/mean'], '.2f')} mean, {oldest} max; "
         f"{spanning} replies span two weight versions",
         f"  run directory     {root}",

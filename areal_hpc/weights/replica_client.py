@@ -51,7 +51,7 @@ class ReplicaClient:
     """
 
     def __init__(
-        self, key: ReplicaKey, admin_key: str, epoch: int, update_timeout_s: float
+        self, key: ReplicaKey, admin_key: str, generation: int, update_timeout_s: float
     ) -> None:
         self.key = key
         self._client = httpx.Client(
@@ -59,7 +59,7 @@ class ReplicaClient:
             headers={
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
-                GENERATION_HEADER: str(epoch),
+                GENERATION_HEADER: str(generation),
                 DEADLINE_HEADER: str(deadlines.get_sender_timeout_s(update_timeout_s)),
             },
             trust_env=False,

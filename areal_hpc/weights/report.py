@@ -41,4 +41,4 @@ class UpdateReport:
     size_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Wall time of the phases, see docs/weights.md; generation stands still from `pause` on."""
+    """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""

@@ -8,8 +8,8 @@ All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
 | /lease       | LeaseRequest     | LeaseReply     | driver        |
 | /settle      | SettleRequest    | Acknowledged   | proxy         |
 | /drop        | DropRequest      | Acknowledged   | driver, proxy |
-| /evaluated   | EvaluationResultRequest | Acknowledged   | driver        |
-| /open_epoch  | OpenGenerationRequest | Acknowledged   | trainer       |
+| /report_evaluation | EvaluationResultRequest | Acknowledged | driver        |
+| /open_generation  | OpenGenerationRequest | Acknowledged   | trainer       |
 | /batch       | BatchRequest     | BatchReply     | trainer       |
 | /publish     | PublishRequest   | Acknowledged   | trainer       |
 | /evaluate    | EvaluateRequest  | EvaluateReply  | trainer       |
@@ -126,9 +126,9 @@ class EvaluationResultRequest(Struct, frozen=True):
 
 
 class OpenGenerationRequest(Struct, frozen=True):
-    """A trainer took `epoch` and resumes after `base_step` committed steps."""
+    """A trainer took `generation` and resumes after `base_step` saved steps."""
 
-    epoch: int
+    generation: int
     base_step: int
     evaluated_step: int = -1
     """An evaluation of this step that is under way goes on. Any other is given up."""
@@ -137,7 +137,7 @@ class OpenGenerationRequest(Struct, frozen=True):
 class BatchRequest(Struct, frozen=True):
     """The trainer asks for the batch that leads to version `step`."""
 
-    epoch: int
+    generation: int
     step: int
     wait_s: float = 5.0
 
@@ -162,8 +162,8 @@ class BatchManifest(Struct, frozen=True):
 
     step: int
     """The version this batch leads to; batch 1 turns version 0 into version 1."""
-    epoch: int
-    """The epoch that first asked for it."""
+    generation: int
+    """The generation that first asked for it."""
     tickets: list[SettledTicket]
     counts: BatchCounts = BatchCounts()
 
@@ -182,14 +182,14 @@ class BatchReply(Struct, frozen=True):
 class PublishRequest(Struct, frozen=True):
     """Every replica now serves the weights of `step`."""
 
-    epoch: int
+    generation: int
     step: int
 
 
 class EvaluateRequest(Struct, frozen=True):
     """Ask for (or look up) the evaluation of the current weights on `n_tasks` held-out tasks."""
 
-    epoch: int
+    generation: int
     step: int
     n_tasks: int
     wait_s: float = 5.0
@@ -205,9 +205,9 @@ class EvaluateReply(Struct, frozen=True):
 
 
 class FinishRequest(Struct, frozen=True):
-    """The trainer has committed its last step: cells may go."""
+    """The trainer has saved its last step: cells may go."""
 
-    epoch: int
+    generation: int
 
 
 class Empty(Struct, frozen=True):
@@ -221,7 +221,7 @@ class Acknowledged(Struct, frozen=True):
 class LedgerStatus(Struct, frozen=True):
     """A snapshot for progress displays."""
 
-    epoch: int = 0
+    generation: int = 0
     version_step: int = 0
     leased: int = 0
     finished: int = 0

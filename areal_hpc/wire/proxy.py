@@ -11,7 +11,7 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
 | /rl/record         | session | RecordRequest       | RecordReply         |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
-| /rl/offer_session  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
+| /rl/offer_episode  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
 | /rl/seal           | admin   | Empty               | SealReply           |
@@ -44,7 +44,7 @@ class ExportSettings(Struct, frozen=True):
 
     style: Literal["concat", "individual"] = "concat"
     turn_discount: float = 1.0
-    credit: Literal["tree", "arrival"] = "tree"
+    credit: Literal["tree", "chronological"] = "tree"
     drop_retry_orphans: bool = True
 
 
@@ -180,7 +180,7 @@ class ExportRequest(Struct, frozen=True):
     discount: float = 1.0
     style: Literal["individual", "concat"] = "individual"
     drop_retry_orphans: bool = False
-    credit: Literal["tree", "arrival"] = "tree"
+    credit: Literal["tree", "chronological"] = "tree"
 
 
 class ExportedInteraction(Struct, frozen=True):

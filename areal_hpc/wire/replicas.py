@@ -5,7 +5,7 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | header             | meaning                                                                     |
 |--------------------|-----------------------------------------------------------------------------|
 | x-areal-incarnation| the replica's incarnation the caller means; 409 when it has been restarted  |
-| x-areal-epoch      | the trainer's epoch; 409 when a newer one has been here                     |
+| x-areal-generation | the trainer's generation; 409 when a newer one has been here                |
 | x-areal-deadline-s | a sender not heard of for this long has vanished                            |
 
 | route                           | reply       | meaning                                        |
@@ -44,7 +44,7 @@ FORWARDED_ROUTES = frozenset(
 """Routes that neither unpickle nor execute names (see docs/decisions)."""
 
 INCARNATION_HEADER = "x-areal-incarnation"
-GENERATION_HEADER = "x-areal-epoch"
+GENERATION_HEADER = "x-areal-generation"
 DEADLINE_HEADER = "x-areal-deadline-s"
 
 ReplicaState = Literal["starting", "ready", "serving", "failed"]
@@ -55,7 +55,7 @@ class UpdatePause(Struct, frozen=True):
     """What one update cost the requests that were in flight at a replica, by its cell's clock."""
 
     version: str
-    """`epoch.step` that they went on with."""
+    """`generation.step` that they went on with."""
     stall_s: float
     """From the order to pause until the first new token, or until newcomers were let in."""
     reprefill_s: float
@@ -76,7 +76,7 @@ class ReplicaView(Struct, frozen=True):
     url: str
     """Loopback address, for the proxy of the same node."""
     version: str = ""
-    """`epoch.step` while serving."""
+    """`generation.step` while serving."""
     tp: int = 1
     """Tensor-parallel ranks: members it brings into an update group."""
     stall: UpdatePause | None = None
@@ -130,4 +130,4 @@ class LoadRequest(Struct, frozen=True):
     folder: str
     """Its name, which is no path."""
     version: str
-    """`epoch.step`, stamped on tokens from then on."""
+    """`generation.step`, stamped on tokens from then on."""

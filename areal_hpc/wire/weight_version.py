@@ -1,7 +1,7 @@
-"""Which weights sampled a token: `epoch.step`, and how old that is. Pure, no torch.
+"""Which weights sampled a token: `generation.step`, and how old that is. Pure, no torch.
 
-An epoch is one start of the trainer. A restarted trainer resumes from a committed step, so
-the same step number can name two different sets of weights; the epoch tells them apart.
+A generation is one start of the trainer. A restarted trainer resumes from a saved step, so
+the same step number can name two different sets of weights; the generation tells them apart.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _STEP_MASK = (1 << _STEP_BITS) - 1
 
 @dataclass(frozen=True, slots=True, order=True)
 class WeightVersion:
-    """The weights after `step` optimizer steps, as held by incarnation `epoch` of the trainer."""
+    """The weights after `step` optimizer steps, as held by `generation` of the trainer."""
 
     generation: int
     step: int
@@ -28,12 +28,12 @@ class WeightVersion:
         """Read the form SGLang carries as `weight_version`.
 
         Raises:
-            ValueError: The text is not `epoch.step`.
+            ValueError: The text is not `generation.step`.
         """
-        epoch, dot, step = text.partition(".")
-        if not dot or not epoch.isdigit() or not step.isdigit():
-            raise ValueError(f"a weight version reads 'epoch.step', got {text!r}")
-        return cls(int(epoch), int(step))
+        generation, dot, step = text.partition(".")
+        if not dot or not generation.isdigit() or not step.isdigit():
+            raise ValueError(f"a weight version reads 'generation.step', got {text!r}")
+        return cls(int(generation), int(step))
 
     @property
     def packed(self) -> int:
@@ -48,7 +48,7 @@ class WeightVersion:
 
 @dataclass(frozen=True, slots=True)
 class GenerationFork:
-    """Epoch `epoch` began from the committed step `base_step`."""
+    """Generation `generation` began from the saved step `base_step`."""
 
     generation: int
     base_step: int
@@ -59,13 +59,13 @@ def compute_staleness(
 ) -> int:
     """How many optimizer steps lie between the weights that sampled a token and the current ones.
 
-    Steps of an abandoned epoch that were never committed do not count: they are measured from
-    the last ancestor both epochs share.
+    Steps of an abandoned generation that were never saved do not count: they are measured from
+    the last ancestor both generations share.
 
     Args:
         current: The trainer's version.
         sampled: The token's version.
-        forks: Every epoch of the run with the step it began from.
+        forks: Every generation of the run with the step it began from.
     """
     shared_step = min(
         (

@@ -2,7 +2,7 @@
 
 python examples/preemption/preempt.py recipes/quickstart.yaml [key=value ...]
 
-The same command goes on from the last commit. `areal-hpc audit` then accounts for every ticket.
+The same command goes on from the last checkpoint. `areal-hpc audit` then accounts for every ticket.
 Under Slurm nobody types anything: a preempted job has itself requeued.
 """
 

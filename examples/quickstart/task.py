@@ -42,7 +42,7 @@ def demonstrations(
 ) -> Iterator[dict[str, Any]]:
     """Correct conversations: a share of `p_work` shows its work, the others only answer.
 
-    After the warm-up the model is right nine times in ten when it shows its work, one or two
+    After the SFT stage the model is right nine times in ten when it shows its work, one or two
     in ten when it does not, and mostly it does not. Reinforcement learning finds that out.
     """
     rng = random.Random(seed)

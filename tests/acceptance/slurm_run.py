@@ -32,13 +32,13 @@ STEPS_AT_FIRST = 5000
 STOP_GRACE_S = 20.0
 CUT_DOWN = (
     *SIZES,
-    "warmup.total_steps=20",
+    "sft.total_steps=20",
     "evaluation.every_steps=0",
     "rollout.max_head_offpolicyness=1",
     "rollout.workflow=tests.support.hungry_agent.HungryAgent",
     "rollout.workflow_kwargs.mean_pause_s=2",
     f"trainer.total_steps={STEPS_AT_FIRST}",
-    "trainer.commit_every_steps=5",
+    "trainer.checkpoint_every_steps=5",
     f"cluster.stop_grace_s={STOP_GRACE_S}",
 )
 HELD = ("optimizer.before_step", "checkpoint.before_rename")
@@ -152,18 +152,18 @@ class SlurmRun:
 
     def starts(self, job: str) -> int:
         """How often the supervisors of a job have started."""
-        return read_newest_number(self._starts_dir(job))
+        return read_newest_number(self._restarts_dir(job))
 
     def started_at(self, job: str) -> float:
         """Unix time of the newest start's first process."""
-        return (self._starts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
+        return (self._restarts_dir(job) / f"{self.starts(job):04d}").stat().st_mtime
 
     def is_told_to_stop(self, job: str) -> bool:
         """True once the newest start's tasks have to stop."""
-        return (self._starts_dir(job) / f"{self.starts(job):04d}.stop").exists()
+        return (self._restarts_dir(job) / f"{self.starts(job):04d}.stop").exists()
 
-    def _starts_dir(self, job: str) -> Path:
-        return self.layout.jobs_dir / job / "starts"
+    def _restarts_dir(self, job: str) -> Path:
+        return self.layout.jobs_dir / job / "restarts"
 
     def events(self, name: str, since: float = 0.0) -> list[dict[str, Any]]:
         """What happened."""
@@ -179,7 +179,7 @@ class SlurmRun:
         """When which weights went to how many replicas."""
         return [
             (row["time"], WeightVersion.parse(row["version"]), row["replicas"])
-            for row in self.events("published", since)
+            for row in self.events("weights_published", since)
             if row["replicas"]
         ]
 
@@ -232,7 +232,7 @@ class SlurmRun:
         self.await_true(lambda: bool(found()))
         return found()[0]
 
-    def await_epoch_after(self, before: WeightVersion) -> tuple[int, float]:
+    def await_generation_after(self, before: WeightVersion) -> tuple[int, float]:
         """The step that the trainer's next start resumed from, and when it took its first step."""
         later: list[tuple[float, WeightVersion]] = []
 
@@ -274,7 +274,7 @@ class SlurmRun:
     def breakdown(self, called_at: float) -> dict[str, float]:
         """Seconds of each part of the time from the command to the first trained step."""
         jobs = ("trainer", *(f"cell-{index}" for index in range(CELLS)))
-        taken = [self._starts_dir(job) / "0001" for job in jobs]
+        taken = [self._restarts_dir(job) / "0001" for job in jobs]
         moments = {
             "submission": read_submissions(self.layout.submissions)[-1].submitted_at,
             "SFT": self.layout.sft_export.stat().st_mtime,

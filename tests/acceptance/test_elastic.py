@@ -73,7 +73,9 @@ class ElasticRun(KilledRun):
 
     def published(self) -> list[dict[str, Any]]:
         """Every publication so far."""
-        return [one for one in read_lines(self.layout.events) if one["event"] == "published"]
+        return [
+            one for one in read_lines(self.layout.events) if one["event"] == "weights_published"
+        ]
 
     def step(self) -> int:
         """The newest step."""
@@ -121,7 +123,7 @@ def test_replicas_leave_and_join_and_the_trainer_stays(tmp_path: Path) -> None:
     run.press_ctrl_c()
     await_none_left(run, 20.0)
     events = read_lines(run.layout.events)
-    died = [one["process"] for one in events if one["event"] == "process_died"]
+    died = [one["process"] for one in events if one["event"] == "process_exited"]
     assert not [process for process in died if "trainer" in process], died
     RESULTS.write_text(json.dumps(seen, indent=2) + "\n")
     assert max(one["longest_update_s"] for one in seen) <= MOST_MEMBERSHIP_S, seen

@@ -50,11 +50,11 @@ SOUND: dict[str, dict[str, Any]] = {
     "/responses": {"input": "hello"},
     "/rl/set_reward": {"reward": 1.0},
     "/rl/start_session": {"task_id": "try"},
-    "/rl/offer_session": {"session": {"task_id": "try"}, "task": {}, "wait_s": 0.01},
+    "/rl/offer_episode": {"session": {"task_id": "try"}, "task": {}, "wait_s": 0.01},
     "/rl/await_session": {"session_id": "none", "wait_s": 0.01},
 }
 """What makes a request a sound one, whatever else it has."""
-LONG_POLLS = ("/rl/offer_session", "/rl/await_session")
+LONG_POLLS = ("/rl/offer_episode", "/rl/await_session")
 """Routes that keep a request as long as it says."""
 HANG_S = 10.0
 """A request that takes longer counts as one that hangs: the scripted model needs milliseconds."""

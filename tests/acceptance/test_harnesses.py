@@ -36,7 +36,7 @@ class Scene:
         self._loop = LoopThread()
         self._server = ScriptedSGLang(self.tokenizer, self._script, incremental=True)
         self._loop.run(self._server.start())
-        arguments = ("--tool-call-parser", "qwen25", "--context-tokens", context_tokens)
+        arguments = ("--tool-call-parser", "qwen25", "--context-length", context_tokens)
         self.proxy = LoneProxy(folder, self._server.url, arguments=arguments)
         self.session_id, self.key = self.proxy.open_session()
 

@@ -1,4 +1,4 @@
-"""Every layout against transformers, and commits of one layout resumed under another.
+"""Every layout against transformers, and checkpoints of one layout resumed under another.
 
 Writes docs/parity.md. Nine launches of one to four ranks, five minutes.
 """
@@ -27,7 +27,7 @@ from tests.support.rank_server import rank_server
 pytestmark = pytest.mark.timeout(1800)
 
 ORDER = ["DP2", "TP2", "DP2, EP2", "1", "PP2", "CP2", "TP2 x PP2", "TP2 x CP2", "TP2, EP2"]
-"""A commit is written before it is read."""
+"""A checkpoint is written before it is read."""
 
 
 def test_every_layout_agrees_with_transformers(tmp_path: Path) -> None:

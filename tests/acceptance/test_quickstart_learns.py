@@ -51,7 +51,7 @@ LATE = (
     "rollout.workflow_kwargs.judged_after_s=10",
 )
 """Ten seconds from reply to reward; with bound 0 nothing runs ahead, so waiting changes nothing."""
-NAIVE = ("trainer.objective.proximal=none", "trainer.objective.correction=none")
+NAIVE = ("trainer.objective.proximal=none", "trainer.objective.off_policy_correction=none")
 """PPO whose ratios are to the policy that sampled, however old."""
 AGES: dict[str, tuple[int, tuple[str, ...]]] = {
     "small batches, bound 0": (0, ()),
@@ -86,7 +86,7 @@ def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
     def of(seed: int) -> Path:
         if not (fileroot / str(seed)).exists():
             run_recipe("quickstart", seed, fileroot / str(seed), "trainer.total_steps=1")
-        return fileroot / str(seed) / "quickstart" / "demo" / "export" / "warmup"
+        return fileroot / str(seed) / "quickstart" / "demo" / "export" / "sft"
 
     return of
 
@@ -147,7 +147,8 @@ def ages_of(measured: dict[str, Any]) -> list[str]:
         "after the reply, and by",
         "then the weights are as many steps on as the bound allows. `naive` is PPO with ratios to "
         "the policy that",
-        "sampled (`proximal=none correction=none`), all others have the default objective "
+        "sampled (`proximal=none off_policy_correction=none`), "
+        "all others have the default objective "
         "([objectives](objectives.md)).",
         "",
         *rows_of(measured, ("small batches",)),
@@ -185,8 +186,8 @@ def said_of(measured: dict[str, Any], name: str, title: str) -> str:
 
 
 def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
-    """Run a recipe to its end, its tasks and its warm-up drawn with `seed`."""
-    model = [f"warmup.dataset.kwargs.seed={seed}"] if "warmup=null" not in overrides else []
+    """Run a recipe to its end, its tasks and its demonstrations drawn with `seed`."""
+    model = [f"sft.dataset.kwargs.seed={seed}"] if "sft=null" not in overrides else []
     subprocess.run(
         [
             *(sys.executable, "-m", "areal_hpc", "run", f"recipes/{recipe}.yaml"),
@@ -218,11 +219,11 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "engine_trainer_max_abs_diff": max(
             row["logprob/engine_trainer_max_abs_diff"] for row in trained
         ),
-        "metered_tokens": sum(row["logprob/metered_tokens"] for row in trained),
+        "metered_tokens": sum(row["logprob/compared_tokens"] for row in trained),
         "sampled_tokens": sum(row["tokens/sampled"] for row in trained),
         "staleness_max": max(row["staleness/max"] for row in trained),
         "stale_tickets": sum(row["tickets/stale_trained"] for row in trained),
-        "replies_over_two_versions": sum(row["versions/multi"] for row in trained),
+        "replies_over_two_versions": sum(row["staleness/mixed_version_rows"] for row in trained),
         "step_s": round(sum(row["time/step_s"] for row in trained) / len(trained), 2),
     }
 
@@ -233,7 +234,7 @@ def train_from(model: Path, seed: int, fileroot: Path, bound: int, *overrides: s
         "quickstart",
         seed,
         fileroot,
-        *("warmup=null", "model.tiny=null", f"model.path={model}"),
+        *("sft=null", "model.tiny=null", f"model.path={model}"),
         f"rollout.max_head_offpolicyness={bound}",
         *SMALL_BATCHES,
         *overrides,
@@ -246,7 +247,7 @@ def test_the_quick_start_learns(seed: int, results: dict[str, Any], tmp_path: Pa
     assert run["start"] <= 0.45
     assert run["end"] >= 0.80
     assert run["engine_trainer_max_abs_diff"] <= 1e-4
-    assert run["metered_tokens"] == run["sampled_tokens"]
+    assert run["compared_tokens"] == run["sampled_tokens"]
 
 
 def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(

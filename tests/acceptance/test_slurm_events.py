@@ -40,7 +40,7 @@ STOPPING = ("RUNNING", "COMPLETING")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--within-s=100") as found:
+    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--timeout-s=100") as found:
         yield found
 
 
@@ -79,7 +79,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
     struck_at = strike()
     run.await_true(lambda: run.starts("trainer") > starts or is_away(run, "trainer"))
     sighting = run.sighting("trainer")
-    resumed, stepped_at = run.await_epoch_after(before)
+    resumed, stepped_at = run.await_generation_after(before)
     lost = max((one.step for at, one, _ in run.published() if at < struck_at), default=0) - resumed
     row: Row = {
         "status": sighting.state,
@@ -120,7 +120,7 @@ def limit_time(run: SlurmRun) -> None:
     assert "held" in run.sighting("trainer").why
     run.cluster.slurm("scontrol", "update", f"JobId={job_id}", f"TimeLimit={TIME_LIMIT_MIN}")
     run.cluster.slurm("scontrol", "release", job_id)
-    run.await_epoch_after(before)
+    run.await_generation_after(before)
 
 
 def meet_limit(run: SlurmRun) -> float:
@@ -176,7 +176,7 @@ def befalls_cell(run: SlurmRun, name: str, cell: str, strike: Callable[[str, str
     if state == "drained":
         run.cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     elif state == "down":
-        run.cluster.done("restore-node", node, "--within-s=100")
+        run.cluster.done("restore-node", node, "--timeout-s=100")
 
 
 def kill_slurmd(run: SlurmRun, node: str) -> None:
@@ -201,8 +201,8 @@ def memory_runs_out(run: SlurmRun) -> None:
     run.await_whole(since=time.time())
     struck_at = time.time()
     run.feed()
-    run.await_true(lambda: bool(run.events("process_died", struck_at)))
-    died = run.events("process_died", struck_at)[0]
+    run.await_true(lambda: bool(run.events("process_exited", struck_at)))
+    died = run.events("process_exited", struck_at)[0]
     assert died["role"].startswith("cell-"), died
     assert died["exit_code"] == KILLED
     sighting = run.sighting(died["role"])
@@ -249,7 +249,7 @@ def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
 
 def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     often = ("evaluation.every_steps=2", "evaluation.tasks=64")
-    run.submit("evaluation.separate_job=true", *often)
+    run.submit("evaluation.separate_cell=true", *often)
     run.await_true(lambda: len(run.judged()) >= 2)
     starts, begun = run.starts("evaluation"), len(run.events("evaluation_begun"))
     run.await_true(lambda: len(run.events("evaluation_begun")) > begun)
@@ -289,7 +289,7 @@ def cancel_and_finish(run: SlurmRun) -> None:
     called_at = time.time()
     run.areal_hpc("resume", root, f"trainer.total_steps={before.step + STEPS_LEFT}")
     sighting = run.sighting("trainer")
-    resumed, stepped_at = run.await_epoch_after(before)
+    resumed, stepped_at = run.await_generation_after(before)
     run.await_true(run.layout.finished_marker.exists)
     jobs = ("trainer", "cell-0", "cell-1")
     run.await_true(lambda: {run.state(job) for job in jobs} == {"COMPLETED"})
@@ -302,6 +302,6 @@ def cancel_and_finish(run: SlurmRun) -> None:
         "audit": run.audited(),
     }
     record("events", {"resumed": row})
-    assert row["steps_lost"] == 0, "a graceful end commits"
+    assert row["steps_lost"] == 0, "a graceful end checkpoints"
     assert "quickstart/slurm: finished" in run.areal_hpc("status", root)
     assert row["audit"].endswith("open=0")

@@ -157,7 +157,7 @@ def role_of(command: list[str]) -> str:
         ("sglang::scheduler", "scheduler"),
         ("sglang::detokenizer", "detokenizer"),
         ("cpu_engine", "server"),
-        ("commits.writer", "writer"),
+        ("checkpoints.writer_process", "writer"),
         ("cluster.supervisor", "supervisor"),
         ("submitit", "supervisor"),
         ("areal_hpc run", "launcher"),

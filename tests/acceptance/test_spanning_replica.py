@@ -60,7 +60,7 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     run = Submitting(cluster, tmp_path / "runs")
     waiting = run.start("--wait", *SPANNING)
     request.addfinalizer(waiting.kill)  # where the test failed it would wait for good
-    wait_for(lambda: len(events_of(run, "published")) >= 3, START_S)
+    wait_for(lambda: len(events_of(run, "weights_published")) >= 3, START_S)
     struck_at = time.time()
     second_scheduler(run).kill()
     wait_for(lambda: len(events_of(run, "replica_ready")) == 2, START_S)
@@ -68,7 +68,7 @@ def test_a_run_goes_on_when_one_node_loses_its_part(
     assert died["time"] - struck_at < 30, died
     assert "step      8/8" in finish(waiting)
 
-    updates = events_of(run, "published")
+    updates = events_of(run, "weights_published")
     assert all(update["replicas"] == 1 and not update["failed"] for update in updates)
     logs = run.layout.logs_dir / "latest" / "cell-0" / "restart_00"
     parts = {path.name for path in logs.glob("replica-*.log")}

@@ -19,10 +19,10 @@ STEPS = 3
 CUT_DOWN = (
     "train_dataset.kwargs.size=64",
     "valid_dataset.kwargs.size=8",
-    "warmup.dataset.kwargs.size=640",
-    "warmup.total_steps=20",
-    "warmup.batch_size=16",
-    "warmup.commit_every_steps=20",
+    "sft.dataset.kwargs.size=640",
+    "sft.total_steps=20",
+    "sft.batch_size=16",
+    "sft.checkpoint_every_steps=20",
     "evaluation.every_steps=0",
     "evaluation.tasks=8",
     "inference.cells=1",
@@ -58,12 +58,12 @@ def areal_hpc(cluster: Devcluster, *arguments: str) -> str:
 def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_path: Path) -> None:
     fileroot = tmp_path / "runs"
     runs = [RunPaths(fileroot / "quickstart" / f"slurm-lr-{rate}") for rate in RATES]
-    with devcluster(tmp_path / "cluster", "--nodes=2", "--within-s=100") as cluster:
+    with devcluster(tmp_path / "cluster", "--nodes=2", "--timeout-s=100") as cluster:
         areal_hpc(
             cluster,
             *("submit", "recipes/quickstart_slurm.yaml", f"cluster.fileroot={fileroot}"),
             *(*CUT_DOWN, *ONE_AFTER_ANOTHER),
-            *("--array", f"trainer.optimizer.lr={','.join(RATES)}"),
+            *("--sweep", f"trainer.optimizer.lr={','.join(RATES)}"),
         )
         numbers = [
             [one.job_id.split("_") for one in read_submissions(run.submissions)] for run in runs

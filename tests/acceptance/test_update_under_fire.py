@@ -64,7 +64,7 @@ class Field:
         self.cells = cells
         self._gates = gates
         self._directory = directory
-        self._epochs = itertools.count(1)
+        self._generations = itertools.count(1)
         self._steps = itertools.count()
         self._models: dict[str, Any] = {}
         self.readers = [Reader(cell, 0, self._models) for cell in cells]
@@ -77,7 +77,7 @@ class Field:
             self._directory,
             CELLS,
             self.cells[0].admin_key,
-            next(self._epochs),
+            next(self._generations),
             update_timeout_s=UPDATE_TIMEOUT_S,
         )
 
@@ -105,8 +105,8 @@ class Field:
         model = tiny_qwen3(step)
         save_file(model.state_dict(), path)
         # Whichever sender is the one to send them.
-        for epoch in range(self.sender.epoch, self.sender.epoch + 3):
-            self._models[f"{epoch}.{step}"] = model
+        for generation in range(self.sender.generation, self.sender.generation + 3):
+            self._models[f"{generation}.{step}"] = model
         return step, path
 
     def views(self) -> list[ReplicaView]:
@@ -115,7 +115,7 @@ class Field:
 
     def heal(self, step: int, path: Path) -> int:
         """Send like a trainer does, every second, until all replicas have it; how often."""
-        version, sends = f"{self.sender.epoch}.{step}", 0
+        version, sends = f"{self.sender.generation}.{step}", 0
         give_up_at = time.monotonic() + START_TIMEOUT_S
         while any(view.version != version for view in self.views()):
             assert time.monotonic() < give_up_at, [self.views(), *map(Cell.logs, self.cells)]

@@ -109,7 +109,7 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
     arch = read_architecture(MODELS / recipe.model.hub.removeprefix("Qwen/"))
     assert list(find_layout_problems(arch, recipe.trainer.parallel)) == []
     assert arch.heads % recipe.inference.tp == 0
-    longest = recipe.inference.context_tokens
+    longest = recipe.inference.context_length
     assert longest is not None
     assert longest <= recipe.trainer.max_tokens_per_microbatch
 

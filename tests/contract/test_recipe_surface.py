@@ -10,7 +10,9 @@ REFERENCE = Path(__file__).parents[2] / "docs" / "recipe.md"
 
 
 def test_the_key_reference_is_current() -> None:
-    assert REFERENCE.read_text() == render_key_table(), "run: areal-hpc keys > docs/recipe.md"
+    assert REFERENCE.read_text() == render_key_table(), (
+        "run: areal-hpc recipe-keys > docs/recipe.md"
+    )
 
 
 def test_every_key_is_documented() -> None:

@@ -22,7 +22,7 @@ NAMES = {part for name in FIXED for part in name.split("/")} | {
     HELD, checkpoints.MARKER, checkpoints.STATE_FILE, RUN.export("x").parent.name,
     rendezvous.LEDGER, rendezvous.RANK_STORE, rendezvous.EVALUATION_CELL,
 }  # fmt: skip
-"""Every name of a file, a folder or a service: `manifests`, `COMMITTED`, `launch.json`..."""
+"""Every name of a file, a folder or a service: `manifests`, `COMPLETE`, `launch.json`..."""
 UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}
 """Those that mean nothing else; the others are words too, and count where they make a path."""
 OTHER_MEANINGS = {
@@ -39,7 +39,7 @@ PREFIXES = {
         format_step_dir(0), format_restart_dir(0), RUN.log_dir(0).name, RUN.manifest(0).stem,
         RUN.replaced_recipe(0).stem, JOB.task_exit(0).stem)),
 }  # fmt: skip
-"""What numbered names begin with: `cell-`, `relay-`, `step_`, `outcome.`..."""
+"""What numbered names begin with: `cell-`, `control-`, `step_`, `task_exit.`..."""
 _ANY_PREFIX = "|".join(map(re.escape, sorted(PREFIXES)))
 PREFIX = re.compile(rf"(^|/)\.?({_ANY_PREFIX})+($|[\d*?{{%(\[\\])")
 MAKES_A_PATH = {"glob", "rglob", "joinpath", "with_name", "with_suffix"}
@@ -87,25 +87,25 @@ def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
 @pytest.mark.parametrize(
     "mutation",
     [
-        'marker = path / "COMMITTED"',
+        'marker = path / "COMPLETE"',
         'state = marker.with_name("trainer.json")',
         'folder = layout.root / "manifests"',
         'folder = layout.root / "jobs" / job / "held"',
-        'for marker in directory.glob("step_*/COMMITTED"): pass',
+        'for marker in directory.glob("step_*/COMPLETE"): pass',
         'path = f"{folder}/jobs/{job}/launch.json"',
         'events = open(os.path.join(run_dir, "events.jsonl"))',
-        'name = f"relay-{cell}"',
+        'name = f"control-{cell}"',
         'name = "proxy-cell-0"',
         'name = "cell-%d" % number',
         'endpoint = rendezvous.find_endpoint(layout.rendezvous_dir, "ledger")',
-        'hint = "look at fruitless.json"',
+        'hint = "look at failures_without_progress.json"',
         'found = re.fullmatch(r"step_\\d+", name)',
     ],
 )
 def test_a_spelling_elsewhere_is_found(mutation: str) -> None:
     """In a real module, behind text that may say anything."""
     source = (PACKAGE / "view" / "run_state.py").read_text()
-    talk = '\n"""Not a spelling: COMMITTED, relay-0."""  # nor is "trainer.json"\n'
+    talk = '\n"""Not a spelling: COMPLETE, control-0."""  # nor is "trainer.json"\n'
     assert list(spellings(source + talk)) == []
     assert len(list(spellings(f"{source}{talk}{mutation}\n"))) >= 1
 

@@ -14,7 +14,7 @@ WRITER = "golden"
 
 def golden_rows() -> list[Trajectory]:
     """Three rows of two tickets: forked history, an update mid-way, no tokens, largest values."""
-    epoch_2_step_7 = (2 << 32) + 7
+    generation_2_step_7 = (2 << 32) + 7
     return [
         Trajectory(
             ticket_id=2**40,
@@ -25,7 +25,8 @@ def golden_rows() -> list[Trajectory]:
             loss_mask_T=np.array([0, 0, 1, 1, 1], np.uint8),
             logprobs_T=np.array([0, 0, -0.1, -12.5, -1e-7], np.float32),
             versions_T=np.array(
-                [-1, -1, epoch_2_step_7, epoch_2_step_7, epoch_2_step_7 + 1], np.int64
+                [-1, -1, generation_2_step_7, generation_2_step_7, generation_2_step_7 + 1],
+                np.int64,
             ),
             reward=0.1,
             temperature=0.7,

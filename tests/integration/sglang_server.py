@@ -27,7 +27,7 @@ def serving(
     """The address of a server of that model, in float32, ready for requests."""
     ports = find_free_ports()
     command = build_replica_command(
-        InferenceConfig(dtype="float32", context_tokens=context_tokens, extra_args=extra_args),
+        InferenceConfig(dtype="float32", context_length=context_tokens, extra_args=extra_args),
         python=get_interpreter("serve", "auto"),
         model_path=str(model_dir),
         device="cpu",

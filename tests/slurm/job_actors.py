@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.restarts import read_own_stop_notice
-from areal_hpc.jobs.time_limit import record_save_time
+from areal_hpc.jobs.time_limit import record_checkpoint_time
 
 
 def _note(config: dict[str, str], word: str) -> None:
@@ -31,7 +31,7 @@ def steady(config: dict[str, str]) -> None:
 
 def slow_saver(config: dict[str, str]) -> None:
     """Say that a save takes eight seconds; when told to stop, say how much time there is."""
-    record_save_time(8.0)
+    record_checkpoint_time(8.0)
 
     def look(number: int, frame: object) -> None:
         _note(config, "stopped")

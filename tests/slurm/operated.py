@@ -56,7 +56,7 @@ class OperatedRun:
         folder = self.layout.jobs_dir / job
         folder.mkdir(parents=True)
         # It has crashed once already: the next crash ends it for good.
-        (folder / "fruitless.json").write_text('{"fruitless":1}')
+        (folder / "failures_without_progress.json").write_text('{"failures":1}')
         script = folder / "job.sbatch"
         slurm = SlurmLaunchInfo(
             submissions=str(self.layout.submissions),

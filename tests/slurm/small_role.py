@@ -20,8 +20,8 @@ def role(config: dict[str, Any]) -> None:
         case "grows":
             kept = [b"x" * (64 << 20) for _ in range(32)]
             print(len(kept))
-        case "commits":
-            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("committed"))
+        case "checkpoints":
+            signal.signal(signal.SIGTERM, lambda number, frame: sys.exit("saved"))
             time.sleep(600)
         case "ignores":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -124,7 +124,7 @@ class SupervisedJob:
 
     def starts(self) -> int:
         """How often its supervisors have started."""
-        folder = self.job_dir / "starts"
+        folder = self.job_dir / "restarts"
         return sum(path.name.isdigit() for path in folder.iterdir()) if folder.exists() else 0
 
     def shown(self) -> str:
@@ -137,7 +137,7 @@ class SupervisedJob:
 
     def outcome(self) -> TaskExit:
         """The first task's last word."""
-        return msgspec.json.decode((self.job_dir / "outcome.0.json").read_bytes(), type=TaskExit)
+        return msgspec.json.decode((self.job_dir / "task_exit.0.json").read_bytes(), type=TaskExit)
 
     def newest_id(self) -> str:
         return latest_by_name(read_submissions(self.submissions))[self.name].job_id

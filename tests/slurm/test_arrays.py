@@ -20,7 +20,7 @@ SITE = SlurmConfig(
     partition="priority",
     mem="400M",
     cpus_per_task=1,
-    time_min=30,
+    time_limit_minutes=30,
     requeue=False,
     setup=(f"export OMP_NUM_THREADS=1 PYTHONPATH={CHECKOUT}",),
 )
@@ -82,7 +82,7 @@ def test_a_member_submits_its_own_index_again_as_often_as_need_be_and_all_who_wa
     cluster: Devcluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
-    first = [SupervisedJob(cluster, tmp_path / name, "warmup") for name in "abc"]
+    first = [SupervisedJob(cluster, tmp_path / name, "sft") for name in "abc"]
     second = [SupervisedJob(cluster, tmp_path / name, "trainer") for name in "abc"]
     array = submit_together(first, tmp_path / "sweep")
     submit_together(second, tmp_path / "sweep", f"aftercorr:{array}")

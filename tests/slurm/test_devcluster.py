@@ -170,7 +170,7 @@ def test_a_daemon_that_cannot_start_is_named_with_its_last_words(tmp_path: Path)
     with devcluster(state_dir, "--nodes=1", "--no-accounting", "--loopback") as broken:
         broken.done("kill-node", "n01")
         (state_dir / "etc" / "gres.conf").write_text("Name=gpu File=/no/such/device\n")
-        refused = broken.command("restore-node", "n01", "--within-s=3")
+        refused = broken.command("restore-node", "n01", "--timeout-s=3")
         assert refused.returncode == 75
         assert refused.stderr.startswith("error: n01 ")
         assert "/no/such/device" in refused.stderr

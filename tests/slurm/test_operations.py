@@ -44,8 +44,8 @@ def processes_of(run: OperatedRun) -> list[str]:
 
 
 def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
-    trainer = run.submit("trainer", "commits", "--hold")
-    cell = run.submit("cell-0", "commits", f"--dependency=after:{trainer}")
+    trainer = run.submit("trainer", "checkpoints", "--hold")
+    cell = run.submit("cell-0", "checkpoints", f"--dependency=after:{trainer}")
     status = run.command("status")
     assert "quickstart/one: waiting" in status
     assert f"trainer  {trainer}" in status
@@ -61,8 +61,8 @@ def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
     assert "the run was cancelled" in run.command("why")
 
 
-def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: OperatedRun) -> None:
-    trainer = run.submit("trainer", "commits")
+def test_a_run_at_work_is_followed_and_cancelled_with_a_last_checkpoint(run: OperatedRun) -> None:
+    trainer = run.submit("trainer", "checkpoints")
     run.submit("cell-0", "ignores")
     wait_for(lambda: "works" in run.log("trainer") and "works" in run.log("cell-0"), 60)
     status = run.command("status")
@@ -76,8 +76,8 @@ def test_a_run_at_work_is_followed_and_cancelled_with_a_last_commit(run: Operate
     said = run.command("cancel")
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
-    assert "committed" in run.log("trainer")
-    outcome = json.loads((run.layout.jobs_dir / "trainer" / "outcome.0.json").read_text())
+    assert "saved" in run.log("trainer")
+    outcome = json.loads((run.layout.jobs_dir / "trainer" / "task_exit.0.json").read_text())
     assert outcome["exit_code"] == 143
     assert run.layout.cancelled_marker.exists()
     assert run.cluster.job_state(trainer) in {"CANCELLED", "FAILED"}
@@ -109,7 +109,7 @@ def test_memory_that_ran_out_is_named_whoever_died_of_it(run: OperatedRun) -> No
 
 
 def test_a_lost_node_is_named(run: OperatedRun) -> None:
-    trainer = run.submit("trainer", "commits", "--no-requeue", "--nodelist=n02")
+    trainer = run.submit("trainer", "checkpoints", "--no-requeue", "--nodelist=n02")
     wait_for(lambda: "works" in run.log("trainer"), 60)
     run.cluster.done("kill-node", "n02")
     wait_for(lambda: run.cluster.job_state(trainer) == "NODE_FAIL", 60)
@@ -120,7 +120,7 @@ def test_a_lost_node_is_named(run: OperatedRun) -> None:
 
 
 def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
-    run.submit("trainer", "commits")
+    run.submit("trainer", "checkpoints")
     wait_for(lambda: "works" in run.log("trainer"), 60)
     controller = int((run.cluster.state_dir / "run" / "slurmctld.pid").read_text())
     os.kill(controller, signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
     cancelling.communicate(timeout=90)
     assert cancelling.returncode == 0
     assert run.cluster.slurm("squeue", "-h") == ""
-    assert "committed" in run.log("trainer")
+    assert "saved" in run.log("trainer")
 
 
 def tear(run: OperatedRun) -> list[Path]:
@@ -153,10 +153,10 @@ def tear(run: OperatedRun) -> list[Path]:
 
 
 def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path: Path) -> None:
-    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "sft.dataset")]
     run = OperatedRun.make(shared, tmp_path, "torn", *sizes)
     trainer = run.submit(
-        "trainer", "commits", "--partition=scavenger", "--requeue", "--nodelist=n01"
+        "trainer", "checkpoints", "--partition=scavenger", "--requeue", "--nodelist=n01"
     )
     torn = tear(run)
     wait_for(lambda: "works" in run.log("trainer"), 60)
@@ -199,11 +199,11 @@ def test_a_cancelled_run_is_submitted_again_from_its_directory(
 ) -> None:
     sizes = [f"{part}.kwargs.size=64" for part in TASK_SETS]
     keys = ["cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M", *sizes]
-    keys += [f"cluster.fileroot={tmp_path}", "warmup.dataset.kwargs.size=64"]
+    keys += [f"cluster.fileroot={tmp_path}", "sft.dataset.kwargs.size=64"]
     areal_hpc(shared, "submit", "recipes/quickstart.yaml", *keys)
     run = str(tmp_path / "quickstart" / "demo")
     first = set(shared.slurm("squeue", "-h", "-o", "%i").split())
-    assert len(first) == 3, "the warm-up, the trainer, a cell"
+    assert len(first) == 3, "the SFT stage, the trainer, a cell"
     areal_hpc(shared, "cancel", run)
     said = areal_hpc(shared, "resume", run, "trainer.total_steps=7")
     assert "changed  trainer.total_steps: 25 -> 7" in said
@@ -221,7 +221,7 @@ def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
 ) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
-    said = areal_hpc(shared, "doctor", "--site", str(site), "--from-a-job")
+    said = areal_hpc(shared, "doctor", "--site", str(site), "--check-node")
     assert "ok    partition scavenger" in said
     assert "n01 saw the file, and this node saw its answer" in said
     assert list((tmp_path / "runs").iterdir()) == []
@@ -242,8 +242,8 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
 def test_all_of_it_works_without_accounting(bare: Devcluster, tmp_path: Path) -> None:
     run = OperatedRun.make(bare, tmp_path, "one")
     grown = run.submit("cell-0", "grows")
-    run.submit("trainer", "commits")
-    run.submit("cell-1", "commits", "--begin=now+1hour")
+    run.submit("trainer", "checkpoints")
+    run.submit("cell-1", "checkpoints", "--begin=now+1hour")
     wait_for(lambda: bare.job_state(grown) in {"FAILED", "OUT_OF_MEMORY"}, 60)
     wait_for(lambda: "works" in run.log("trainer"), 60)
     status = run.command("status")
@@ -259,20 +259,20 @@ def test_all_of_it_works_without_accounting(bare: Devcluster, tmp_path: Path) ->
 def test_a_preempted_run_goes_on_and_is_resumed_without_accounting(
     bare: Devcluster, tmp_path: Path
 ) -> None:
-    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "warmup.dataset")]
+    sizes = [f"{part}.kwargs.size=64" for part in (*TASK_SETS, "sft.dataset")]
     run = OperatedRun.make(bare, tmp_path, "two", *sizes)
-    trainer = run.submit("trainer", "commits", "--partition=scavenger", "--requeue")
+    trainer = run.submit("trainer", "checkpoints", "--partition=scavenger", "--requeue")
     wait_for(lambda: "works" in run.log("trainer"), 60)
     bare.submit("sleep 1", "--partition=priority", "--exclusive", "--mem=100")
     wait_for(lambda: run.log("trainer").count("works") == 2, 90)
-    assert "committed" in run.log("trainer")
+    assert "saved" in run.log("trainer")
     status = run.command("status")
     assert f"trainer  {trainer}" in status
     assert "restart 1" in status
     assert "preempted by a job of higher priority" in run.command("why")
     run.command("cancel")
     said = run.command("resume", "cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
-    assert "job      warmup" in said
+    assert "job      sft" in said
     assert len(bare.slurm("squeue", "-h").splitlines()) == 3
     assert "quickstart/two: waiting" in run.command("status")
     run.command("cancel", "--now")

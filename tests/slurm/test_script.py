@@ -16,7 +16,10 @@ from tests.support.devclusters import devcluster
 from tests.support.environments import CHECKOUT, python_of
 
 FOLDER = CHECKOUT / "tests" / "integration" / "areal"
-SITE = "slurm: {time_min: 10, mem: 4G, cpus_per_task: 1, setup: [export OMP_NUM_THREADS=1]}\n"
+SITE = (
+    "slurm: {time_limit_minutes: 10, mem: 4G, cpus_per_task: 1, "
+    "setup: [export OMP_NUM_THREADS=1]}\n"
+)
 
 
 @pytest.mark.timeout(500)

@@ -36,7 +36,7 @@ def test_a_submitted_run_trains_over_four_nodes_and_ends_by_itself(
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "step      5/5" in ended.stdout
     assert [row["step"] for row in read_lines(run.layout.metrics)][-1] == 5
-    assert [one.job for one in run.submissions] == ["warmup", "trainer", "cell-0", "cell-1"]
+    assert [one.job for one in run.submissions] == ["sft", "trainer", "cell-0", "cell-1"]
     states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
     assert set(states.values()) == {"COMPLETED"}, states
     nodes = {
@@ -82,11 +82,11 @@ def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submittin
     wait_for(lambda: cluster.slurm("squeue", "-h") == "", 60)
 
 
-SWEEP = ("--array", "warmup.optimizer.lr=1e-3,3e-3")
+SWEEP = ("--sweep", "sft.optimizer.lr=1e-3,3e-3")
 HELD = (
     "cluster.slurm.jobs.trainer.sbatch_flags=[--hold]",
     "cluster.slurm.jobs.cell.sbatch_flags=[--hold]",
-    "cluster.slurm.jobs.warmup.sbatch_flags=[]",
+    "cluster.slurm.jobs.sft.sbatch_flags=[]",
 )
 
 
@@ -99,16 +99,16 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     parent = run.layout.root.parent
     layouts = [RunPaths(parent / f"slurm-lr-{value}") for value in ("1e-3", "3e-3")]
     ids = [[one.job_id for one in read_submissions(layout.submissions)] for layout in layouts]
-    warmup = ids[0][0].partition("_")[0]
-    assert [one[0] for one in ids] == [f"{warmup}_0", f"{warmup}_1"]
+    sft = ids[0][0].partition("_")[0]
+    assert [one[0] for one in ids] == [f"{sft}_0", f"{sft}_1"]
     assert all(one.endswith(f"_{index}") for index in (0, 1) for one in ids[index])
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
-    assert sum(f"aftercorr:{warmup}" in line for line in waiting) >= 6
+    assert sum(f"aftercorr:{sft}" in line for line in waiting) >= 6
     wait_for(lambda: all(layout.sft_export.exists() for layout in layouts), 200)
     finals = [read_lines(layout.sft_metrics)[-1]["loss"] for layout in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
-    alone = layouts[1].jobs_dir / "warmup" / "job.sbatch"
+    alone = layouts[1].jobs_dir / "sft" / "job.sbatch"
     job = cluster.slurm("sbatch", "--parsable", "--partition=priority", str(alone))
     wait_for(lambda: cluster.job_state(job) not in {"PENDING", "RUNNING", "COMPLETING"}, 60)
     assert cluster.job_state(job) == "COMPLETED"
@@ -145,7 +145,7 @@ def test_scripts_of_a_site_pass_the_clusters_own_check(
 def test_the_plain_scripts_start_a_run_that_is_only_written_down(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:
-    written = run.submit("--write-only")
+    written = run.submit("--no-submit")
     assert written.returncode == 0, written.stdout + written.stderr
     assert run.submissions == []
 
@@ -154,9 +154,9 @@ def test_the_plain_scripts_start_a_run_that_is_only_written_down(
         return cluster.slurm(*command, str(CHECKOUT / "slurm" / f"{name}.sbatch"), *arguments)
 
     root = str(run.layout.root)
-    warmup = sbatch("warmup", root)
-    wait_for(lambda: cluster.job_state(warmup) not in {"PENDING", "RUNNING", "COMPLETING"}, 120)
-    assert cluster.job_state(warmup) == "COMPLETED"
+    sft = sbatch("sft", root)
+    wait_for(lambda: cluster.job_state(sft) not in {"PENDING", "RUNNING", "COMPLETING"}, 120)
+    assert cluster.job_state(sft) == "COMPLETED"
     trainer, cell = sbatch("trainer", root), sbatch("cell", root, "0")
     found = [run.layout.rendezvous_dir / f"{name}.json" for name in ("ledger", "proxy-cell-0")]
     wait_for(lambda: all(path.exists() for path in found), 100)

@@ -131,7 +131,7 @@ def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
 
 CUT_DOWN = (
     *SIZES,
-    "warmup.total_steps=20",
+    "sft.total_steps=20",
     "evaluation.every_steps=0",
     "trainer.total_steps=5",
 )

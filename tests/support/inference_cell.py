@@ -76,14 +76,14 @@ class Cell:
     def __init__(self, layout: RunPaths, name: str) -> None:
         self.layout = layout
         self.name = name
-        self.epoch = 1
+        self.generation = 1
         self._relays: list[httpx.Client] = []
         self.start()
 
     def start(self) -> None:
         """Run the job, for the first time or after its end. Its relay answers on return."""
         layout, config_path = self.layout, self.layout.root / f"{self.name}.json"
-        (layout.rendezvous_dir / f"relay-{self.name}.json").unlink(missing_ok=True)
+        (layout.rendezvous_dir / f"control-{self.name}.json").unlink(missing_ok=True)
         with (layout.root / f"{self.name}.log").open("ab") as log_file:
             self.job = subprocess.Popen(
                 [
@@ -97,7 +97,7 @@ class Cell:
         try:
             endpoint = await_endpoint(
                 layout.rendezvous_dir,
-                f"relay-{self.name}",
+                f"control-{self.name}",
                 20,
                 is_cancelled=lambda: self.job.poll() is not None,
             )
@@ -140,10 +140,10 @@ class Cell:
         return view
 
     def control(self, route: str, body: object = None, **headers: str) -> httpx.Response:
-        """One relayed call, as a trainer of the current epoch would make it."""
+        """One relayed call, as a trainer of the current generation would make it."""
         headers = {
             "x-areal-incarnation": str(self.replica().incarnation),
-            "x-areal-epoch": str(self.epoch),
+            "x-areal-generation": str(self.generation),
         } | {f"x-areal-{name.replace('_', '-')}": value for name, value in headers.items()}
         return self.relay.post(f"/replicas/0/{route}", json=body or {}, headers=headers)
 

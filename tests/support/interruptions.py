@@ -22,12 +22,12 @@ def trained_steps(layout: RunPaths) -> int:
 
 
 def _evaluates(layout: RunPaths) -> bool:
-    endpoints = (layout.rendezvous_dir / f"{name}.json" for name in ("relay-cell-0", "ledger"))
+    endpoints = (layout.rendezvous_dir / f"{name}.json" for name in ("control-cell-0", "ledger"))
     return all(one.exists() for one in endpoints) and any(layout.generations_dir.glob("*"))
 
 
 PHASES: Phases = {
-    "warm-up": lambda layout: bool(read_lines(layout.sft_metrics)),
+    "SFT": lambda layout: bool(read_lines(layout.sft_metrics)),
     "servers starting": lambda layout: any(layout.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
     "training": lambda layout: trained_steps(layout) >= 1,
@@ -40,5 +40,5 @@ def interrupt_in_each(run: SmallRun, phases: Phases) -> None:
         seconds = run.interrupt_when(partial(is_reached, run.layout))
         assert seconds <= STOP_LIMIT_S, f"{phase}: {seconds:.1f} s"
         assert run.processes() == [], phase
-        for name in ("relay-cell-0.json", "ledger.json"):
+        for name in ("control-cell-0.json", "ledger.json"):
             (run.layout.rendezvous_dir / name).unlink(missing_ok=True)

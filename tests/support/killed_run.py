@@ -103,18 +103,18 @@ class Gate:
 
 
 class KilledRun(SmallRun):
-    """A small run, without warm-up, whose processes are killed one after another."""
+    """A small run, without SFT, whose processes are killed one after another."""
 
     def __init__(
         self, root: Path, model: Path, kills: list[Kill], steps: int = 24, *overrides: str
     ) -> None:
         super().__init__(
             root / "runs",
-            "warmup=null",
+            "sft=null",
             "model.tiny=null",
             f"model.path={model}",
             f"trainer.total_steps={steps}",
-            "trainer.commit_every_steps=2",
+            "trainer.checkpoint_every_steps=2",
             "evaluation.every_steps=4",
             *overrides,
         )
@@ -194,7 +194,9 @@ class KilledRun(SmallRun):
         later: list[float] = [
             event["time"]
             for event in events
-            if event["event"] == "published" and event["replicas"] and event["time"] > struck_at
+            if event["event"] == "weights_published"
+            and event["replicas"]
+            and event["time"] > struck_at
         ]
         assert later, f"no weights were given after the kill: {self.said()}"
         return round(min(later) - struck_at, 1)
@@ -216,9 +218,9 @@ def torn_record(writer: int, survives: bool) -> Iterator[None]:
 
 
 def warmed_up_model(root: Path) -> Path:
-    """The quick start's model after a short warm-up, for many runs to start from."""
+    """The quick start's model after a short SFT stage, for many runs to start from."""
     run = SmallRun(root / "warm")
-    export = RunPaths(run.layout.root).export("warmup")
+    export = RunPaths(run.layout.root).export("sft")
     run.interrupt_when(
         lambda: (export / "config.json").exists() and any(export.glob("*.safetensors"))
     )

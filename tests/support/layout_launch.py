@@ -25,10 +25,10 @@ def launch(
 
     Args:
         server: Starts the ranks.
-        folder: Made for commits, saved models and logs.
+        folder: Made for checkpoints, saved models and logs.
         parallel: Sizes, as in a recipe.
         families: Models to go through.
-        others: Folders of earlier launches, whose commits are resumed from.
+        others: Folders of earlier launches, whose checkpoints are resumed from.
     """
     folder.mkdir()
     ranks = math.prod(size for name, size in parallel.items() if name != "ep")

@@ -1,4 +1,4 @@
-"""One rank of one parallel layout: compare with transformers, save, commit, resume."""
+"""One rank of one parallel layout: compare with transformers, save, checkpoint, resume."""
 
 from __future__ import annotations
 
@@ -163,15 +163,15 @@ class Case:
             ),
         }
 
-    def commit_and_resume(self) -> dict[str, Any]:
-        """Two steps, a commit, a third step; then the third step again from the commit."""
-        store = CheckpointStore(self.folder / "commits", keep=2)
+    def save_and_resume(self) -> dict[str, Any]:
+        """Two steps, a checkpoint, a third step; then the third step again from the checkpoint."""
+        store = CheckpointStore(self.folder / "checkpoints", keep=2)
         expected = reference(self.model, make_rows(2))
         whole = torch.cat([part.double().flatten() for part in expected.values()])
         expected_norm = whole.norm().item()
         _, norm = self.step(self.policy, self.optimizer, 2)
         self.step(self.policy, self.optimizer, 3)
-        state = TrainerState(step=2, epoch=1, seed=0)
+        state = TrainerState(step=2, generation=1, seed=0)
         store.begin(self.policy, self.optimizer, state)
         store.finish()
         store.close()
@@ -181,7 +181,7 @@ class Case:
         resumed, resumed_loss = self.resume(store)
         return {
             "norm_gap": abs(norm / expected_norm - 1),
-            "committed_logprobs": logprobs,
+            "checkpoint_logprobs": logprobs,
             "loss_after_step_3": loss,
             "resume_is_bitwise": loss == resumed_loss
             and all(
@@ -212,17 +212,17 @@ class Case:
         return [merged[key] for key in sorted(merged)]
 
     def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
-        """Another trainer that takes the third step from the commit; its loss."""
-        commit = find_latest(store._directory)
-        assert commit is not None
+        """Another trainer that takes the third step from the checkpoint; its loss."""
+        checkpoint = find_latest(store._directory)
+        assert checkpoint is not None
         policy, optimizer = self.build()
-        load_checkpoint(policy, optimizer, commit)
+        load_checkpoint(policy, optimizer, checkpoint)
         loss, _ = self.step(policy, optimizer, 4)
         return policy, loss
 
     def resume_from_other_layout(self, folder: Path) -> dict[str, float]:
-        """Take the third step from another layout's commit: the largest differences to its own."""
-        policy, loss = self.resume(CheckpointStore(folder / self.family / "commits", keep=2))
+        """Take the third step from another layout's checkpoint: the largest differences."""
+        policy, loss = self.resume(CheckpointStore(folder / self.family / "checkpoints", keep=2))
         report = json.loads((folder / "report.0.json").read_text())
         expected = HfModelReader(folder / self.family / "after_step_3")
         return {
@@ -251,7 +251,7 @@ def go_through(scenario: dict[str, Any], layout: RunPaths) -> dict[str, Any]:
         one = Case(family, parallel, layout.root)
         found = one.compare()
         one.save()
-        found |= one.commit_and_resume()
+        found |= one.save_and_resume()
         found["resumed_from"] = {
             Path(other).name: one.resume_from_other_layout(Path(other))
             for other in scenario["others"]

@@ -22,7 +22,7 @@ class LoneProxy:
             *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
             *(word for url in urls for word in ("--upstream", url)),
             *("--tokenizer", str(write_model_dir(folder / "model"))),
-            *("--admin-key-file", str(self.key_file), "--context-tokens", "2048", *arguments),
+            *("--admin-key-file", str(self.key_file), "--context-length", "2048", *arguments),
         ]
         self.start()
 

@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 """Parallel sizes by the name the document gives them. EP spreads ranks that are there anyway."""
 
 RESUMES = (("TP2", "1"), ("1", "PP2"), ("DP2", "TP2"), ("DP2, EP2", "1"), ("1", "TP2, EP2"))
-"""Layouts that a commit is written and read under."""
+"""Layouts that a checkpoint is written and read under."""
 
 LOGPROB_BOUND = 1e-5
 GRADIENT_BOUND = 1e-4
@@ -85,7 +85,7 @@ def write(agreements: list[Agreement], resumes: list[Resume]) -> None:
         (one.family, one.written_under, one.read_under, *_shown(one.loss_gap, one.weight_gap))
         for one in resumes
     ]
-    header = ("family", "committed under", "resumed under", "loss", "weights")
+    header = ("family", "saved under", "resumed under", "loss", "weights")
     write_table(DOCUMENT, "resumes", markdown(header, resumed))
 
 

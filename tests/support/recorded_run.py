@@ -28,7 +28,7 @@ TRAINER: dict[str, Any] = {
     "dtype": "float32",
     "device": "cpu",
     "max_tokens_per_microbatch": 64,
-    "commit_every_steps": 2,
+    "checkpoint_every_steps": 2,
     "optimizer": {"lr": 1e-3, "decay": "cosine", "warmup_steps": 2, "weight_decay": 0.1},
 }
 """What scenarios do not say of the trainer's configuration."""

@@ -83,7 +83,7 @@ def make_learner(scenario: Scenario, layout: RunPaths) -> Learner:
 
 
 def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
-    """Train on the recorded batches, from the latest commit to the last step."""
+    """Train on the recorded batches, from the latest checkpoint to the last step."""
     config, learner = config_of(scenario), make_learner(scenario, layout)
     began_at = learner.state.step
     stop = StopRequest()
@@ -100,9 +100,9 @@ def replay(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
     }
 
 
-def warm_up(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
-    """The supervised warm-up, from its latest commit to its last step."""
-    job = SftJobConfig.model_validate(scenario["warmup"])
+def fine_tune(scenario: Scenario, layout: RunPaths) -> dict[str, Any]:
+    """The SFT stage, from its latest checkpoint to its last step."""
+    job = SftJobConfig.model_validate(scenario["sft"])
     policy = build_policy(
         read_architecture(job.model_path), job.parallel, torch.float32, torch.device("cpu")
     )
@@ -134,7 +134,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     random.seed(os.urandom(4))
     if rank == scenario.get("faulty_rank", 0):
         os.environ[VARIABLE] = scenario.get("faults", "")
-    act = {"replay": replay, "warm_up": warm_up, "inspect": inspect}[scenario["act"]]
+    act = {"replay": replay, "fine_tune": fine_tune, "inspect": inspect}[scenario["act"]]
     report = layout.root / f"report.{rank}.json"
     report.unlink(missing_ok=True)
     try:

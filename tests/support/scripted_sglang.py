@@ -223,7 +223,7 @@ class StandInRelay:
         app = web.Application()
         app.router.add_get("/replicas", self._list)
         self._runner, url = await _listen(app)
-        rendezvous.publish_endpoint(self._directory, f"relay-{CELL}", url)
+        rendezvous.publish_endpoint(self._directory, f"control-{CELL}", url)
 
     async def stop(self) -> None:
         await self._runner.cleanup()

@@ -20,9 +20,9 @@ TIMEOUT_S = 240.0
 SIZES = (
     "train_dataset.kwargs.size=64",
     "valid_dataset.kwargs.size=8",
-    "warmup.dataset.kwargs.size=640",
-    "warmup.batch_size=16",
-    "warmup.commit_every_steps=20",
+    "sft.dataset.kwargs.size=640",
+    "sft.batch_size=16",
+    "sft.checkpoint_every_steps=20",
     "evaluation.tasks=8",
     "rollout.n_samples=4",
     "rollout.max_concurrent_rollouts=16",
@@ -31,11 +31,11 @@ SIZES = (
 """Little of everything that the recipe has much of."""
 CUT_DOWN = (
     *SIZES,
-    "warmup.total_steps=40",
-    "warmup.log_every_steps=5",
+    "sft.total_steps=40",
+    "sft.log_every_steps=5",
     "evaluation.every_steps=2",
     "trainer.total_steps=3",
-    "trainer.commit_every_steps=1",
+    "trainer.checkpoint_every_steps=1",
 )
 
 

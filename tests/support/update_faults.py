@@ -82,7 +82,7 @@ class Gate:
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        rendezvous.publish_endpoint(directory, f"relay-{cell.name}", url)
+        rendezvous.publish_endpoint(directory, f"control-{cell.name}", url)
 
     def pass_on(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
         """Forward a call, unless the trap is for it or the replica is lost."""
@@ -142,21 +142,21 @@ def _has_left(caller: socket.socket, upstream: socket.socket) -> bool:
 
 
 class Sender:
-    """A process that publishes through the gates, one epoch of a trainer."""
+    """A process that publishes through the gates, one generation of a trainer."""
 
     def __init__(
-        self, directory: Path, cells: int, admin_key: str, epoch: int, **weights: Any
+        self, directory: Path, cells: int, admin_key: str, generation: int, **weights: Any
     ) -> None:
-        self.epoch = epoch
+        self.generation = generation
         self._is_ready = False
         config = {
             "rendezvous_dir": str(directory),
             "cells": cells,
             "admin_key": admin_key,
-            "epoch": epoch,
+            "generation": generation,
             "weights": {"bucket_bytes": 100_000, **weights},
         }
-        with (directory / f"sender.{epoch}.log").open("wb") as log_file:
+        with (directory / f"sender.{generation}.log").open("wb") as log_file:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "tests.support.update_sender"),

@@ -19,9 +19,9 @@ from areal_hpc.wire.weight_version import WeightVersion
 AWAIT_S = 20.0
 
 
-def publish(publisher: Publisher, epoch: int, order: dict[str, object]) -> dict[str, object]:
+def publish(publisher: Publisher, generation: int, order: dict[str, object]) -> dict[str, object]:
     """One update of all replicas that lack the version."""
-    version = WeightVersion(epoch, int(str(order["step"])))
+    version = WeightVersion(generation, int(str(order["step"])))
     weights = load_file(Path(str(order["weights"])))
     specs = [
         TensorSpec(name, tuple(value.shape), str(value.dtype).removeprefix("torch."))
@@ -57,7 +57,7 @@ def main() -> None:
     )
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
-        print(json.dumps(publish(publisher, config["epoch"], json.loads(line))), flush=True)
+        print(json.dumps(publish(publisher, config["generation"], json.loads(line))), flush=True)
     publisher.close()
 
 

@@ -14,11 +14,11 @@ from areal_hpc.view.summary import summarize
 
 STEP = {
     "reward/mean": 0.5,
-    "tokens_per_s": 100.0,
+    "throughput/trained_tokens_per_s": 100.0,
     "staleness/mean": 0.0,
     "staleness/max": 0,
     "logprob/engine_trainer_max_abs_diff": 1e-6,
-    "logprob/metered_tokens": 10,
+    "logprob/compared_tokens": 10,
 }
 
 
@@ -30,7 +30,7 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunPaths(tmp_path)
-    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    reporter = PlainReporter(layout, total_steps=3, sft_steps=0)
     append_line(layout.metrics, {"step": 0, "eval/reward": 0.25})
     append_line(layout.metrics, {"step": 1, **STEP})
     reporter.report_new_steps()
@@ -49,7 +49,7 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunPaths(tmp_path)
-    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    reporter = PlainReporter(layout, total_steps=3, sft_steps=0)
     append_line(layout.metrics, {"step": 1, **STEP})
     append_line(layout.metrics, {"step": 2, **STEP})
     reporter.report_new_steps()
@@ -71,29 +71,29 @@ def test_what_an_earlier_launch_told_is_not_told_again(
 ) -> None:
     layout = RunPaths(tmp_path)
     append_line(layout.metrics, {"step": 1, **STEP})
-    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    reporter = PlainReporter(layout, total_steps=3, sft_steps=0)
     append_line(layout.metrics, {"step": 2, **STEP})
     reporter.close()
     assert steps_in(capsys.readouterr().out) == [2]
 
 
-def test_a_step_without_metered_tokens_says_so(
+def test_a_step_without_compared_tokens_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunPaths(tmp_path)
-    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
-    append_line(layout.metrics, {"step": 1, **STEP, "logprob/metered_tokens": 0})
+    reporter = PlainReporter(layout, total_steps=3, sft_steps=0)
+    append_line(layout.metrics, {"step": 1, **STEP, "logprob/compared_tokens": 0})
     reporter.close()
-    assert "unmetered" in capsys.readouterr().out
+    assert "not compared" in capsys.readouterr().out
 
 
 def test_a_difference_that_is_not_finite_is_said_in_words(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout = RunPaths(tmp_path)
-    reporter = PlainReporter(layout, total_steps=3, warmup_steps=0)
+    reporter = PlainReporter(layout, total_steps=3, sft_steps=0)
     line = {"step": 1, **STEP, "logprob/engine_trainer_max_abs_diff": None}
-    sizes = {"time/step_s": 1.0, "tokens/trained": 1, "versions/multi": 0}
+    sizes = {"time/step_s": 1.0, "tokens/trained": 1, "staleness/mixed_version_rows": 0}
     append_line(layout.metrics, line | sizes)
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out

@@ -39,7 +39,7 @@ def test_unknown_key_names_the_nearest_known_one() -> None:
 
 def test_unknown_key_inside_an_optional_section_is_explained() -> None:
     with pytest.raises(RecipeError, match="did you mean batch_size"):
-        load_recipe(QUICKSTART, ["warmup.batch_sise=3"])
+        load_recipe(QUICKSTART, ["sft.batch_sise=3"])
 
 
 def test_wrong_type_says_expected_and_got() -> None:
@@ -85,11 +85,11 @@ def test_an_agent_is_named_unless_programs_come() -> None:
 
 @pytest.mark.parametrize("mode", ["inline", "online"])
 def test_an_evaluation_job_needs_tasks_to_play(mode: str) -> None:
-    overrides = ["valid_dataset=null", "evaluation.separate_job=true"]
+    overrides = ["valid_dataset=null", "evaluation.separate_cell=true"]
     overrides += ["rollout.agent.mode=online", "rollout.workflow=''"] if mode == "online" else []
     with pytest.raises(RecipeError) as caught:
         load_recipe(QUICKSTART, overrides)
-    assert [problem.key for problem in caught.value.problems] == ["evaluation.separate_job"]
+    assert [problem.key for problem in caught.value.problems] == ["evaluation.separate_cell"]
     assert "no held-out tasks" in str(caught.value)
 
 

@@ -35,7 +35,7 @@ def test_a_type_is_shown_in_words(annotation: Any, shown: str) -> None:
 def test_the_reference_shows_values_as_recipes_state_them() -> None:
     lines = render_key_table().splitlines()
     rows = {line.split(" | ")[0].strip("|` "): line for line in lines}
-    assert "| int >= 1 or null | `null` |" in rows["cluster.slurm.time_min"]
+    assert "| int >= 1 or null | `null` |" in rows["cluster.slurm.time_limit_minutes"]
     assert "| bool | `true` |" in rows["cluster.slurm.requeue"]
     assert '| str | `""` |' in rows["rollout.should_accept"]
     assert "| [float, float] | `[0.9, 0.95]` |" in rows["trainer.optimizer.betas"]

@@ -24,17 +24,17 @@ def test_packed_versions_keep_their_order(one: WeightVersion, other: WeightVersi
 
 @pytest.mark.parametrize("text", ["", "3", "3.", ".3", "a.b", "default", "1.-2"])
 def test_other_texts_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"epoch\.step"):
+    with pytest.raises(ValueError, match=r"generation\.step"):
         WeightVersion.parse(text)
 
 
-def test_staleness_counts_steps_within_an_epoch() -> None:
+def test_staleness_counts_steps_within_an_generation() -> None:
     assert compute_staleness(WeightVersion(1, 7), WeightVersion(1, 5), [GenerationFork(1, 0)]) == 2
 
 
-def test_uncommitted_steps_of_an_abandoned_epoch_count_from_the_common_ancestor() -> None:
+def test_unsaved_steps_of_an_abandoned_generation_count_from_the_common_ancestor() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 5)]
-    # Epoch 1 reached step 8 but only 5 was committed; epoch 2 is now at 6.
+    # Generation 1 reached step 8 but only 5 was saved; generation 2 is now at 6.
     assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 8), forks) == 1
     assert compute_staleness(WeightVersion(2, 6), WeightVersion(1, 4), forks) == 2
 

@@ -41,12 +41,15 @@ def _dtype(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
 def _proximal(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
     """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
     if not value and not source("actor.recompute_logprob"):
-        return {"trainer.objective.proximal": "none", "trainer.objective.correction": "none"}
+        return {
+            "trainer.objective.proximal": "none",
+            "trainer.objective.off_policy_correction": "none",
+        }
     method = source("actor.prox_logp_method")
     if method not in PROXIMAL_MODES:
         return Untranslatable(f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODES)}")
     found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODES[method]}
-    weighed = _correction(source) if value else {"correction": "none"}
+    weighed = _correction(source) if value else {"off_policy_correction": "none"}
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
@@ -55,16 +58,16 @@ def _correction(source: Source) -> dict[str, Any]:
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
         return {
-            "correction": source("actor.rejection_sampling.action"),
-            "correction_level": source("actor.rejection_sampling.level"),
-            "correction_metric": "ratio" if metric == "ratio" else "kl",
-            "correction_low": source("actor.rejection_sampling.lower") or 0.0,
-            "correction_high": source("actor.rejection_sampling.upper"),
+            "off_policy_correction": source("actor.rejection_sampling.action"),
+            "off_policy_correction_level": source("actor.rejection_sampling.level"),
+            "off_policy_correction_metric": "ratio" if metric == "ratio" else "kl",
+            "off_policy_correction_low": source("actor.rejection_sampling.lower") or 0.0,
+            "off_policy_correction_high": source("actor.rejection_sampling.upper"),
         }
     cap = source("actor.behav_imp_weight_cap")
     if cap is None:
-        return {"correction": "none"}
-    return {"correction": "mask", "correction_high": cap}
+        return {"off_policy_correction": "none"}
+    return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
 def _metric(value: Any, source: Source) -> dict[str, Any] | Untranslatable:
@@ -193,15 +196,23 @@ ACTOR_RULES = (
         "actor.recompute_logprob", "`trainer.objective.proximal`, by `use_decoupled_loss`"
     ),
     ignored_rule("actor.prox_logp_method", "`trainer.objective.proximal`, by `use_decoupled_loss`"),
-    ignored_rule("actor.behav_imp_weight_cap", "`trainer.objective.correction_high`, as a mask"),
-    ignored_rule("actor.rejection_sampling.level", "`trainer.objective.correction_level`"),
-    ignored_rule("actor.rejection_sampling.action", "`trainer.objective.correction`"),
+    ignored_rule(
+        "actor.behav_imp_weight_cap", "`trainer.objective.off_policy_correction_high`, as a mask"
+    ),
+    ignored_rule(
+        "actor.rejection_sampling.level", "`trainer.objective.off_policy_correction_level`"
+    ),
+    ignored_rule("actor.rejection_sampling.action", "`trainer.objective.off_policy_correction`"),
     computed_rule(
-        "actor.rejection_sampling.metric", "`trainer.objective.correction_metric`", _metric
+        "actor.rejection_sampling.metric",
+        "`trainer.objective.off_policy_correction_metric`",
+        _metric,
     ),
     fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
-    ignored_rule("actor.rejection_sampling.upper", "`trainer.objective.correction_high`"),
-    ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.correction_low`"),
+    ignored_rule(
+        "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
+    ),
+    ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.off_policy_correction_low`"),
     fixed_rule("actor.importance_sampling_level", "token", "ratios are of tokens"),
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),

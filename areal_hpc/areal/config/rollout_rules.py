@@ -34,7 +34,7 @@ def _context(value: Any, source: Source) -> dict[str, Any]:
     """The least of the bounds that are given."""
     bounds = [source(key) for key in CONTEXT_KEYS if key in source.given]
     known = [int(bound) for bound in bounds if bound is not None]
-    return {"inference.context_tokens": min(known)} if known else {}
+    return {"inference.context_length": min(known)} if known else {}
 
 
 def _sampling(name: str) -> tuple[Rule, ...]:
@@ -112,17 +112,17 @@ def _agent(section: str) -> tuple[Rule, ...]:
         ),
         computed_rule(
             f"{section}.engine_max_tokens",
-            "`inference.context_tokens`: the least of the bounds given",
+            "`inference.context_length`: the least of the bounds given",
             _context,
             only_if_given=True,
         ),
         unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
         unsupported_rule(
             f"{section}.message_preprocessors",
-            "write one function for `proxy.message_normaliser`",
+            "write one function for `proxy.message_normalizer`",
         ),
         unsupported_rule(
-            f"{section}.prefix_matcher", "write a function for `proxy.message_normaliser`"
+            f"{section}.prefix_matcher", "write a function for `proxy.message_normalizer`"
         ),
         renamed_rule(
             f"{section}.session_timeout_seconds", "proxy.session_timeout_s", only_if_given=given
@@ -144,7 +144,7 @@ CONTEXT_KEYS = (
 )
 """Bounds on prompt plus reply."""
 
-_LEAST = "`inference.context_tokens`: the least of the bounds given"
+_LEAST = "`inference.context_length`: the least of the bounds given"
 _RETRIED = "a call waits for a replica until `proxy.request_timeout_s`"
 
 ROLLOUT_RULES = (
@@ -167,7 +167,7 @@ ROLLOUT_RULES = (
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily
     ),
     *_generation("eval_gconfig"),
-    ignored_rule("eval_gconfig.max_tokens", "`inference.context_tokens` bounds evaluation too"),
+    ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is played once"),
     computed_rule(
         "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
@@ -221,7 +221,7 @@ ROLLOUT_RULES = (
     *_agent("rollout.agent"),
     *_agent("rollout.openai"),
     computed_rule("sglang.context_length", _LEAST, _context, only_if_given=True),
-    renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction"),
+    renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
     renamed_rule("sglang.dtype", "inference.dtype"),

@@ -62,7 +62,7 @@ def check_storage_from_node(
         return fail("shared", f"{folder}: {error.strerror}", "choose another cluster.fileroot")
     except ClusterError as error:
         shutil.rmtree(folder, ignore_errors=True)
-        return fail("shared", error.problems[0].message, "areal-hpc doctor without --from-a-job")
+        return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
     say(f"job {job_id.strip()} was submitted; waiting up to {patience_s:.0f} s for its answer")
     try:
         return _await(folder, job_id.strip(), token, patience_s)

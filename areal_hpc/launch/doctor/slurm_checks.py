@@ -72,28 +72,30 @@ def _partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
     for options in _options(slurm).values():
         for name in (options.partition or "").split(","):
             if name:
-                limits[name] = max(limits.get(name, 0), options.time_min or 0)
+                limits[name] = max(limits.get(name, 0), options.time_limit_minutes or 0)
     if not limits:
         yield ok("partition", "none named: Slurm's default")
-    for name, time_min in limits.items():
+    for name, time_limit_minutes in limits.items():
         try:
             shown = run_slurm_command("scontrol", "show", "partition", name, "--oneliner")
         except ClusterError:
             yield fail(f"partition {name}", "Slurm does not know it", "sinfo -s lists yours")
             continue
-        yield _partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_min)
+        yield _partition(name, dict(re.findall(r"(\w+)=(\S+)", shown)), time_limit_minutes)
 
 
-def _partition(name: str, facts: Mapping[str, str], time_min: int) -> CheckResult:
+def _partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
     what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
     if facts.get("State") != "UP":
         return fail(
             f"partition {name}", f"is {facts.get('State')}", "sinfo -s; name one that is up"
         )
     most_min = _minutes(facts.get("MaxTime", ""))
-    if most_min is not None and time_min > most_min:
-        hint = f"time_min={most_min}; a run goes on in the next job"
-        return fail(f"partition {name}", f"{what}; the site asks for {time_min} min", hint)
+    if most_min is not None and time_limit_minutes > most_min:
+        hint = f"time_limit_minutes={most_min}; a run goes on in the next job"
+        return fail(
+            f"partition {name}", f"{what}; the site asks for {time_limit_minutes} min", hint
+        )
     return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
 
 

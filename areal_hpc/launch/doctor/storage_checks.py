@@ -15,7 +15,7 @@ from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 
 MIN_FREE_BYTES = 1 << 30
 RECOMMENDED_FREE_BYTES = 50 << 30
-"""Below it a run of a real model has room for a few commits only."""
+"""Below it a run of a real model has room for a few checkpoints only."""
 MIN_FREE_INODES = 10_000
 MAX_CLOCK_SKEW_S = 2.0
 """Between a file's time and this node's clock."""
@@ -57,9 +57,9 @@ def _kind(fileroot: Path) -> CheckResult:
     kind = asked.stdout.strip() or "unknown"
     if kind in LOCAL_KINDS:
         return warn(
-            "shared", f"{kind}: looks local to this node", "--from-a-job asks a compute node"
+            "shared", f"{kind}: looks local to this node", "--check-node asks a compute node"
         )
-    return warn("shared", f"{kind}: this node alone cannot tell", "--from-a-job asks a node")
+    return warn("shared", f"{kind}: this node alone cannot tell", "--check-node asks a node")
 
 
 def _promises(folder: Path) -> Iterator[CheckResult]:
@@ -83,7 +83,7 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
         except FileExistsError:
             pass
     except OSError as error:
-        hint = "use another file system: commits and shards appear by rename"
+        hint = "use another file system: checkpoints and shards appear by rename"
         yield fail("rename, fsync", f"{error.strerror}", hint)
         return
     yield (
@@ -129,7 +129,9 @@ def _room(fileroot: Path) -> CheckResult:
     if free_bytes < MIN_FREE_BYTES:
         return fail("room", room, "free some space, or choose another cluster.fileroot")
     if free_bytes < RECOMMENDED_FREE_BYTES:
-        return warn("room", room, "enough for small models; a commit holds 16 bytes a parameter")
+        return warn(
+            "room", room, "enough for small models; a checkpoint holds 16 bytes a parameter"
+        )
     return ok("room", room)
 
 

@@ -59,7 +59,7 @@ def read_context_tokens(model_path: Path) -> int:
     if not isinstance(limit, int):
         raise RecipeError(
             f"{model_path / 'config.json'} does not say max_position_embeddings",
-            key="inference.context_tokens",
-            hint="set inference.context_tokens to the longest prompt plus reply",
+            key="inference.context_length",
+            hint="set inference.context_length to the longest prompt plus reply",
         )
     return limit

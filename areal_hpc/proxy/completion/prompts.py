@@ -63,7 +63,7 @@ class Prompt(msgspec.Struct, frozen=True):
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
             parent_id=parent.interaction_id if parent is not None else None,
-            splice=self.turn.splice,
+            reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
             reply=said.message(),
@@ -105,9 +105,9 @@ class PromptBuilder:
         asked_at = time.time()
         check_session_limits(session, call.n)
         turn, new_ids = await self.tokenize(session, call)
-        self._metrics.prompts.labels(turn.splice).inc()
+        self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
-            self._metrics.forks.labels(turn.forked).inc()
+            self._metrics.rewritten_histories.labels(turn.forked).inc()
         prior = turn.parent.sequence_tokens if turn.parent is not None else 0
         prompt_tokens = prior + len(new_ids)
         sampling = self._fit(session, call, prompt_tokens)

@@ -60,7 +60,7 @@ class ServedModel:
     reasoning_parser: str | None = None
     """SGLang's name of the format of its reasoning."""
     normalise: NormalizeMessage | None = None
-    """The user's own normaliser (`proxy.message_normaliser`)."""
+    """The user's own normaliser (`proxy.message_normalizer`)."""
 
     def must_parse(self, call: ModelCall) -> bool:
         """Whether a reply may hold more than text."""

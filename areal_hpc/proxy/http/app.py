@@ -127,7 +127,7 @@ class ProxyApp:
         offer, wait = _awaiting(control.offer_episode), _awaiting(control.await_session)
         export = _awaiting(control.export_trajectories)
         yield admin("/rl/start_session", start, wire.StartSessionRequest)
-        yield admin("/rl/offer_session", offer, wire.OfferEpisodeRequest)
+        yield admin("/rl/offer_episode", offer, wire.OfferEpisodeRequest)
         yield admin("/rl/await_session", wait, wire.AwaitSessionRequest)
         yield admin("/rl/finish_ticket", finish, wire.FinishTicketRequest)
         yield admin("/rl/seal", _awaiting(control.seal))

@@ -28,7 +28,7 @@ class JobOptions(BaseConfig):
     """Features that nodes must have."""
     reservation: str | None = None
     """Reservation to run in."""
-    time_min: PositiveInt | None = None
+    time_limit_minutes: PositiveInt | None = None
     """Time limit, minutes; 1440 (a day) when null."""
     mem: str | None = None
     """Memory a node, as Slurm writes it (`64G`); all of it (`0`) when null and `exclusive`."""
@@ -70,9 +70,9 @@ class JobKindOptions(BaseConfig):
     cell: JobOptions = JobOptions()
     """Every cell's job."""
     evaluation: JobOptions = JobOptions()
-    """The job of `evaluation.separate_job`; what `cell` says holds where this is silent."""
-    warmup: JobOptions = JobOptions()
-    """The warm-up's job; what `trainer` says holds where this is silent."""
+    """The job of `evaluation.separate_cell`; what `cell` says holds where this is silent."""
+    sft: JobOptions = JobOptions()
+    """The SFT job; what `trainer` says holds where this is silent."""
 
 
 class ContainerConfig(BaseConfig):
@@ -81,7 +81,7 @@ class ContainerConfig(BaseConfig):
     kind: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
     train: str = ""
-    """Image of the trainer and the warm-up: a file, or what the starter understands."""
+    """Image of the trainer and SFT: a file, or what the starter understands."""
     serve: str = ""
     """Image of the cells; it holds the environments `serve` and `agents`."""
     mounts: tuple[str, ...] = ()
@@ -133,15 +133,15 @@ class SlurmConfig(JobOptions):
     """The host name's network unless one is named."""
     requeue: bool = True
     """Whether the cluster may start jobs again under their number; some sites forbid it."""
-    signal_lead_s: Annotated[int, Field(ge=10)] = 90
+    signal_before_end_s: Annotated[int, Field(ge=10)] = 90
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
     def get_options(self, job: str) -> JobOptions:
-        """What holds for a job of this name: `trainer`, `warmup`, `cell-3`, `evaluation`."""
+        """What holds for a job of this name: `trainer`, `sft`, `cell-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
         is_cell = is_cell_name(job)
         layers += [self.jobs.cell] if is_cell else [self.jobs.trainer]
-        layers += [self.jobs.warmup] if job == "warmup" else []
+        layers += [self.jobs.sft] if job == "sft" else []
         layers += [self.jobs.evaluation] if job == EVALUATION_CELL else []
         told = {
             name: value

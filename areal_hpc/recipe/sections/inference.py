@@ -28,9 +28,9 @@ class InferenceConfig(BaseConfig):
     """Requests one replica decodes at once."""
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
     """Tokens the KV cache holds; SGLang decides from the free memory when null."""
-    context_tokens: Annotated[int, Field(ge=16)] | None = None
+    context_length: Annotated[int, Field(ge=16)] | None = None
     """Longest prompt plus reply; the model's own limit when null."""
-    mem_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.85
+    mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Share of GPU memory for weights and KV cache."""
     tool_call_parser: str | None = None
     """SGLang's name of the model's tool-call format, such as `qwen25`."""

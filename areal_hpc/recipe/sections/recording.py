@@ -38,5 +38,5 @@ class ProxyConfig(BaseConfig):
     """Messages in one request; longer conversations are refused with status 400."""
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""
-    message_normaliser: str | None = None
+    message_normalizer: str | None = None
     """`package.module:function` that each message passes before it is compared and rendered."""

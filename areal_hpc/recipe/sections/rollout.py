@@ -36,8 +36,8 @@ class AgentExecutionConfig(BaseConfig):
     """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """What a turn keeps of the reward of the turns that follow it."""
-    credit: Literal["tree", "arrival"] = "tree"
-    """Who shares a reward: `tree`: the turns that led to it; `arrival`: every earlier call."""
+    credit: Literal["tree", "chronological"] = "tree"
+    """Who shares a reward: `tree`: the turns that led to it; `chronological`: all earlier calls."""
     drop_retry_orphans: bool = True
     """Leave out unused replies to a request that was sent again; false if the agent resamples."""
 
@@ -116,5 +116,5 @@ class EvaluationConfig(BaseConfig):
     """Dotted path of another agent that plays held-out tasks; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
-    separate_job: bool = False
+    separate_cell: bool = False
     """A job like that of a cell plays them, and training does not wait for it."""

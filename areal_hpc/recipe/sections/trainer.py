@@ -61,38 +61,44 @@ class ObjectiveConfig(BaseConfig):
     """The ratio to the proximal policy is clipped above 1 + this."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
-    correction: Literal["clamp", "mask", "none"] = "clamp"
+    off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
     """Tokens weigh proximal / pi_b clamped to bounds (TIS), masked outside (IcePop), or all 1."""
-    correction_level: Literal["token", "sequence"] = "token"
+    off_policy_correction_level: Literal["token", "sequence"] = "token"
     """Bounds are on each token, or on the row's mean (of ratios: the geometric one)."""
-    correction_metric: Literal["ratio", "kl"] = "ratio"
+    off_policy_correction_metric: Literal["ratio", "kl"] = "ratio"
     """Bounds are on the ratio proximal / pi_b, or on an estimate of their divergence."""
-    correction_low: Annotated[float, Field(ge=0)] = 0.0
+    off_policy_correction_low: Annotated[float, Field(ge=0)] = 0.0
     """Lower bound; 0 is none."""
-    correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+    off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
     min_reward_std: Annotated[float, Field(gt=0)] = 1e-4
     """A group whose rewards vary less than this teaches nothing and gets zero advantage."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> ObjectiveConfig:
-        if self.correction == "none":
+        if self.off_policy_correction == "none":
             return self
-        low, high = self.correction_low, self.correction_high
+        low, high = self.off_policy_correction_low, self.off_policy_correction_high
         if self.proximal == "none":
             raise ValueError(
                 "with proximal=none the sampling policy is the proximal one and no weight between "
-                f"them is left for correction={self.correction}: set correction=none"
+                f"them is left for off_policy_correction={self.off_policy_correction}: "
+                "set off_policy_correction=none"
             )
-        if self.correction_metric == "kl":
-            if self.correction == "clamp":
-                raise ValueError("correction=clamp needs correction_metric=ratio: use mask with kl")
+        if self.off_policy_correction_metric == "kl":
+            if self.off_policy_correction == "clamp":
+                raise ValueError(
+                    "off_policy_correction=clamp needs off_policy_correction_metric=ratio: "
+                    "use mask with kl"
+                )
             if low != 0:
-                raise ValueError(f"a divergence is bounded above only, got correction_low={low}")
+                raise ValueError(
+                    f"a divergence is bounded above only, got off_policy_correction_low={low}"
+                )
         elif not low <= 1 <= high:
             raise ValueError(
                 "the bounds of a ratio must enclose 1, that of equal policies, got "
-                f"correction_low={low} and correction_high={high}"
+                f"off_policy_correction_low={low} and off_policy_correction_high={high}"
             )
         return self
 
@@ -118,10 +124,10 @@ class TrainerConfig(BaseConfig):
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
-    commit_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between commits: what a kill can cost, and the steps taken beside the last commit."""
-    keep_commits: Annotated[int, Field(ge=2)] = 2
-    """Complete commits kept; older ones are deleted."""
+    checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
+    """Steps between checkpoints: what a kill can cost, and the steps taken beside the last."""
+    keep_checkpoints: Annotated[int, Field(ge=2)] = 2
+    """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
@@ -137,7 +143,7 @@ class SftConfig(BaseConfig):
     """Tokens packed into one forward pass of one data-parallel rank."""
     optimizer: AdamConfig = AdamConfig(lr=1e-5)
     """AdamW."""
-    commit_every_steps: Annotated[int, Field(ge=1)] = 500
-    """Steps between commits."""
+    checkpoint_every_steps: Annotated[int, Field(ge=1)] = 500
+    """Steps between checkpoints."""
     log_every_steps: Annotated[int, Field(ge=1)] = 20
-    """Steps between lines of `warmup_metrics.jsonl`."""
+    """Steps between lines of `sft_metrics.jsonl`."""

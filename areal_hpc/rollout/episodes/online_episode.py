@@ -51,7 +51,7 @@ async def _offered(spec: EpisodeSpec, proxy: ServiceClient) -> str:
     offer = OfferEpisodeRequest(spec.session, spec.data, POLL_TIMEOUT_S)
     while True:
         reply = await proxy.call(
-            "/rl/offer_session", offer, OfferEpisodeReply, timeout_s=CALL_TIMEOUT_S
+            "/rl/offer_episode", offer, OfferEpisodeReply, timeout_s=CALL_TIMEOUT_S
         )
         if reply.session_id is not None:
             return reply.session_id

@@ -198,7 +198,7 @@ def summarize_batch(
         "tokens/sampled": sampled.total(),
         "staleness/mean": float(np.dot(ages, list(sampled.values())) / max(1, sampled.total())),
         "staleness/max": max(ages, default=0),
-        "versions/multi": sum(len(tokens) > 1 for tokens in tokens_of),
+        "staleness/mixed_version_rows": sum(len(tokens) > 1 for tokens in tokens_of),
     }
 
 

@@ -24,9 +24,9 @@ def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
     checkpoints = list_checkpoints(directory)
     if not checkpoints:
         raise RecipeError(
-            "the run has no complete commit yet",
+            "the run has no complete checkpoint yet",
             key=str(directory),
-            hint="wait for the first, or lower trainer.commit_every_steps",
+            hint="wait for the first, or lower trainer.checkpoint_every_steps",
         )
     if step is None:
         return checkpoints[-1]
@@ -35,9 +35,9 @@ def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
             return checkpoint
     held = ", ".join(str(checkpoint.state.step) for checkpoint in checkpoints)
     raise RecipeError(
-        f"there is no commit of step {step}; the run holds {held}",
+        f"there is no checkpoint of step {step}; the run holds {held}",
         key=str(directory),
-        hint=f"choose one of {held}; trainer.keep_commits says how many are kept",
+        hint=f"choose one of {held}; trainer.keep_checkpoints says how many are kept",
     )
 
 
@@ -69,5 +69,5 @@ def export_checkpoint(
         raise ClusterError(
             f"a file vanished while it was read: {error.filename}",
             key=str(checkpoint.path),
-            hint="a running trainer deletes old commits: export a newer one",
+            hint="a running trainer deletes old checkpoints: export a newer one",
         ) from error

@@ -61,9 +61,9 @@ def load_sharded(policy: Policy, optimizer: Any, directory: Path) -> None:
         loaded = dist_checkpointing.load(state, str(directory), TorchDistLoadShardedStrategy())
     except CheckpointException as error:
         raise ShardError(
-            f"a commit cannot be read: {_first_failure(error)}",
+            f"a checkpoint cannot be read: {_first_failure(error)}",
             key=str(directory),
-            hint="move it aside: the run then goes on from the commit before",
+            hint="move it aside: the run then goes on from the checkpoint before",
         ) from error
     policy.gpt.load_state_dict(loaded["model"])
     load_optimizer_state(optimizer, loaded["optimizer"])

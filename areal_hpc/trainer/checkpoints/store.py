@@ -2,7 +2,7 @@
 
 A checkpoint is everything a restarted trainer needs, in one directory that appears whole.
 `step_00000040/` holds Megatron's distributed checkpoint (`megatron_format.py`), `trainer.json`, and
-the marker `COMMITTED`. It is built under a hidden name while training goes on: each rank copies its
+the marker `COMPLETE`. It is built under a hidden name while training goes on: each rank copies its
 part into memory that it shares with a writer process of its own, which puts it on disk. Rank 0
 renames the directory once every writer is done and no newer trainer has taken over.
 
@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, SupersededTrainerError
 from areal_hpc.faults import fault_point
-from areal_hpc.jobs.time_limit import record_save_time
+from areal_hpc.jobs.time_limit import record_checkpoint_time
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoints import (
     MARKER,
@@ -105,7 +105,7 @@ class CheckpointStore:
         while any_true(is_hidden := not is_complete(path)):
             if any_true(time.monotonic() >= give_up_at):
                 trouble = ClusterError(
-                    "rank 0 resumes from a commit that this rank cannot see",
+                    "rank 0 resumes from a checkpoint that this rank cannot see",
                     key=str(path),
                     hint="check that every node mounts the run directory",
                 )
@@ -140,7 +140,7 @@ class CheckpointStore:
         self.finish()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
-        partial = unfinished_path(self._directory, state.step, state.epoch)
+        partial = unfinished_path(self._directory, state.step, state.generation)
         is_first = dist.get_rank() == 0
         with _storage(partial):
             if is_first:
@@ -189,7 +189,7 @@ class CheckpointStore:
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
                 self._make_visible(self._begun)
-                record_save_time(self._copied_s + self._writer.took_s)
+                record_checkpoint_time(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
         raise_on_all_ranks(trouble)
@@ -217,7 +217,9 @@ class CheckpointStore:
             ClusterError: The storage refused.
             SupersededTrainerError: A newer trainer owns the run.
         """
-        partial = unfinished_path(self._directory, checkpoint.state.step, checkpoint.state.epoch)
+        partial = unfinished_path(
+            self._directory, checkpoint.state.step, checkpoint.state.generation
+        )
         fault_point("checkpoint.before_marker")
         with _storage(partial):
             (partial / MARKER).touch()
@@ -234,15 +236,15 @@ class CheckpointStore:
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.remove(doomed)
-        fault_point("checkpoint.after_commit")
+        fault_point("checkpoint.after_write")
 
     def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
-        target, own = checkpoint.path, checkpoint.state.epoch
-        if target.exists():  # of an abandoned epoch, or of the one that replaced this
-            epoch = read_trainer_state(target).epoch if is_complete(target) else -1
-            if epoch > own:
+        target, own = checkpoint.path, checkpoint.state.generation
+        if target.exists():  # of an abandoned generation, or of the one that replaced this
+            generation = read_trainer_state(target).generation if is_complete(target) else -1
+            if generation > own:
                 raise SupersededTrainerError(
-                    f"epoch {epoch} has committed {target.name} before epoch {own}"
+                    f"generation {generation} has saved {target.name} before generation {own}"
                 )
             replaced = target.with_name(f".{target.name}.replaced")
             target.rename(replaced)

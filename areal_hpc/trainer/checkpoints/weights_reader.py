@@ -107,7 +107,7 @@ class CheckpointWeights:
         if stored is None or not fits or stored.size[len(place)] < least:
             found = "nothing" if stored is None else tuple(stored.size)
             raise RecipeError(
-                f"the commit has {found} under {get_stored_name(parameter)}, "
+                f"the checkpoint has {found} under {get_stored_name(parameter)}, "
                 f"expected {[tensor.shape for tensor in parameter.hf]}",
                 key=str(self._directory),
                 hint="export with the recipe that the run was trained with",

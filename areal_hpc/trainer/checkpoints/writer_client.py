@@ -108,11 +108,13 @@ class WriterClient:
         code = self._process.wait()
         if self._tries == MAX_TRIES:
             raise ClusterError(
-                f"the writer of commits died {MAX_TRIES} times, at last with exit code {code}",
+                f"the writer of checkpoints died {MAX_TRIES} times, at last with exit code {code}",
                 key=self._request.path,
                 hint="look for the out-of-memory killer in dmesg",
             )
-        logger.error("the writer of commits died with exit code %d: the file is written anew", code)
+        logger.error(
+            "the writer of checkpoints died with exit code %d: the file is written anew", code
+        )
         self._process = self._start()
         self._tries += 1
         self._send(self._request)
@@ -138,7 +140,7 @@ class WriterClient:
             for directory in self._doomed:  # gone, unless the writer died before
                 shutil.rmtree(directory, ignore_errors=True)
         except subprocess.TimeoutExpired:
-            logger.warning("the writer of commits is still deleting: ended")
+            logger.warning("the writer of checkpoints is still deleting: ended")
             self._process.kill()
             self._process.wait()
         self._abandon()

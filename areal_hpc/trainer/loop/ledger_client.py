@@ -62,7 +62,7 @@ class LedgerClient:
             evaluated_step: Whose evaluation, if it is under way, may go on.
         """
         request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
-        self._call("/open_epoch", request, Acknowledged)
+        self._call("/open_generation", request, Acknowledged)
 
     def batch(self, step: int, wait_s: float) -> BatchReply:
         """The batch that leads to `step`, or how far it is."""

@@ -92,7 +92,7 @@ class LedgerSource(BatchSource):
             SupersededTrainerError: A newer trainer owns the run.
             ClusterError: The ledger stays away.
         """
-        with self._record.timer.phase("wait"):
+        with self._record.timer.phase("batch_wait"):
             reply = self._ledger.batch(step, LONG_POLL_S)
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
@@ -164,7 +164,7 @@ class LedgerSource(BatchSource):
                 self._record.row |= {f"weights/{name}_s": took_s for name, took_s in seconds}
             self._is_served = True
         self._events.record(
-            "published",
+            "weights_published",
             version=str(version),
             replicas=len(report.ok),
             failed=[str(key) for key in report.failed],

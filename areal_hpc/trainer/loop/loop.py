@@ -305,12 +305,12 @@ class Coordinator:
         """The state is copied, and will be durable soon. The step's row waits for that."""
         self._saved_step = self._record.version.step
         self._record.metrics.hold()
-        self._record.timer.add("commit", seconds)
+        self._record.timer.add("checkpoint", seconds)
 
     def on_checkpoint_saved(self, seconds: float) -> None:
         """The checkpoint being written is durable; it kept the ranks from training so long."""
         self._record.metrics.release()
-        self._record.timer.add("commit", seconds)
+        self._record.timer.add("checkpoint", seconds)
 
     def on_exported(self) -> None:
         """The weights have been written as a Hugging Face model."""

@@ -60,7 +60,7 @@ def make_replay_coordinator(
         metrics.write(version.step, metrics.reopened or learner.reopened_row)
     schedule = Schedule(
         total_steps=last_step,
-        commit_every_steps=config.commit_every_steps,
+        checkpoint_every_steps=config.checkpoint_every_steps,
         export_every_steps=None,
         evaluation_every_steps=0,
         evaluation_tasks=0,

@@ -10,7 +10,7 @@ class Schedule:
     """Which steps get what."""
 
     total_steps: int
-    commit_every_steps: int
+    checkpoint_every_steps: int
     export_every_steps: int | None
     """0 exports only the last step, None exports nothing."""
     evaluation_every_steps: int
@@ -35,7 +35,7 @@ class Schedule:
 
     def saves_checkpoint(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""
-        return step > 0 and (step % self.commit_every_steps == 0 or step == self.total_steps)
+        return step > 0 and (step % self.checkpoint_every_steps == 0 or step == self.total_steps)
 
     def exports(self, step: int) -> bool:
         """The weights of `step` are written as a Hugging Face model."""

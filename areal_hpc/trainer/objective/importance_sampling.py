@@ -1,9 +1,9 @@
 """Weights for tokens that other weights sampled than those an update starts from.
 
 The importance weight of a token is w = pi_proximal / pi_behaviour. Unbounded it is unbiased and
-useless; `trainer.objective.correction` says what is done about large and small ones. When weights
-are clamped it is called truncated importance sampling (TIS, fengyao.notion.site/off-policy-rl),
-when tokens outside two bounds are masked IcePop (arXiv:2510.18855), when whole rows are, rejection.
+useless; `trainer.objective.off_policy_correction` says what is done about large and small ones.
+When weights are clamped it is called truncated importance sampling (TIS,
+fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop (arXiv:2510.18855), when whole rows are, rejection.
 docs/objectives.md lists the settings, and AReaL's names for them.
 """
 
@@ -68,17 +68,22 @@ def correct_off_policy(
     log_ratio_N = (proximal_N - behaviour_N).detach()
     raw_N = log_ratio_N.exp()
     kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
-    by_row, by_kl = config.correction_level == "sequence", config.correction_metric == "kl"
-    if by_row and not by_kl and config.correction != "none":
+    by_row, by_kl = (
+        config.off_policy_correction_level == "sequence",
+        config.off_policy_correction_metric == "kl",
+    )
+    if by_row and not by_kl and config.off_policy_correction != "none":
         raw_N = rows.mean(log_ratio_N).exp()
-    if config.correction == "none":
+    if config.off_policy_correction == "none":
         return CorrectedWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
     judged_N = raw_N
     if by_kl:
         judged_N = rows.mean(kl_N) if by_row else kl_N
-    outside_N = (judged_N < config.correction_low) | (judged_N > config.correction_high)
-    if config.correction == "mask":
+    outside_N = (judged_N < config.off_policy_correction_low) | (
+        judged_N > config.off_policy_correction_high
+    )
+    if config.off_policy_correction == "mask":
         weight_N = torch.where(outside_N, 0.0, raw_N)
     else:
-        weight_N = raw_N.clamp(config.correction_low, config.correction_high)
+        weight_N = raw_N.clamp(config.off_policy_correction_low, config.off_policy_correction_high)
     return CorrectedWeights(weight_N, raw_N, outside_N, kl_N)

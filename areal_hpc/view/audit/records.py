@@ -17,14 +17,14 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.wire.ledger import BatchManifest
 
-NO_CHECKPOINT = TrainerState(step=0, epoch=0, seed=0)
+NO_CHECKPOINT = TrainerState(step=0, generation=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
 class TicketRecords:
     """What a run directory says about tickets."""
 
-    commit: TrainerState = NO_CHECKPOINT
+    checkpoint: TrainerState = NO_CHECKPOINT
     """The newest; of step 0 when there is none."""
     manifests: Mapping[int, BatchManifest] = field(default_factory=dict)
     """By step, those that can be read."""
@@ -49,7 +49,7 @@ def read_ticket_records(layout: RunPaths) -> TicketRecords:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
     is_finished = layout.finished_marker.exists()
-    commit = _read_newest_state(layout.checkpoints_dir, problems)
+    checkpoint = _newest_checkpoint(layout.checkpoints_dir, problems)
     manifests = dict(_whole_manifests(layout, problems))
     drops: dict[int, str] = {}
     filtered: dict[int, str] = {}
@@ -63,7 +63,7 @@ def read_ticket_records(layout: RunPaths) -> TicketRecords:
     shards = read_index(layout.index_dir)
     batch_size, offpolicyness, total_steps = _limits(layout)
     return TicketRecords(
-        commit,
+        checkpoint,
         manifests,
         drops,
         filtered,
@@ -84,14 +84,14 @@ def _sizes(directory: Path) -> Iterator[tuple[str, int]]:
             yield path.name, path.stat().st_size
 
 
-def _read_newest_state(directory: Path, problems: list[Problem]) -> TrainerState:
-    """The highest step of the highest epoch among the complete commits."""
+def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState:
+    """The highest step of the highest generation among the complete checkpoints."""
     found = list_checkpoints(directory, problems)
     newest = found[-1].state if found else NO_CHECKPOINT
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
         problems.append(
             Problem(
-                f"the commit of step {newest.step} consumed the batches {newest.consumed}, "
+                f"the checkpoint of step {newest.step} consumed the batches {newest.consumed}, "
                 f"expected each of 1 to {newest.step} once",
                 str(directory),
             )

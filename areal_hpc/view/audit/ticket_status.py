@@ -6,7 +6,7 @@ nothing that a ledger remembers is believed: only what a restart would find.
 
 | fate      | meaning                                                                          |
 |-----------|----------------------------------------------------------------------------------|
-| trained   | in exactly one batch that the newest commit consumed, its rows sealed and there  |
+| trained   | in exactly one batch that the newest checkpoint consumed, its rows sealed and there  |
 | unsound   | likewise, but left out of what that batch was trained on, since a row of it is   |
 |           | unfit (`trajectory.find_defect`)                                                 |
 | skipped   | likewise, but optimizer steps of that batch were not taken, since their gradient |
@@ -14,14 +14,14 @@ nothing that a ledger remembers is believed: only what a restart would find.
 | duplicate | in more batches than one (or in one consumed twice), or sharing a row with       |
 |           | another ticket of a batch: trained more often than once, now or on resume        |
 | lost      | issued, and nobody will ever train it, or nobody can tell whether it was: its    |
-|           | rows or the manifest that named them are gone, the commits passed over its batch,|
+|           | rows or the manifest that named them are gone, the checkpoints passed over its batch,|
 |           | or its id left no trace though later ones were batched and no cell can still     |
 |           | hold it                                                                          |
-| dropped   | given up on, with the reason in `drops.jsonl`                                    |
-| filtered  | its group was not accepted, with the reason in `drops.jsonl`                     |
-| open      | batched but not committed (handed out again as it is), sealed but in no batch,   |
-|           | or without a trace and within what cells may hold (issued again on resume), or   |
-|           | its rows were too old and it is issued again                                     |
+| dropped   | given up on, with the reason in `dropped_tickets.jsonl`                          |
+| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`              |
+| open      | batched but not in a checkpoint (handed out again as it is), sealed but in no    |
+|           | batch, or without a trace and within what cells may hold (issued again on        |
+|           | resume), or its rows were too old and it is issued again                         |
 
 How many ids without a trace can be open: while nothing is lost, an id is issued only when every
 lower one is in a cell, sealed, batched or dropped, and admission keeps those in cells and those
@@ -29,8 +29,8 @@ not yet trained within `(max_head_offpolicyness + 1) * batch_size`. A whole batc
 have been sealed for a batch to form, so at most `max_head_offpolicyness * batch_size` ids below
 the highest batched one are still in cells. When a run has finished, no cell holds anything.
 
-The chain is that of the newest commit: of the highest step of the highest epoch. Each commit
-lists the batches behind it from the first, so work of an abandoned epoch does not count.
+The chain is that of the newest checkpoint: of the highest step of the highest generation. Each
+checkpoint lists the batches behind it from the first, so work of an abandoned generation does not count.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class AuditReport:
     """Files that cannot be believed, whatever they mean for tickets."""
     untrained: list[UntrainedRecord]
     """What consumed batches did not teach, and why: no fault of the accounts, but worth knowing."""
-    committed_step: int
+    checkpoint_step: int
     is_finished: bool
 
     def of(self, fate: TicketStatus) -> list[TicketVerdict]:
@@ -149,17 +149,17 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
         Problem(wrong, f"manifests/ step {step}", "restore the file from a copy")
         for step, wrong in doubtful.items()
     ]
-    commit = evidence.commit
-    return AuditReport(fates, problems, commit.untrained, commit.step, evidence.is_finished)
+    checkpoint = evidence.checkpoint
+    return AuditReport(fates, problems, checkpoint.untrained, checkpoint.step, evidence.is_finished)
 
 
 def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
-    A batch that the commit consumed twice counts twice; one it did not consume counts once:
+    A batch that the checkpoint consumed twice counts twice; one it did not consume counts once:
     it is pending, or was passed over.
     """
-    times = Counter(evidence.commit.consumed)
+    times = Counter(evidence.checkpoint.consumed)
     uses: dict[int, list[_BatchUse]] = {}
     shared: dict[int, int] = {}
     holder: dict[tuple[str, int], int] = {}
@@ -177,9 +177,9 @@ def _collect_uses(evidence: TicketRecords) -> tuple[dict[int, list[_BatchUse]], 
 
 
 def _doubtful_manifests(evidence: TicketRecords) -> dict[int, str]:
-    """Steps behind the commit, or between manifests, whose manifest cannot tell who was trained."""
+    """Steps behind the checkpoint, or between manifests, whose manifest cannot tell who trained."""
     doubts = {}
-    for step in range(1, 1 + max((evidence.commit.step, *evidence.manifests))):
+    for step in range(1, 1 + max((evidence.checkpoint.step, *evidence.manifests))):
         manifest = evidence.manifests.get(step)
         if manifest is None:
             doubts[step] = f"the manifest of step {step} is gone"
@@ -204,7 +204,7 @@ def _of_batched(
     evidence: TicketRecords, rows: _ShardRows, uses: list[_BatchUse], shares_with: int | None
 ) -> tuple[TicketStatus, str]:
     step, ticket = uses[0].step, uses[0].ticket
-    commit = evidence.commit
+    checkpoint = evidence.checkpoint
     where = f"step {step}, {ticket.shard} rows {ticket.rows}"
     if len(uses) > 1:
         steps = " and ".join(str(use.step) for use in uses)
@@ -216,21 +216,24 @@ def _of_batched(
         )
     if fault := rows.fault_of(ticket):
         return TicketStatus.LOST, f"{where}: {fault}"
-    if step in commit.consumed:
-        for one in commit.untrained:
+    if step in checkpoint.consumed:
+        for one in checkpoint.untrained:
             if one.step == step and ticket.ref.ticket_id in one.tickets:
                 return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
             if one.step == step and not one.tickets:
                 return TicketStatus.SKIPPED, f"{where}: {one.reason}"
         return TicketStatus.TRAINED, where
-    if step <= commit.step:
+    if step <= checkpoint.step:
         return (
             TicketStatus.LOST,
-            f"{where}: the commit of step {commit.step} passed over that batch",
+            f"{where}: the checkpoint of step {checkpoint.step} passed over that batch",
         )
     if evidence.is_finished and step <= evidence.total_steps:
-        return TicketStatus.LOST, f"{where}: the run has finished, but no commit holds that batch"
-    return TicketStatus.OPEN, f"{where}: not committed, handed out again as it is"
+        return (
+            TicketStatus.LOST,
+            f"{where}: the run has finished, but no checkpoint holds that batch",
+        )
+    return TicketStatus.OPEN, f"{where}: not in a checkpoint, handed out again as it is"
 
 
 def _of_sealed(rows: _ShardRows, file: str, doubtful: dict[int, str]) -> tuple[TicketStatus, str]:

@@ -63,7 +63,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
             sending = update.start("send", _sender(full, complete))
             return lambda: update.settle(sending)
 
-        with timer.phase("join"):
+        with timer.phase("group_join"):
             self._gather(update, order)
         self._pause(update, timer)
         with timer.phase("transfer"):
@@ -96,7 +96,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> BroadcastSession:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
         group = UpdateProcessGroup(
-            f"epoch{version.generation}/{members}/{next(_SERIAL)}",
+            f"generation{version.generation}/{members}/{next(_SERIAL)}",
             get_advertised_host(),
             1 + sum(key.tp for key in keys),
             self._backend,

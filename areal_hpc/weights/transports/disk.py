@@ -118,7 +118,7 @@ class WeightsFolder:
 
 
 def _age(name: str) -> list[int]:
-    """Epoch, step, serial number."""
+    """Generation, step, serial number."""
     return [int(part) for part in name.split(".")]
 
 

@@ -116,7 +116,7 @@ class Transport(ABC, Generic[SessionT]):
         """Keep what later updates can use, and nothing else."""
 
     def _pause(self, update: GroupUpdate[SessionT], timer: PhaseTimer) -> None:
-        with timer.phase("pause"):
+        with timer.phase("pause_call"):
             update.each("pause", lambda swap: swap.pause())
 
     def _control(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:

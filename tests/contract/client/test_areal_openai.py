@@ -69,7 +69,7 @@ def test_responses_are_recorded_like_completions() -> None:
         exported = client.export_interactions(style="concat")
         assert list(exported) == [second.id]
         assert exported[second.id].reward == 1.0
-        assert [one.splice for one in client.tree] == ["root", "spliced"]
+        assert [one.reuse for one in client.tree] == ["none", "reused"]
 
     with_client(body, chat_template_type="concat")
 
@@ -79,7 +79,7 @@ def test_the_second_turn_reads_what_the_first_one_said(source: str, tmp_path: Pa
     async def body(client: ArealOpenAI) -> None:
         first, second = await two_turns(client)
         assert [one.interaction_id for one in client.tree] == [first, second]
-        assert [one.splice for one in client.tree] == ["root", "spliced"]
+        assert [one.reuse for one in client.tree] == ["none", "reused"]
 
     tokenizer = fast_tokenizer() if source == "transformers" else write_model_dir(tmp_path / "m")
     letters = [token for text in "hello" for token in byte_level_tokenizer().encode(text).ids]
@@ -131,7 +131,7 @@ def test_by_arrival_the_order_of_requests_alone_decides() -> None:
         ]
         await asyncio.gather(*asking)
         client.set_last_reward(1.0)
-        earned = client.apply_reward_discount(0.5, "arrival").values()
+        earned = client.apply_reward_discount(0.5, "chronological").values()
         assert sorted(one or 0.0 for one in earned) == [0.5, 1.0]
 
     with_client(body, lambda request: Script(delay_s=0.05))

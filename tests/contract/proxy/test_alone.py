@@ -179,7 +179,7 @@ def test_what_is_wrong_with_the_command_line_is_said(
         [
             *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
             *("--upstream", "http://127.0.0.1:1", "--tokenizer", str(model_dir)),
-            *("--admin-key-file", str(tmp_path / "key"), "--context-tokens", "64", *arguments),
+            *("--admin-key-file", str(tmp_path / "key"), "--context-length", "64", *arguments),
         ],
         capture_output=True,
         text=True,

@@ -339,8 +339,8 @@ def test_what_a_client_does_to_its_history_is_counted(stage: Stage) -> None:
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
         return int(float(values.get(f"areal_hpc_proxy_{name}", 0)))
 
-    names = ['prompts_total{splice="root"}', 'prompts_total{splice="spliced"}']
-    names += ['forks_total{reason="content"}', 'prompts_total{splice="retokenised"}']
+    names = ['prompts_total{reuse="none"}', 'prompts_total{reuse="reused"}']
+    names += ['rewritten_histories_total{reason="content"}', 'prompts_total{reuse="retokenized"}']
     before = [counted(name) for name in names]
     _, key = stage.open_session()
     first = stage.chat(key, QUESTION).json()["choices"][0]["message"]

@@ -27,7 +27,7 @@ def chunks_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 def spliced(stage: Stage) -> int:
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
-    (line,) = [one for one in lines if 'prompts_total{splice="spliced"}' in one]
+    (line,) = [one for one in lines if 'prompts_total{reuse="reused"}' in one]
     return int(float(line.rsplit(" ", 1)[1]))
 
 

@@ -157,7 +157,7 @@ def without_clock(message: Message) -> Message:
 def test_a_users_own_normaliser_lets_conversations_go_on(own_stage: Stage) -> None:
     own_stage.stop_proxy()
     normaliser = f"{without_clock.__module__}:{without_clock.__name__}"
-    own_stage.configure({**own_stage.config, "proxy": {"message_normaliser": normaliser}})
+    own_stage.configure({**own_stage.config, "proxy": {"message_normalizer": normaliser}})
     own_stage.start_proxy()
     _, key = own_stage.open_session()
     reply = {"role": "assistant", "content": "hello world"}

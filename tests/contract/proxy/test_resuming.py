@@ -61,7 +61,7 @@ def speak(stage: Stage, key: str, **more: Any) -> tuple[str, Exception | None, l
 def resumptions(stage: Stage) -> int:
     """How many the proxy counted."""
     lines = stage.http.get(f"{stage.url}/metrics").text.splitlines()
-    (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_resumptions_total "))
+    (line,) = (one for one in lines if one.startswith("areal_hpc_proxy_failovers_total "))
     return int(float(line.split()[1]))
 
 

@@ -36,7 +36,7 @@ def online(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
 def offer(stage: Stage, ticket_id: int, wait_s: float = 60.0) -> http.client.HTTPConnection:
     """A driver's offer, which waits at the proxy on return."""
     session = StartSessionRequest("train", TicketRef(ticket_id, 0))
-    return stage.begin("/rl/offer_session", OfferEpisodeRequest(session, TASK, wait_s))
+    return stage.begin("/rl/offer_episode", OfferEpisodeRequest(session, TASK, wait_s))
 
 
 def taken_by(offered: http.client.HTTPConnection) -> str | None:
@@ -94,5 +94,5 @@ def test_an_offer_whose_driver_left_is_not_given_away(online: Stage) -> None:
 
 def test_other_proxies_take_no_offers(stage: Stage) -> None:
     request = OfferEpisodeRequest(StartSessionRequest("train", TicketRef(15, 0)), TASK, 0.0)
-    assert stage.post("/rl/offer_session", request).status_code == 404
+    assert stage.post("/rl/offer_episode", request).status_code == 404
     assert stage.post("/rl/await_session", AwaitSessionRequest("no-such")).status_code == 404

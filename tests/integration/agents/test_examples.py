@@ -105,7 +105,7 @@ def test_the_examples_with_tools_are_told_what_their_tools_found(theatre: Theatr
 def assert_called_once(scene: Scene) -> str:
     """What the model was told of its call, which it goes on from in one row."""
     call, answer = scene.turns
-    assert (answer.parent_id, answer.splice) == (call.interaction_id, "spliced")
+    assert (answer.parent_id, answer.reuse) == (call.interaction_id, "reused")
     assert scene.heard == [scene.said(answer)]
     (row,) = scene.rows
     assert scene.trained(row) == call.output_tokens + answer.output_tokens

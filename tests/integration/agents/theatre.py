@@ -130,7 +130,7 @@ def assert_a_tool_was_used(scene: Scene) -> None:
     # The framework ran the tool with what the model had said, and the model was told the result.
     result = next(message for message in answer.new_messages if message["role"] == "tool")
     assert result["content"] == str(digits["x"] + digits["y"])
-    assert (answer.parent_id, answer.splice) == (call.interaction_id, "spliced")
+    assert (answer.parent_id, answer.reuse) == (call.interaction_id, "reused")
     assert scene.prompt(answer).startswith(scene.prompt(call) + scene.said(call))
     assert scene.heard == [scene.said(answer)]
     (row,) = scene.rows

@@ -119,7 +119,7 @@ def test_a_crashed_process_is_started_again(folder: Path, submit: Callable[..., 
     wait_for(job.done)
     assert job.outcomes()[0].exit_code == 0
     assert (folder / "c.txt").read_text() == "3"
-    assert (folder / "events.jsonl").read_text().count("process_died") == 2
+    assert (folder / "events.jsonl").read_text().count("process_exited") == 2
 
 
 def test_too_many_crashes_fail_the_job(folder: Path, submit: Callable[..., JobHandle]) -> None:

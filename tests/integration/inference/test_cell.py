@@ -43,41 +43,41 @@ def test_the_server_itself_listens_on_loopback_only(cell: Cell) -> None:
     assert listening == {"127.0.0.1"}
 
 
-def test_a_call_meant_for_another_incarnation_or_an_old_epoch_is_refused(cell: Cell) -> None:
+def test_a_call_meant_for_another_incarnation_or_an_old_generation_is_refused(cell: Cell) -> None:
     assert cell.control("model_info", incarnation="7").status_code == 409
-    cell.epoch += 1
+    cell.generation += 1
     assert cell.control("model_info").json()["weight_version"] == "unset"
-    refused = cell.control("model_info", epoch=str(cell.epoch - 1))
+    refused = cell.control("model_info", generation=str(cell.generation - 1))
     assert refused.status_code == 409
-    assert f"epoch {cell.epoch}" in refused.json()["error"]
+    assert f"generation {cell.generation}" in refused.json()["error"]
 
 
-def test_serving_and_fencing_obey_the_epoch_and_the_incarnation(cell: Cell) -> None:
-    cell.epoch += 1
-    assert cell.control("serve", {"version": f"{cell.epoch}.0"}).json()["state"] == "serving"
+def test_serving_and_fencing_obey_the_generation_and_the_incarnation(cell: Cell) -> None:
+    cell.generation += 1
+    assert cell.control("serve", {"version": f"{cell.generation}.0"}).json()["state"] == "serving"
     for route, body in (("serve", {"version": "0.9"}), ("fence", {})):
-        assert cell.control(route, body, epoch=str(cell.epoch - 1)).status_code == 409
+        assert cell.control(route, body, generation=str(cell.generation - 1)).status_code == 409
         assert cell.control(route, body, incarnation="7").status_code == 409
-    assert cell.replica().version == f"{cell.epoch}.0"
+    assert cell.replica().version == f"{cell.generation}.0"
     fenced = cell.control("fence", {}, deadline_s="0.5")
     assert (fenced.json()["state"], fenced.json()["version"]) == ("ready", "")
-    cell.await_replica(lambda view: view.version == f"{cell.epoch}.0")
+    cell.await_replica(lambda view: view.version == f"{cell.generation}.0")
 
 
 def test_a_pause_whose_sender_vanished_ends_with_the_weights_it_found(cell: Cell) -> None:
     before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
-    cell.control("serve", {"version": f"{cell.epoch}.1"})
+    cell.control("serve", {"version": f"{cell.generation}.1"})
     cell.control("fence", {}, deadline_s="1.0")
     paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s="1.0")
     assert paused.status_code == 200
     after = cell.await_replica(lambda view: view.state == "serving")
-    assert (after.incarnation, after.version) == (before.incarnation, f"{cell.epoch}.1")
+    assert (after.incarnation, after.version) == (before.incarnation, f"{cell.generation}.1")
     assert cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)["output_ids"]
 
 
 def test_a_change_of_weights_whose_sender_vanished_ends_in_a_restart(cell: Cell) -> None:
     before = cell.await_replica(lambda view: view.state in ("ready", "serving"))
-    cell.control("serve", {"version": f"{cell.epoch}.2"})
+    cell.control("serve", {"version": f"{cell.generation}.2"})
     began = time.monotonic()
     for route in ("pause_generation", "begin_weight_update"):
         body = {"mode": "retract"} if route == "pause_generation" else {}

@@ -46,7 +46,7 @@ class Pair:
             ControlProxyApp("cell-0", [self.head], KEY, folder), "127.0.0.1"
         )
         self.relay.start()
-        rendezvous.publish_endpoint(folder, "relay-cell-0", self.relay.url)
+        rendezvous.publish_endpoint(folder, "control-cell-0", self.relay.url)
         chief = HeadNodeClient(folder, "cell-0", KEY)
         self.follower = WorkerNode(1, 2, self._launch, chief, folder / "logs", PATIENCE_S)
 

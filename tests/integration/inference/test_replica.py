@@ -101,8 +101,8 @@ def schedulers() -> list[psutil.Process]:
     return [*filter(is_scheduler, psutil.Process().children(True))]
 
 
-def caller(replica: Replica, *, epoch: int = 1, deadline_s: float = 30) -> ControlCaller:
-    return ControlCaller(replica.view().incarnation, epoch, deadline_s)
+def caller(replica: Replica, *, generation: int = 1, deadline_s: float = 30) -> ControlCaller:
+    return ControlCaller(replica.view().incarnation, generation, deadline_s)
 
 
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
@@ -275,16 +275,16 @@ def test_a_fenced_replica_serves_only_when_told_to(make: Make) -> None:
     assert replica.serve(caller(replica), ServeRequest("1.5")).version == "1.5"
 
 
-def test_an_older_epoch_can_neither_fence_nor_serve_nor_call(make: Make) -> None:
+def test_an_older_generation_can_neither_fence_nor_serve_nor_call(make: Make) -> None:
     replica = make(server())
     tick_until(replica, is_ready)
-    replica.serve(caller(replica, epoch=2), ServeRequest("2.0"))
-    old = caller(replica, epoch=1)
-    with pytest.raises(ControlCallError, match="epoch 2"):
+    replica.serve(caller(replica, generation=2), ServeRequest("2.0"))
+    old = caller(replica, generation=1)
+    with pytest.raises(ControlCallError, match="generation 2"):
         replica.fence(old, FenceRequest())
-    with pytest.raises(ControlCallError, match="epoch 2"):
+    with pytest.raises(ControlCallError, match="generation 2"):
         replica.serve(old, ServeRequest("1.9"))
-    with pytest.raises(ControlCallError, match="epoch 2"):
+    with pytest.raises(ControlCallError, match="generation 2"):
         replica.called(old, "begin_weight_update")
     assert replica.view().version == "2.0"
 
@@ -376,7 +376,7 @@ def test_a_server_that_is_deaf_for_the_sake_of_a_caller_who_left_is_replaced(
     headers = {
         "authorization": "Bearer key",
         "x-areal-incarnation": "1",
-        "x-areal-epoch": "1",
+        "x-areal-generation": "1",
         "x-areal-deadline-s": "100",
     }
     leaver = http.client.HTTPConnection(urlsplit(relay_server.url).netloc, timeout=PATIENCE_S)

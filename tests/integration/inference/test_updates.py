@@ -70,11 +70,11 @@ class Stage:
     def _launch(incarnation: int, ports: ServerPorts) -> ServerCommand:
         return ServerCommand((sys.executable, "-c", SGLANG, str(ports.http)))
 
-    def call(self, route: str, body: object = None, epoch: int = 1) -> httpx.Response:
+    def call(self, route: str, body: object = None, generation: int = 1) -> httpx.Response:
         headers = {
             "authorization": "Bearer key",
             "x-areal-incarnation": "1",
-            "x-areal-epoch": str(epoch),
+            "x-areal-generation": str(generation),
         }
         url = f"{self.relay.url}/replicas/0/{route}"
         return httpx.post(url, json=body or {}, headers=headers, timeout=60, trust_env=False)
@@ -142,6 +142,6 @@ def test_an_update_from_disk_is_a_change_of_weights_until_it_is_verified(tmp_pat
     noted = [
         event
         for event in read_lines(tmp_path / "events.jsonl")
-        if event["event"] == "generation_resumed"
+        if event["event"] == "replica_resumed"
     ]
     assert [event["reprefill_s"] for event in noted] == [stall.reprefill_s]

@@ -124,7 +124,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left_behind(
     )
     shown = capfd.readouterr().err
     assert [part for part in said if part not in shown] == [], shown
-    assert "stage warmup" not in shown
+    assert "stage sft" not in shown
     assert not list(tmp_path.glob("runs/quickstart/demo/jobs/*"))
 
 

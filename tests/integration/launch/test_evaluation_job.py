@@ -66,7 +66,7 @@ def server_of(keeper: psutil.Process) -> psutil.Process:
 def run(tmp_path: Path) -> Iterator[SmallRun]:
     run = SmallRun(
         tmp_path / "runs",
-        "evaluation.separate_job=true",
+        "evaluation.separate_cell=true",
         f"evaluation.tasks={TASKS}",
         f"valid_dataset.kwargs.size={TASKS}",
         f"trainer.total_steps={STEPS}",
@@ -103,5 +103,5 @@ def test_a_run_and_its_evaluations_outlive_the_trainer_and_the_evaluation_cells_
     assert given_up == [judged["version"]] or step_of(judged) in found  # over just before the kill
     assert layout.attempts() == [1]
     logged = {path.name for path in layout.log_dir(1).glob("*")}
-    assert logged == {"cell-0", "evaluation", "trainer", "warmup"}
+    assert logged == {"cell-0", "evaluation", "trainer", "sft"}
     assert run.audited() == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"

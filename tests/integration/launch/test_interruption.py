@@ -35,7 +35,7 @@ def test_ctrl_c_at_a_start_and_in_training_then_the_run_completes(tmp_path: Path
 def test_killing_the_launcher_stops_the_run(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "runs")
     run.start()
-    run.await_true(lambda: PHASES["warm-up"](run.layout))
+    run.await_true(lambda: PHASES["SFT"](run.layout))
     assert run.process is not None
     os.kill(run.process.pid, signal.SIGKILL)
     run.wait()
@@ -45,7 +45,7 @@ def test_killing_the_launcher_stops_the_run(tmp_path: Path) -> None:
 def test_a_second_launcher_in_the_same_run_directory_is_refused(tmp_path: Path) -> None:
     run = SmallRun(tmp_path / "runs")
     run.start()
-    run.await_true(lambda: PHASES["warm-up"](run.layout))
+    run.await_true(lambda: PHASES["SFT"](run.layout))
     other = SmallRun(tmp_path / "runs")
     other.start()
     assert other.wait() == 75

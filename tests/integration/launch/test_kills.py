@@ -21,7 +21,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_outlives_its_proxy_its_ledger_and_its_trainer(model: Path, tmp_path: Path) -> None:
-    kills = [Kill("proxy", "seal"), Kill("ledger", "step"), Kill("trainer", "commit")]
+    kills = [Kill("proxy", "seal"), Kill("ledger", "step"), Kill("trainer", "checkpoint")]
     run = KilledRun(tmp_path, model, kills, steps=10)
     run.run_to_the_end(most_launches=2)
     assert run.struck().keys() == {kill.name for kill in kills}, run.said()

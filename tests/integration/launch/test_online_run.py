@@ -69,7 +69,7 @@ def test_an_online_run_trains_on_what_programs_do(tmp_path: Path) -> None:
     run = SmallRun(
         tmp_path / "runs",
         *("rollout.workflow=''", "rollout.agent.mode=online", "valid_dataset=null"),
-        *(f"trainer.total_steps={STEPS}", "trainer.commit_every_steps=1"),
+        *(f"trainer.total_steps={STEPS}", "trainer.checkpoint_every_steps=1"),
     )
     programs = Programs(run)
     with programs.at_work():

@@ -43,13 +43,13 @@ def test_every_step_is_trained_and_told(finished: SmallRun) -> None:
         assert row["tokens/trained"] > 0
         assert row["staleness/max"] == 0
         assert row["version"] == f"1.{row['step']}"
-        assert {"time/wait_s", "time/train_s", "time/publish_s"} <= row.keys()
+        assert {"time/batch_wait_s", "time/train_s", "time/publish_s"} <= row.keys()
 
 
 def test_the_engine_and_the_trainer_agree_on_every_sampled_token(finished: SmallRun) -> None:
     for row in read_lines(finished.layout.metrics)[1:]:
         assert row["logprob/engine_trainer_max_abs_diff"] <= 1e-4
-        assert row["logprob/metered_tokens"] == row["tokens/sampled"]
+        assert row["logprob/compared_tokens"] == row["tokens/sampled"]
 
 
 def test_nothing_is_left_running(finished: SmallRun) -> None:
@@ -127,7 +127,9 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
     assert tokenizer.decode(tokenizer.encode("3 + 4 =")) == "3 + 4 ="
 
 
-def test_a_commit_is_exported_where_there_is_no_torch(finished: SmallRun, tmp_path: Path) -> None:
+def test_a_checkpoint_is_exported_where_there_is_no_torch(
+    finished: SmallRun, tmp_path: Path
+) -> None:
     command = [get_interpreter("agents", "auto"), "-m", "areal_hpc", "export"]
     arguments = [str(finished.layout.root), "--out", str(tmp_path / "model")]
     answer = subprocess.run(command + arguments, capture_output=True, text=True, timeout=110)

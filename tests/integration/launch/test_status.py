@@ -20,15 +20,15 @@ STEP = {
     "step": 1,
     "reward/mean": 0.5,
     "time/step_s": 2.0,
-    "tokens_per_s": 100.0,
+    "throughput/trained_tokens_per_s": 100.0,
     "tokens/trained": 200,
     "tokens/sampled": 100,
     "episodes": 4,
     "staleness/mean": 0.0,
     "staleness/max": 0,
-    "versions/multi": 0,
+    "staleness/mixed_version_rows": 0,
     "logprob/engine_trainer_max_abs_diff": 1e-6,
-    "logprob/metered_tokens": 10,
+    "logprob/compared_tokens": 10,
 }
 
 
@@ -75,13 +75,13 @@ def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunPaths) -> N
     os.close(descriptor)
     assert "quickstart/demo: stopped\n" in status(layout)
     crash = TaskExit(70, "trainer", reason="ValueError: no")
-    (layout.jobs_dir / "trainer" / "outcome.0.json").write_bytes(msgspec.json.encode(crash))
+    (layout.jobs_dir / "trainer" / "task_exit.0.json").write_bytes(msgspec.json.encode(crash))
     assert "quickstart/demo: failed\n" in status(layout)
 
 
-def test_a_warm_up_is_told_before_any_step(layout: RunPaths) -> None:
+def test_the_sft_stage_is_told_before_any_step(layout: RunPaths) -> None:
     append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
-    assert "warm-up           step 40" in status(layout)
+    assert "SFT               step 40" in status(layout)
 
 
 @pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
@@ -103,6 +103,6 @@ def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
 
 def test_numbers_that_are_not_finite_are_said_to_be_so(layout: RunPaths) -> None:
     append_line(layout.metrics, {"step": 0, "eval/reward": None})
-    odd = ("reward/mean", "staleness/mean", "staleness/max", "tokens_per_s")
+    odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
     append_line(layout.metrics, STEP | dict.fromkeys(odd))
     assert "training reward   not finite -> not finite" in status(layout)

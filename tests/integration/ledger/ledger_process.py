@@ -185,15 +185,17 @@ class LedgerProcess:
 
     # The trainer
 
-    def open_epoch(self, epoch: int = 1, base_step: int = 0, evaluated_step: int = -1) -> None:
-        request = OpenGenerationRequest(epoch, base_step, evaluated_step)
-        self.call("/open_epoch", request, Acknowledged)
+    def open_generation(
+        self, generation: int = 1, base_step: int = 0, evaluated_step: int = -1
+    ) -> None:
+        request = OpenGenerationRequest(generation, base_step, evaluated_step)
+        self.call("/open_generation", request, Acknowledged)
 
-    def batch(self, step: int, epoch: int = 1, wait_s: float = 0.0) -> BatchReply:
-        return self.call("/batch", BatchRequest(epoch, step, wait_s), BatchReply)
+    def batch(self, step: int, generation: int = 1, wait_s: float = 0.0) -> BatchReply:
+        return self.call("/batch", BatchRequest(generation, step, wait_s), BatchReply)
 
-    def publish(self, step: int, epoch: int = 1) -> None:
-        self.call("/publish", PublishRequest(epoch, step), Acknowledged)
+    def publish(self, step: int, generation: int = 1) -> None:
+        self.call("/publish", PublishRequest(generation, step), Acknowledged)
 
     def status(self) -> LedgerStatus:
         return self.call("/status", Empty(), LedgerStatus)

@@ -58,7 +58,7 @@ def form_batch(ledger: LedgerProcess, step: int) -> BatchManifest:
 def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     trained: list[int] = []
     for step in (1, 2):
         ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
@@ -86,7 +86,7 @@ def test_a_ledger_killed_between_any_two_calls_trains_each_ticket_once(
 
 
 def test_dropped_tickets_stay_dropped_and_are_no_new_trouble(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     dropped = []
     for _ in range(2):
         for grant in ledger.grants():
@@ -101,7 +101,7 @@ def test_dropped_tickets_stay_dropped_and_are_no_new_trouble(ledger: LedgerProce
 
 
 def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     manifest = form_batch(ledger, 1)
     stored = json.loads(ledger.layout.manifest(1).read_bytes())
     assert [t["ref"]["ticket_id"] for t in stored["tickets"]] == [
@@ -112,7 +112,7 @@ def test_a_manifest_is_on_disk_before_it_is_handed_out(ledger: LedgerProcess) ->
 def test_a_sealed_ticket_counts_even_if_its_settle_was_never_delivered(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.seal([grant.ref for grant in ledger.grants()])
     ledger.restart()
     assert ledger.status().settled == 2
@@ -122,7 +122,7 @@ def test_a_sealed_ticket_counts_even_if_its_settle_was_never_delivered(
 def test_running_work_outlives_the_ledger_and_is_not_issued_twice(ledger: LedgerProcess) -> None:
     held = [grant.ref for grant in ledger.grants("cell-0")]
     ledger.restart()
-    ledger.open_epoch()
+    ledger.open_generation()
     other = ledger.threads.submit(ledger.lease, "cell-1", 8, wait_s=0.15)
     ledger.lease("cell-0", tickets=0, held=held)
     assert other.result().grants == []
@@ -141,7 +141,7 @@ def test_tickets_of_a_silent_cell_are_issued_again_with_a_higher_attempt(
 def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: LedgerProcess) -> None:
     first = {grant.ref.ticket_id: grant.ref.attempt for grant in ledger.grants()}
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-    ledger.open_epoch()
+    ledger.open_generation()
     again = ledger.grants("cell-1")
     assert again
     for grant in again:
@@ -151,26 +151,26 @@ def test_attempts_of_a_restarted_ledger_are_above_all_earlier_ones(ledger: Ledge
 def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resumes(
     ledger: LedgerProcess,
 ) -> None:
-    """Its last version may be of weights that were never committed."""
+    """Its last version may be of weights that were never saved."""
     claim_next_number(ledger.layout.generations_dir)
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     form_batch(ledger, 1)
     ledger.publish(1)
     claim_next_number(ledger.layout.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
-        ledger.batch(2, epoch=1)
+    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+        ledger.batch(2, generation=1)
     time.sleep(SHORT_TIMEOUT_S / 3)
     assert ledger.lease(wait_s=1.0).grants == []
-    ledger.open_epoch(2, base_step=0)
+    ledger.open_generation(2, base_step=0)
     assert ledger.lease(wait_s=1.0).grants == [], "the batch of step 1 is there to be trained again"
-    ledger.publish(1, epoch=2)
+    ledger.publish(1, generation=2)
     assert len(ledger.grants()) == 2
 
 
 def test_a_late_settle_of_a_fenced_cell_counts_once(forgetful_ledger: LedgerProcess) -> None:
     ledger = forgetful_ledger
-    ledger.open_epoch()
+    ledger.open_generation()
     old = [grant.ref for grant in ledger.grants("cell-0")]
     new = [grant.ref for grant in ledger.grants("cell-1")]
     ledger.settle(ledger.seal(old, "cell-0"), "cell-0")
@@ -181,28 +181,28 @@ def test_a_late_settle_of_a_fenced_cell_counts_once(forgetful_ledger: LedgerProc
     assert ledger.status().settled == 0
 
 
-def test_a_resuming_trainer_gets_its_uncommitted_batches_verbatim(ledger: LedgerProcess) -> None:
-    ledger.open_epoch(1)
+def test_a_resuming_trainer_gets_its_unsaved_batches_verbatim(ledger: LedgerProcess) -> None:
+    ledger.open_generation(1)
     first = [form_batch(ledger, 1)]
     ledger.publish(1)
     first.append(form_batch(ledger, 2))
-    ledger.open_epoch(2, base_step=0)
-    assert [ledger.batch(step, epoch=2).manifest for step in (1, 2)] == first
+    ledger.open_generation(2, base_step=0)
+    assert [ledger.batch(step, generation=2).manifest for step in (1, 2)] == first
     assert ledger.lease(wait_s=1.0).grants == []
-    ledger.publish(1, epoch=2)
-    ledger.publish(2, epoch=2)
+    ledger.publish(1, generation=2)
+    ledger.publish(2, generation=2)
     assert ledger.status().trained == 4
 
 
 def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     form_batch(ledger, 1)
-    ledger.open_epoch(2)
+    ledger.open_generation(2)
     ledger.restart()
     calls = (
-        lambda: ledger.batch(1, epoch=1),
-        lambda: ledger.publish(1, epoch=1),
-        lambda: ledger.open_epoch(1),
+        lambda: ledger.batch(1, generation=1),
+        lambda: ledger.publish(1, generation=1),
+        lambda: ledger.open_generation(1),
         lambda: ledger.call("/finish", FinishRequest(1), Acknowledged),
         lambda: ledger.call("/evaluate", EvaluateRequest(1, 0, 2), EvaluateReply),
     )
@@ -216,43 +216,43 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
 def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_over(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     zombie = ledger.begin("/batch", BatchRequest(1, 1, 50.0))
-    ledger.open_epoch(2)
+    ledger.open_generation(2)
     began = time.monotonic()
     assert zombie.getresponse().status == 409
     assert time.monotonic() - began < 25
     zombie.close()
 
 
-def test_a_zombie_cannot_form_a_batch_once_a_newer_epoch_is_on_disk(
+def test_a_zombie_cannot_form_a_batch_once_a_newer_generation_is_on_disk(
     ledger: LedgerProcess,
 ) -> None:
     """The new trainer has its own ledger: this one never hears of it except through the disk."""
     claim_next_number(ledger.layout.generations_dir)
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     claim_next_number(ledger.layout.generations_dir)
-    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
-        ledger.batch(1, epoch=1)
+    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+        ledger.batch(1, generation=1)
     assert not ledger.layout.manifest(1).exists()
 
 
 def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerProcess) -> None:
     claim_next_number(ledger.layout.generations_dir)
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     form_batch(ledger, 1)
     claim_next_number(ledger.layout.generations_dir)
     before = ledger.layout.ledger_state.read_bytes()
-    with pytest.raises(HttpStatusError, match="superseded by epoch 2"):
-        ledger.publish(1, epoch=1)
+    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+        ledger.publish(1, generation=1)
     assert ledger.layout.ledger_state.read_bytes() == before
 
 
 def test_cells_are_told_to_stop_even_by_a_ledger_started_after_the_end(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.call("/finish", FinishRequest(1), Acknowledged)
     assert ledger.lease().stop
     ledger.layout.finished_marker.touch()
@@ -300,7 +300,7 @@ def test_a_ledger_killed_at_random_under_load_trains_each_ticket_once(tmp_path: 
                 until_answered(partial(ledger.settle, sealed, cell))
 
     def train() -> list[BatchManifest]:
-        until_answered(ledger.open_epoch)
+        until_answered(ledger.open_generation)
         manifests = []
         for step in range(1, steps + 1):
             while (

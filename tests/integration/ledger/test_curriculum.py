@@ -29,7 +29,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(tmp_path: Path) -> None:
         sys_path=[str(CHECKOUT)],
     )
     try:
-        ledger.open_epoch()
+        ledger.open_generation()
         trained = ledger.grants("cell-0", tickets=1)
         turned_away = ledger.grants("cell-1", tickets=1)
         first = [grant.task_index for grant in (*trained, *turned_away)]
@@ -54,7 +54,7 @@ def test_a_curriculum_that_fails_is_told_to_the_trainer(tmp_path: Path) -> None:
         sys_path=[str(CHECKOUT)],
     )
     try:
-        ledger.open_epoch()
+        ledger.open_generation()
         ledger.settle(ledger.seal([grant.ref for grant in ledger.grants(tickets=2)]))
         assert ledger.batch(1).manifest is not None
         ledger.publish(1)

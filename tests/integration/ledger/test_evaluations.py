@@ -27,7 +27,7 @@ def ledger(tmp_path: Path) -> Iterator[LedgerProcess]:
 
 
 def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ask = EvaluateRequest(1, 0, 3, 0.0)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 3)
     grants = ledger.lease(tickets=1).grants  # four episodes: three for it, none for a group
@@ -35,7 +35,7 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
     assert [(grant.task_index, grant.n_episodes) for grant in grants] == [(0, 1), (1, 1), (2, 1)]
     for grant, reward in zip(grants, (0.0, 0.5, 1.0), strict=True):
         request = EvaluationResultRequest("cell-0", grant.ref, [reward])
-        ledger.call("/evaluated", request, Acknowledged)
+        ledger.call("/report_evaluation", request, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
     ledger.restart()
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(3, 3, 0.5)
@@ -43,52 +43,56 @@ def test_an_evaluation_survives_a_restart_once_it_is_done(ledger: LedgerProcess)
 
 
 def test_an_evaluation_cut_short_by_a_crash_is_done_over(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ask = EvaluateRequest(1, 0, 1, 0.0)
     ledger.call("/evaluate", ask, EvaluateReply)
     (first,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     ledger.restart()
     lost = EvaluationResultRequest("cell-0", TicketRef(0, first.attempt, 0), [1.0])
-    ledger.call("/evaluated", lost, Acknowledged)
+    ledger.call("/report_evaluation", lost, Acknowledged)
     assert ledger.call("/evaluate", ask, EvaluateReply) == EvaluateReply(0, 1)
     (second,) = (g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 0)
     assert second.attempt > first.attempt
-    ledger.call("/evaluated", EvaluationResultRequest("cell-0", second, [0.25]), Acknowledged)
+    ledger.call(
+        "/report_evaluation", EvaluationResultRequest("cell-0", second, [0.25]), Acknowledged
+    )
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.25
 
 
 def test_an_evaluation_of_abandoned_weights_is_done_over(ledger: LedgerProcess) -> None:
-    def evaluate(epoch: int, rewards: list[float]) -> EvaluateReply:
-        ask = EvaluateRequest(epoch, 1, 1, 0.0)
+    def evaluate(generation: int, rewards: list[float]) -> EvaluateReply:
+        ask = EvaluateRequest(generation, 1, 1, 0.0)
         ledger.call("/evaluate", ask, EvaluateReply)
         granted.extend(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1)
         for ref, reward in zip(granted, rewards, strict=True):
             request = EvaluationResultRequest("cell-0", ref, [reward])
-            ledger.call("/evaluated", request, Acknowledged)
+            ledger.call("/report_evaluation", request, Acknowledged)
         return ledger.call("/evaluate", ask, EvaluateReply)
 
     granted: list[TicketRef] = []
-    ledger.open_epoch(1)
+    ledger.open_generation(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     assert ledger.batch(1).manifest is not None
     ledger.publish(1)
     assert evaluate(1, [0.25]).mean_reward == 0.25
     ledger.restart()
-    ledger.open_epoch(2, base_step=0)
-    ledger.publish(1, epoch=2)
-    # The cell of the first epoch repeats its report before the new one's comes.
+    ledger.open_generation(2, base_step=0)
+    ledger.publish(1, generation=2)
+    # The cell of the first generation repeats its report before the new one's comes.
     assert evaluate(2, [0.25, 0.75]).mean_reward == 0.75
-    ledger.open_epoch(3, base_step=1)
+    ledger.open_generation(3, base_step=1)
     ask = EvaluateRequest(3, 1, 1, 0.0)
     assert ledger.call("/evaluate", ask, EvaluateReply).mean_reward == 0.75
 
 
 def settle(ledger: LedgerProcess, ref: TicketRef, reward: float) -> None:
-    ledger.call("/evaluated", EvaluationResultRequest("evaluation", ref, [reward]), Acknowledged)
+    ledger.call(
+        "/report_evaluation", EvaluationResultRequest("evaluation", ref, [reward]), Acknowledged
+    )
 
 
 def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.call("/evaluate", EvaluateRequest(1, 0, 3, 0.0), EvaluateReply)
     trained = ledger.lease("cell-0", splits=("train",)).grants
     assert [(grant.ref.eval_step, grant.n_episodes) for grant in trained] == [(-1, 4), (-1, 4)]
@@ -100,7 +104,7 @@ def test_a_cell_gets_tickets_of_the_task_sets_that_it_takes(ledger: LedgerProces
 
 
 def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     first, second = EvaluateRequest(1, 0, 2, 0.0), EvaluateRequest(1, 1, 2, 0.0)
     ledger.call("/evaluate", first, EvaluateReply)
     given_up = [grant.ref for grant in ledger.lease(splits=("valid",)).grants]
@@ -117,9 +121,9 @@ def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: Led
 def test_an_evaluation_outlives_its_trainer_only_where_the_next_one_says_so(
     ledger: LedgerProcess, evaluated_step: int, done: int
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.call("/evaluate", EvaluateRequest(1, 0, 2, 0.0), EvaluateReply)
     settle(ledger, ledger.lease(splits=("valid",)).grants[0].ref, 1.0)
-    ledger.open_epoch(2, evaluated_step=evaluated_step)
+    ledger.open_generation(2, evaluated_step=evaluated_step)
     again = EvaluateRequest(2, 0, 2, 0.0)
     assert ledger.call("/evaluate", again, EvaluateReply) == EvaluateReply(done, 2)

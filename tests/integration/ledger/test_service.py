@@ -63,7 +63,7 @@ def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> ht
 def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     assert ledger.batch(1).manifest is not None
     waiting = ledger.call_later("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S), LeaseReply)
@@ -79,7 +79,7 @@ def test_a_waiting_driver_is_served_the_moment_a_version_is_published(
 def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     first, second = ledger.seal([grant.ref for grant in ledger.grants()])
     waiting = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
     ledger.settle([first])
@@ -93,14 +93,14 @@ def test_a_waiting_trainer_is_served_the_moment_its_batch_is_complete(
 
 
 def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     began = time.monotonic()
     assert ledger.batch(1, wait_s=0.2) == BatchReply(None, 0)
     assert 0.2 <= time.monotonic() - began < PROMPT_S
 
 
 def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     ledger.batch(1)
     ledger.begin("/lease", LeaseRequest("cell-0", 8, wait_s=WAIT_S)).close()
@@ -120,7 +120,7 @@ def test_a_cell_need_not_report_what_is_settled(ledger: LedgerProcess) -> None:
 
 
 def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     refs = [grant.ref for grant in ledger.grants()]
     assert not ledger.lease(held=refs[1:], finished=refs[:1]).seal_now
     assert not ledger.lease("cell-1").seal_now
@@ -133,7 +133,7 @@ def test_a_cell_is_asked_to_seal_once_only_a_seal_is_missing(ledger: LedgerProce
 def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(tmp_path: Path) -> None:
     ledger = LedgerProcess(tmp_path, max_head_offpolicyness=1, **RARE_SWEEPS)
     try:
-        ledger.open_epoch()
+        ledger.open_generation()
         refs = [grant.ref for grant in ledger.grants(tickets=3)]
         request = LeaseRequest("cell-0", 0, finished=refs, wait_s=WAIT_S)
         cell = ledger.call_later("/lease", request, LeaseReply)
@@ -148,7 +148,7 @@ def test_a_trainer_that_starts_to_wait_wakes_the_cell_that_can_seal(tmp_path: Pa
 
 
 def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     waiting = ledger.call_later("/batch", BatchRequest(1, 1, WAIT_S), BatchReply)
     for _ in range(2):
         for grant in ledger.grants():
@@ -160,7 +160,7 @@ def test_agents_that_only_fail_are_reported_to_the_trainer_at_once(ledger: Ledge
 
 
 def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     ask = EvaluateRequest(1, 0, 1, 0.0)
     ledger.call("/evaluate", ask, EvaluateReply)
     evaluations = [g.ref for g in ledger.grants() if g.ref.eval_step == 0]
@@ -176,9 +176,9 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
         ("/lease", b'{"cell": "a"}', 400, "missing required field `capacity`"),
         ("/lease", b'{"cell": "a", "capacity": "x"}', 400, "Expected `int`, got `str`"),
         ("/lose", b"{}", 404, "/lease /settle"),
-        ("/batch", b'{"epoch": 1, "step": 1}', 409, "call /open_epoch first"),
-        ("/open_epoch", b'{"epoch": 1, "base_step": 4}', 400, "step 4 cannot be served"),
-        ("/evaluate", b'{"epoch": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
+        ("/batch", b'{"generation": 1, "step": 1}', 409, "call /open_generation first"),
+        ("/open_generation", b'{"generation": 1, "base_step": 4}', 400, "step 4 cannot be served"),
+        ("/evaluate", b'{"generation": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
         ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
     ],
 )
@@ -215,22 +215,22 @@ def test_an_evaluation_ticket_cannot_be_settled_into_the_training_data(
 
 
 def test_steps_are_handed_out_in_order(ledger: LedgerProcess) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
     with pytest.raises(HttpStatusError, match="0 of 3 were handed out"):
         ledger.batch(2)
 
 
 def test_status_counts_what_is_where(ledger: LedgerProcess) -> None:
-    ledger.open_epoch(4)
+    ledger.open_generation(4)
     refs = [grant.ref for grant in ledger.grants()]
     ledger.lease(held=refs[1:], finished=refs[:1])
-    assert ledger.status() == LedgerStatus(epoch=4, leased=1, finished=1, cells=1)
+    assert ledger.status() == LedgerStatus(generation=4, leased=1, finished=1, cells=1)
 
 
 def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
     ledger: LedgerProcess,
 ) -> None:
-    ledger.open_epoch()
+    ledger.open_generation()
 
     def lease(job_start: int, held: list[TicketRef]) -> LeaseReply:
         request = LeaseRequest("cell-0", 8, held, wait_s=0.0, job_start=job_start)

@@ -21,7 +21,7 @@ from tests.integration.ledger.ledger_process import LedgerProcess
 
 def start(tmp_path: Path, **settings: object) -> Iterator[LedgerProcess]:
     ledger = LedgerProcess(tmp_path / "run", max_head_offpolicyness=1, **settings)
-    ledger.open_epoch()
+    ledger.open_generation()
     yield ledger
     ledger.close()
 

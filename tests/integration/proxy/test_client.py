@@ -29,7 +29,7 @@ def test_a_client_records_what_the_engine_read_and_said(sglang_url: str, model_d
 
     (row,) = asyncio.run(two_turns()).export_interactions("concat", 0.5).values()
     tensors = {name: tensor[0].numpy() for name, tensor in row.to_tensor_dict().items()}
-    assert row.interaction.splice == "spliced"
+    assert row.interaction.reuse == "reused"
     said = tensors["loss_mask"] == 1
     scored = np.asarray(scores(sglang_url, tensors["input_ids"].tolist(), 1.0))
     assert np.abs(tensors["logprobs"] - scored)[said].max() < 1e-3

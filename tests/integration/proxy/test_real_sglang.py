@@ -75,7 +75,7 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
     encoder = TokenEncoder.from_model_dir(stage.model_dir)
     for row in ShardReader(stage.layout.shards_dir / settled.shard).read_rows(settled.rows):
         assert len(row.meta["interaction_ids"]) == TURNS
-        assert row.meta["splices"] == ["root"] + ["spliced"] * (TURNS - 1)
+        assert row.meta["prompt_reuse"] == ["none"] + ["reused"] * (TURNS - 1)
         assert set(row.versions_T[row.loss_mask_T == 1].tolist()) == {1 << 32}
         text = encoder.decode(row.input_ids_T.tolist())
         for turn in range(TURNS - 1):

@@ -103,12 +103,12 @@ class StandInLedger(Service):
         self.refuse_leases = False
 
     def routes(self) -> dict[str, Handler]:
-        return {"/lease": self.lease, "/drop": self.drop, "/evaluated": self.evaluated}
+        return {"/lease": self.lease, "/drop": self.drop, "/report_evaluation": self.evaluated}
 
     async def lease(self, request: web.Request) -> web.Response:
         assert key_of(request) == KEY
         if self.refuse_leases:
-            raise web.HTTPForbidden(text="an older epoch")
+            raise web.HTTPForbidden(text="an older generation")
         asked = msgspec.json.decode(await request.read(), type=LeaseRequest)
         script = self.script
         script.requests.append(asked)

@@ -181,11 +181,11 @@ def test_every_ticket_is_finished_with_its_group_of_sessions(tmp_path: Path) -> 
 
 
 def test_the_recipe_decides_how_sessions_become_rows(tmp_path: Path) -> None:
-    how = {"export_style": "individual", "turn_discount": 0.9, "credit": "arrival"}
+    how = {"export_style": "individual", "turn_discount": 0.9, "credit": "chronological"}
     cell = Cell(tmp_path, Steady(), tickets(1), agent=how)
     cell.run()
     settings = {session.started.export for session in cell.proxy.sessions.values()}
-    assert settings == {ExportSettings("individual", 0.9, "arrival", True)}
+    assert settings == {ExportSettings("individual", 0.9, "chronological", True)}
 
 
 class Workflow(RolloutWorkflow):

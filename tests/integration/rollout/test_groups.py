@@ -59,7 +59,7 @@ def test_groups_whose_rewards_are_all_equal_are_filtered_if_the_recipe_says_so(
     assert sorted(cell.proxy.discarded, key=lambda ref: ref.ticket_id) == equal
     assert cell.script.finished == {TicketRef(0, 0), TicketRef(2, 0)}
     assert cell.script.dropped == {}
-    assert sum(event["event"] == "ticket_filtered" for event in cell.events) == 2
+    assert sum(event["event"] == "group_filtered" for event in cell.events) == 2
 
 
 def test_groups_with_equal_rewards_are_trained_by_default(tmp_path: Path) -> None:
@@ -134,7 +134,9 @@ def test_the_first_episodes_to_end_make_the_group_and_the_others_are_cut(tmp_pat
     (sessions,) = cell.proxy.finished.values()
     assert len(sessions) == 4
     assert agent.cancelled == 2
-    assert [event["count"] for event in cell.events if event["event"] == "episodes_cut"] == [2]
+    assert [event["count"] for event in cell.events if event["event"] == "episodes_cancelled"] == [
+        2
+    ]
 
 
 def test_extra_episodes_make_up_for_failed_ones(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_a_partial_group_is_trained_if_the_recipe_allows(tmp_path: Path) -> None
     cell.run()
     (sessions,) = cell.proxy.finished.values()
     assert [cell.proxy.sessions[one].started.episode for one in sessions] == [0, 2, 3]
-    (missing,) = (event for event in cell.events if event["event"] == "episodes_missing")
+    (missing,) = (event for event in cell.events if event["event"] == "group_incomplete")
     assert missing["count"] == 1
     assert "no luck at 1" in missing["reason"]
 

@@ -49,7 +49,7 @@ Found = dict[str, Any]
 
 
 def begin(scenario: Scenario, layout: RunPaths) -> Learner:
-    """A learner with one step taken and committed, and a second step taken."""
+    """A learner with one step taken and saved, and a second step taken."""
     learner = make_learner(scenario, layout)
     step(learner, layout, 1)
     learner.begin_checkpoint({})
@@ -76,7 +76,7 @@ def writer_of(learner: Learner) -> WriterClient:
 
 
 def failure(learner: Learner) -> Found:
-    """What the commit in the writing fails with."""
+    """What the checkpoint in the writing fails with."""
     try:
         learner.finish_checkpoint()
     except ArealError as error:
@@ -105,7 +105,7 @@ def training_goes_on(scenario: Scenario, layout: RunPaths) -> Found:
     }
 
 
-def second_commit_waits(scenario: Scenario, layout: RunPaths) -> Found:
+def second_checkpoint_waits(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
@@ -121,7 +121,7 @@ def second_commit_waits(scenario: Scenario, layout: RunPaths) -> Found:
 
 
 def stop_waits(scenario: Scenario, layout: RunPaths) -> Found:
-    """The loop is told to stop while a commit is in the writing."""
+    """The loop is told to stop while a checkpoint is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
@@ -141,7 +141,7 @@ class UnreachableSource(BatchSource):
 
 
 def failure_waits(scenario: Scenario, layout: RunPaths) -> Found:
-    """Rank 0 cannot go on while a commit is in the writing."""
+    """Rank 0 cannot go on while a checkpoint is in the writing."""
     learner = begin(scenario, layout)
     writer = writer_of(learner)._process.pid
     os.kill(writer, signal.SIGSTOP)
@@ -171,8 +171,8 @@ def disk_is_full(scenario: Scenario, layout: RunPaths) -> Found:
     return {}
 
 
-def commit_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
-    """A data file of the latest commit was cut short."""
+def checkpoint_is_damaged(scenario: Scenario, layout: RunPaths) -> Found:
+    """A data file of the latest checkpoint was cut short."""
     begin(scenario, layout).close()
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
@@ -228,38 +228,41 @@ def replaced_while_writing(scenario: Scenario, layout: RunPaths) -> Found:
     return failure(learner) | {"visible": names(layout)}
 
 
-def place_commit(layout: RunPaths, epoch: int) -> Path:
-    """A commit of step 2 by another start of the trainer."""
+def place_checkpoint(layout: RunPaths, generation: int) -> Path:
+    """A checkpoint of step 2 by another start of the trainer."""
     path = layout.checkpoints_dir / "step_00000002"
     path.mkdir()
-    state = TrainerState(step=2, epoch=epoch, seed=1)
+    state = TrainerState(step=2, generation=generation, seed=1)
     (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (path / "data").touch()
     (path / MARKER).touch()
     return path
 
 
-def successor_committed_first(scenario: Scenario, layout: RunPaths) -> Found:
+def successor_saved_first(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    place_commit(layout, epoch=9)
+    place_checkpoint(layout, generation=9)
     learner.begin_checkpoint({})
     found = failure(learner)
     latest = find_latest(layout.checkpoints_dir)
     assert latest is not None
-    return found | {"epoch": latest.state.epoch, "is_whole": (latest.path / "data").exists()}
+    return found | {
+        "generation": latest.state.generation,
+        "is_whole": (latest.path / "data").exists(),
+    }
 
 
-def abandoned_commit_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
+def abandoned_checkpoint_is_replaced(scenario: Scenario, layout: RunPaths) -> Found:
     learner = begin(scenario, layout)
-    path = place_commit(layout, epoch=0)
+    path = place_checkpoint(layout, generation=0)
     learner.begin_checkpoint({})
     learner.finish_checkpoint()
     return {"is_replaced": not (path / "data").exists(), "visible": names(layout)}
 
 
 def cleaned(scenario: Scenario, layout: RunPaths) -> Found:
-    """Epoch 4 cleans up."""
-    left = ("2.epoch_3", "2.epoch_4", "2.epoch_5", "1.old", "1.replaced")
+    """Generation 4 cleans up."""
+    left = ("2.generation_3", "2.generation_4", "2.generation_5", "1.old", "1.replaced")
     for name in left:
         (layout.checkpoints_dir / f".step_0000000{name}").mkdir(parents=True)
     CheckpointStore(layout.checkpoints_dir, keep=2).clean(generation=4)
@@ -318,7 +321,7 @@ def only_rank_0_chooses(scenario: Scenario, layout: RunPaths) -> Found:
     return {"step": make_learner(scenario, layout).state.step}
 
 
-def chosen_commit_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
+def chosen_checkpoint_is_not_there(scenario: Scenario, layout: RunPaths) -> Found:
     begin(scenario, layout).close()
     checkpoint.VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
@@ -348,10 +351,10 @@ def adamw_fault(scenario: Scenario, layout: RunPaths) -> Found:
     learner.finish_checkpoint()
     step(learner, layout, 3)
 
-    def load_unprimed(policy: Any, optimizer: Any, commit: Any) -> None:
+    def load_unprimed(policy: Any, optimizer: Any, checkpoint: Any) -> None:
         for part in optimizer.chained_optimizers:
             part.optimizer.state.clear()
-        megatron_format.load_sharded(policy, optimizer, commit.path)
+        megatron_format.load_sharded(policy, optimizer, checkpoint.path)
 
     mends: dict[str, AbstractContextManager[object]] = {
         "none": nullcontext(),

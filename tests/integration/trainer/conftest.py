@@ -30,7 +30,7 @@ def ranks() -> Iterator[RankServer]:
 
 @pytest.fixture(scope="session")
 def findings(ranks: RankServer, root: Path) -> dict[str, Findings]:
-    """One launch a layout; the last one also resumes from the commits of all others."""
+    """One launch a layout; the last one also resumes from the checkpoints of all others."""
     found = {name: launch(ranks, root / name, LAYOUTS[name], FAMILIES) for name in OTHERS}
     others = [root / name for name in OTHERS]
     found["1"] = launch(ranks, root / "1", LAYOUTS["1"], FAMILIES, others)

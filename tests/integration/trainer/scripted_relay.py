@@ -135,5 +135,5 @@ if __name__ == "__main__":
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    rendezvous.publish_endpoint(DIRECTORY, f"relay-{CELL}", url)
+    rendezvous.publish_endpoint(DIRECTORY, f"control-{CELL}", url)
     server.serve_forever()

@@ -1,4 +1,4 @@
-"""Commits are written beside the training, appear whole, and fail loudly."""
+"""Checkpoints are written beside the training, appear whole, and fail loudly."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def found_by(
     return outcome.reports[0]
 
 
-def test_training_goes_on_while_a_commit_of_the_earlier_step_is_written(
+def test_training_goes_on_while_a_checkpoint_of_the_earlier_step_is_written(
     ranks: RankServer, layout: RunPaths
 ) -> None:
     assert found_by(ranks, layout, "training_goes_on") == {
@@ -62,24 +62,24 @@ def test_training_goes_on_while_a_commit_of_the_earlier_step_is_written(
     }
 
 
-def test_a_second_commit_waits_for_the_first(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "second_commit_waits")
+def test_a_second_checkpoint_waits_for_the_first(ranks: RankServer, layout: RunPaths) -> None:
+    found = found_by(ranks, layout, "second_checkpoint_waits")
     assert found["first_was_visible"]
     assert found["waited_s"] >= 0.4
     assert found["visible"] == ["step_00000002", "step_00000003"]
 
 
-def test_the_end_of_the_loop_waits_for_the_commit(ranks: RankServer, layout: RunPaths) -> None:
+def test_the_end_of_the_loop_waits_for_the_checkpoint(ranks: RankServer, layout: RunPaths) -> None:
     assert found_by(ranks, layout, "stop_waits") == {"finished": True, "visible": BOTH}
 
 
-def test_a_failure_waits_for_the_commit(ranks: RankServer, layout: RunPaths) -> None:
+def test_a_failure_waits_for_the_checkpoint(ranks: RankServer, layout: RunPaths) -> None:
     outcome = inspect(ranks, layout, "failure_waits", 2)
     assert [report["visible"] for report in outcome.reports] == [BOTH, BOTH]
     assert "the ledger stays away" in outcome.reports[0]["error"]
 
 
-def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: RunPaths) -> None:
+def test_a_full_disk_fails_the_checkpoint_with_advice(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "disk_is_full")
     assert found["kind"] == "ClusterError"
     assert "could not be written" in found["error"]
@@ -87,25 +87,25 @@ def test_a_full_disk_fails_the_commit_with_advice(ranks: RankServer, layout: Run
     assert found["visible"] == FIRST
 
 
-def test_a_damaged_commit_is_named(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "commit_is_damaged")
+def test_a_damaged_checkpoint_is_named(ranks: RankServer, layout: RunPaths) -> None:
+    found = found_by(ranks, layout, "checkpoint_is_damaged")
     assert found["kind"] == "ShardError"
     assert "step_00000001" in found["error"]
 
 
-def test_a_commit_outlives_its_writer(ranks: RankServer, layout: RunPaths) -> None:
+def test_a_checkpoint_outlives_its_writer(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writer_dies_once")
     assert found == {"visible": BOTH, "is_replaced": True, "holds_step_2": True}
 
 
-def test_a_commit_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunPaths) -> None:
+def test_a_checkpoint_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writers_keep_dying")
     assert found["kind"] == "ClusterError"
     assert "died 2 times, at last with exit code -9" in found["error"]
     assert found["visible"] == FIRST
 
 
-def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunPaths) -> None:
+def test_a_checkpoint_that_the_storage_refuses_fails(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "storage_refuses")
     assert found["kind"] == "ClusterError"
     assert "No such file or directory" in found["error"]
@@ -113,7 +113,7 @@ def test_a_commit_that_the_storage_refuses_fails(ranks: RankServer, layout: RunP
     assert found["visible"] == FIRST
 
 
-def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_commit(
+def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_checkpoint(
     ranks: RankServer, layout: RunPaths
 ) -> None:
     found = found_by(ranks, layout, "replaced_while_writing")
@@ -121,27 +121,29 @@ def test_a_trainer_that_was_replaced_while_it_wrote_leaves_no_commit(
     assert found["visible"] == FIRST
 
 
-def test_a_trainer_that_was_replaced_spares_the_commit_of_its_successor(
+def test_a_trainer_that_was_replaced_spares_the_checkpoint_of_its_successor(
     ranks: RankServer, layout: RunPaths
 ) -> None:
-    found = found_by(ranks, layout, "successor_committed_first")
+    found = found_by(ranks, layout, "successor_saved_first")
     assert found["kind"] == "SupersededTrainerError"
-    assert found["epoch"] == 9
+    assert found["generation"] == 9
     assert found["is_whole"]
 
 
-def test_the_commit_of_an_abandoned_epoch_is_replaced(ranks: RankServer, layout: RunPaths) -> None:
-    found = found_by(ranks, layout, "abandoned_commit_is_replaced")
+def test_the_checkpoint_of_an_abandoned_generation_is_replaced(
+    ranks: RankServer, layout: RunPaths
+) -> None:
+    found = found_by(ranks, layout, "abandoned_checkpoint_is_replaced")
     assert found == {"is_replaced": True, "visible": BOTH}
 
 
-def test_cleaning_spares_what_a_later_epoch_is_writing(ranks: RankServer, layout: RunPaths) -> None:
-    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.epoch_5"]}
-
-
-def test_training_and_committing_draw_no_random_numbers(
+def test_cleaning_spares_what_a_later_generation_is_writing(
     ranks: RankServer, layout: RunPaths
 ) -> None:
+    assert found_by(ranks, layout, "cleaned") == {"left": [".step_00000002.generation_5"]}
+
+
+def test_training_and_saving_draw_no_random_numbers(ranks: RankServer, layout: RunPaths) -> None:
     assert found_by(ranks, layout, "draws_no_random_numbers") == {"unchanged": True}
 
 
@@ -154,7 +156,7 @@ def test_a_resume_takes_the_optimizer_settings_of_the_recipe(
     for group in found["resumed"]["groups"]:
         assert (group["betas"], group["eps"]) == ([0.8, 0.9], 1e-6)
         assert group["weight_decay"] == pytest.approx(0.3 * group["wd_mult"])
-    # Left alone, the optimizer would go on with those of the commit.
+    # Left alone, the optimizer would go on with those of the checkpoint.
     assert {tuple(group["betas"]) for group in found["forgotten"]["groups"]} == {(0.9, 0.95)}
 
 
@@ -164,8 +166,10 @@ def test_all_ranks_resume_from_what_rank_0_chose(ranks: RankServer, layout: RunP
     assert outcome.reports == [{"step": 1}] * 2
 
 
-def test_the_rank_that_cannot_see_the_commit_says_so(ranks: RankServer, layout: RunPaths) -> None:
-    outcome = inspect(ranks, layout, "chosen_commit_is_not_there", 2)
+def test_the_rank_that_cannot_see_the_checkpoint_says_so(
+    ranks: RankServer, layout: RunPaths
+) -> None:
+    outcome = inspect(ranks, layout, "chosen_checkpoint_is_not_there", 2)
     assert outcome.codes == [STOPPED, STORAGE_FAILED]
     assert "this rank cannot see" in outcome.reports[1]["error"]
 

@@ -51,7 +51,7 @@ class Ledger(http.server.BaseHTTPRequestHandler):
     def reply(self, body: bytes) -> object:
         if self.path == "/batch":
             request = msgspec.json.decode(body, type=BatchRequest)
-            return BatchReply(BatchManifest(request.step, request.epoch, []))
+            return BatchReply(BatchManifest(request.step, request.generation, []))
         return Acknowledged()
 
     def log_message(self, *args: object) -> None:
@@ -144,7 +144,7 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     start_relay(stack, tmp_path, "cell-0")
     start_relay(stack, tmp_path, "cell-1", HANG_S)
     rendezvous.publish_endpoint(
-        tmp_path, "relay-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
+        tmp_path, "control-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
     )
     for cell in ("cell-0", "cell-1"):
         rendezvous.await_endpoint(tmp_path, rendezvous.format_control_proxy_name(cell), 60)
@@ -157,5 +157,5 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     assert 2 ** (len(tries) - 1) - 1 <= took_s, "tried again after ever longer pauses"
     assert took_s < 25 * HANG_S, "40 updates that each wait for it take longer"
     lines = read_lines(tmp_path / "metrics.jsonl")
-    phases = ("pause", "transfer", "load", "verify", "flush", "resume")
+    phases = ("pause_call", "transfer", "load", "verify", "flush", "resume")
     assert all(f"weights/{phase}_s" in lines[0] for phase in phases)

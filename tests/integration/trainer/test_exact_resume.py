@@ -31,7 +31,7 @@ KILLS: dict[str, set[int]] = {
     "checkpoint.before_marker@2": {2},
     "checkpoint.before_rename@2": {2},
     "checkpoint.after_rename@3": {6},
-    "checkpoint.after_commit@2": {4},
+    "checkpoint.after_write@2": {4},
 }
 
 KILLS_OF_TWO: dict[tuple[int, str], set[int]] = {
@@ -85,7 +85,7 @@ def check_complete(layout: RunPaths, outcome: TaskExit, began_at: set[int]) -> N
         assert report["began_at"] in began_at
         assert report["consumed"] == list(range(1, STEPS + 1))
     names = sorted(path.name for path in layout.checkpoints_dir.iterdir())
-    # A kill can leave a third one for the next commit to delete; nothing half-written stays.
+    # A kill can leave a third one for the next checkpoint to delete; nothing half-written stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
     assert [line["step"] for line in read_lines(layout.metrics)] == list(range(1, STEPS + 1))
@@ -117,7 +117,7 @@ def test_a_run_of_two_ranks_that_loses_one_ends_with_the_same_bits(
 def test_a_run_killed_again_and_again_ends_with_the_same_bits(
     ranks: RankServer, layout: RunPaths, expected: list[Any]
 ) -> None:
-    # The fifth step begins after the second commit, which has waited for the first.
+    # The fifth step begins after the second checkpoint, which has waited for the first.
     deaths = 0
     while (outcome := train(ranks, layout, faults="train.before_step@5=kill")).codes == [-9]:
         deaths += 1
@@ -136,7 +136,7 @@ def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
     assert outcome.reports[0]["digests"] == expected[0]
 
 
-def test_a_killed_warm_up_ends_with_the_same_bits(
+def test_a_killed_sft_stage_ends_with_the_same_bits(
     ranks: RankServer, layout: RunPaths, tmp_path: Path
 ) -> None:
     demonstrations = tmp_path / "demonstrations.jsonl"
@@ -148,26 +148,26 @@ def test_a_killed_warm_up_ends_with_the_same_bits(
             ]
             stream.write(json.dumps({"messages": messages}) + "\n")
 
-    def warm_up(root: Path, **scenario: Any) -> TaskExit:
+    def fine_tune(root: Path, **scenario: Any) -> TaskExit:
         shutil.copytree(layout.root, root, dirs_exist_ok=True)
         config = {
             "run_dir": str(root),
             "model_path": str(layout.tiny_model_dir),
             "dataset_path": str(demonstrations),
             "seed": 3,
-            "warmup": {"total_steps": 8, "batch_size": 3, "commit_every_steps": 3},
+            "sft": {"total_steps": 8, "batch_size": 3, "checkpoint_every_steps": 3},
             "device": "cpu",
             "dtype": "float32",
         }
-        return ranks.run(RunPaths(root), "warm_up", warmup=config, **scenario)
+        return ranks.run(RunPaths(root), "fine_tune", sft=config, **scenario)
 
-    expected = warm_up(tmp_path / "left-alone")
+    expected = fine_tune(tmp_path / "left-alone")
     assert expected.codes == [0], expected.log
     faults = {"optimizer.before_step@7": {3, 6}, "checkpoint.before_rename@2": {3}}
     for fault, began_at in faults.items():
         root = tmp_path / fault
-        assert warm_up(root, faults=f"{fault}=kill").codes == [-9]
-        resumed = warm_up(root)
+        assert fine_tune(root, faults=f"{fault}=kill").codes == [-9]
+        resumed = fine_tune(root)
         assert resumed.codes == [0], resumed.log
         assert resumed.reports[0]["began_at"] in began_at
         assert resumed.reports[0]["digests"] == expected.reports[0]["digests"]

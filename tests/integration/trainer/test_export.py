@@ -1,4 +1,4 @@
-"""A commit of any layout becomes a model that transformers and SGLang read as the trainer does."""
+"""A checkpoint of any layout becomes a model that transformers and SGLang read alike."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ FILE_BYTES = 64 * 1024
 
 
 def export(root: Path, layout: str, family: str, out: Path) -> list[str]:
-    """Export the only commit of a launch; what was said on the way."""
+    """Export the only checkpoint of a launch; what was said on the way."""
     folder = root / layout / family
     said: list[str] = []
-    commit = choose_checkpoint(folder / "commits", None)
-    export_checkpoint(commit, folder, out, said.append, file_bytes=FILE_BYTES)
+    checkpoint = choose_checkpoint(folder / "checkpoints", None)
+    export_checkpoint(checkpoint, folder, out, said.append, file_bytes=FILE_BYTES)
     return said
 
 
@@ -48,7 +48,7 @@ def logprobs_of_rows(score: Any) -> list[float]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ALL)
-def test_transformers_scores_an_exported_commit_as_the_trainer_did(
+def test_transformers_scores_an_exported_checkpoint_as_the_trainer_did(
     findings: dict[str, Findings], root: Path, layout: str, family: str, tmp_path: Path
 ) -> None:
     said = export(root, layout, family, tmp_path / "model")
@@ -64,7 +64,7 @@ def test_transformers_scores_an_exported_commit_as_the_trainer_did(
         chosen: list[float] = logprobs.gather(-1, ids[1:, None])[:, 0].tolist()
         return chosen
 
-    trained = findings[layout][family]["committed_logprobs"]
+    trained = findings[layout][family]["checkpoint_logprobs"]
     gaps = [abs(a - b) for a, b in zip(logprobs_of_rows(score), trained, strict=True)]
     assert max(gaps) <= LOGPROB_BOUND
 
@@ -90,18 +90,20 @@ def shapes(model_dir: Path) -> dict[str, tuple[str, list[int]]]:
 def test_the_weights_of_another_model_are_refused(
     findings: dict[str, Findings], root: Path, tmp_path: Path
 ) -> None:
-    commit = choose_checkpoint(root / "TP2" / "qwen3" / "commits", None)
+    checkpoint = choose_checkpoint(root / "TP2" / "qwen3" / "checkpoints", None)
     other = root / "TP2" / "qwen3_moe"
     with pytest.raises(RecipeError, match="router"):
-        export_checkpoint(commit, other, tmp_path / "model", lambda line: None)
+        export_checkpoint(checkpoint, other, tmp_path / "model", lambda line: None)
     assert not (tmp_path / "model").exists()
 
 
-def test_a_step_without_a_commit_is_told_apart(findings: dict[str, Findings], root: Path) -> None:
-    commits = root / "1" / "llama" / "commits"
-    assert choose_checkpoint(commits, 2).state.step == 2
-    with pytest.raises(RecipeError, match="no commit of step 7; the run holds 2"):
-        choose_checkpoint(commits, 7)
+def test_a_step_without_a_checkpoint_is_told_apart(
+    findings: dict[str, Findings], root: Path
+) -> None:
+    checkpoints = root / "1" / "llama" / "checkpoints"
+    assert choose_checkpoint(checkpoints, 2).state.step == 2
+    with pytest.raises(RecipeError, match="no checkpoint of step 7; the run holds 2"):
+        choose_checkpoint(checkpoints, 7)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +115,7 @@ def exported(
     return path
 
 
-def test_sglang_scores_an_exported_commit_as_the_trainer_did(
+def test_sglang_scores_an_exported_checkpoint_as_the_trainer_did(
     findings: dict[str, Findings], exported: Path
 ) -> None:
     log_path = exported.parent / "log"
@@ -131,7 +133,7 @@ def test_sglang_scores_an_exported_commit_as_the_trainer_did(
             return [entry[0] for entry in itertools.islice(entries, 1, None)]
 
         served = logprobs_of_rows(score)
-    trained = findings["TP2"]["qwen3"]["committed_logprobs"]
+    trained = findings["TP2"]["qwen3"]["checkpoint_logprobs"]
     assert max(abs(a - b) for a, b in zip(served, trained, strict=True)) <= LOGPROB_BOUND
 
 

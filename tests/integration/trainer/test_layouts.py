@@ -65,7 +65,7 @@ def test_the_step_after_a_resume_is_bitwise_the_same(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_commit_of_any_layout_resumes_on_one_rank(
+def test_a_checkpoint_of_any_layout_resumes_on_one_rank(
     findings: dict[str, Findings], family: str
 ) -> None:
     resumed = findings["1"][family]["resumed_from"]

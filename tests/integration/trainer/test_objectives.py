@@ -16,15 +16,16 @@ from tests.support.recorded_run import record_run
 STEPS = 3
 OBJECTIVE = {
     "proximal": "log_linear",
-    "correction": "mask",
-    "correction_level": "sequence",
-    "correction_low": 0.76,
-    "correction_high": 1.1,
+    "off_policy_correction": "mask",
+    "off_policy_correction_level": "sequence",
+    "off_policy_correction_low": 0.76,
+    "off_policy_correction_high": 1.1,
 }
 """The longest way: ages of tokens, and rows whose tokens lie on several ranks."""
 COMPARED = (
-    "loss", "grad_norm", "behaviour/weight_mean", "behaviour/weight_max", "behaviour/kl",
-    "behaviour/outside_fraction", "behaviour/effective_fraction", "ratio/clip_fraction",
+    "loss", "grad_norm", "importance_weight/mean", "importance_weight/max", "kl/behavior",
+    "importance_weight/out_of_bounds_fraction",
+    "importance_weight/effective_sample_fraction", "ratio/clip_fraction",
 )  # fmt: skip
 
 pytestmark = pytest.mark.timeout(180)
@@ -55,7 +56,7 @@ def test_a_row_is_judged_as_one_in_every_layout(
 ) -> None:
     expected = train(ranks, stale, tmp_path / "1", OBJECTIVE)
     assert max(line["staleness/max"] for line in expected) == 2
-    assert all(0.1 < line["behaviour/outside_fraction"] < 0.9 for line in expected)
+    assert all(0.1 < line["importance_weight/out_of_bounds_fraction"] < 0.9 for line in expected)
     for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
         found = train(ranks, stale, tmp_path / f"2-{number}", OBJECTIVE, **parallel)
         for line, other in zip(found, expected, strict=True):
@@ -69,13 +70,16 @@ def test_each_proximal_policy_teaches_something_else(
 ) -> None:
     found = {
         proximal: train(
-            ranks, stale, tmp_path / proximal, {"proximal": proximal, "correction": "none"}
+            ranks,
+            stale,
+            tmp_path / proximal,
+            {"proximal": proximal, "off_policy_correction": "none"},
         )
         for proximal in ("recompute", "log_linear", "none")
     }
     losses = {proximal: lines[0]["loss"] for proximal, lines in found.items()}
     assert losses["log_linear"] != losses["recompute"]
     assert losses["none"] != losses["recompute"]
-    # A log-linear estimate comes without a pass of its own: only the first update is metered.
-    metered = [found[one][0]["logprob/metered_tokens"] for one in ("recompute", "log_linear")]
-    assert 0 < metered[1] < metered[0]
+    # A log-linear estimate comes without a pass of its own: only the first update is compared.
+    compared = [found[one][0]["logprob/compared_tokens"] for one in ("recompute", "log_linear")]
+    assert 0 < compared[1] < compared[0]

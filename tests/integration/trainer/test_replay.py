@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(240)
 
 @pytest.fixture(scope="module")
 def recorded(ranks: RankServer, tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
-    """A run of six steps with commits of the last two even ones."""
+    """A run of six steps with checkpoints of the last two even ones."""
     layout = record_run(tmp_path_factory.mktemp("recorded") / "run", STEPS)
     write_recipe(layout, {**TRAINER, **SETTINGS})
     outcome = ranks.run(layout, "replay", trainer=SETTINGS)
@@ -72,10 +72,14 @@ def test_recorded_steps_are_trained_to_the_same_bits_and_the_run_is_left_alone(
     assert content(recorded.root) == before
     found, expected = lines(tmp_path / "out"), lines(recorded.root)
     assert list(found) == [5, 6]
-    same = [name for name in expected[5] if "time/" not in name and name != "tokens_per_s"]
+    same = [
+        name
+        for name in expected[5]
+        if "time/" not in name and name != "throughput/trained_tokens_per_s"
+    ]
     for step, line in found.items():
         assert {name: line[name] for name in same} == {name: expected[step][name] for name in same}
-    # The start is a link; what was trained is a commit like any other, with its history.
+    # The start is a link; what was trained is a checkpoint like any other, with its history.
     state = json.loads((tmp_path / "out/checkpoints/step_00000006/trainer.json").read_text())
     assert state["consumed"] == [1, 2, 3, 4, 5, 6]
     assert state["parent"] == "step_00000004"
@@ -85,7 +89,8 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     recorded: RunPaths, tmp_path: Path
 ) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
-             "trainer.objective.proximal=none", "trainer.objective.correction=none")  # fmt: skip
+             "trainer.objective.proximal=none",
+             "trainer.objective.off_policy_correction=none")  # fmt: skip
     ended = replay(recorded.root, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lead-in  steps 1 to 1, as recorded" in ended.stdout
@@ -95,7 +100,7 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
     assert found[1]["loss"] == expected[1]["loss"]
     assert found[1]["lr"] == expected[1]["lr"]
     assert found[2]["lr"] == pytest.approx(expected[2]["lr"] / 10)
-    assert found[2]["behaviour/weight_mean"] == 1.0
+    assert found[2]["importance_weight/mean"] == 1.0
     assert found[2]["reward/mean"] == expected[2]["reward/mean"]
     # The same command finds everything done; another one does not touch it.
     out = RunPaths(tmp_path / "out")
@@ -120,11 +125,11 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     assert not out.jobs_dir.exists()
 
 
-def test_it_starts_from_the_newest_commit_before_the_steps(recorded: RunPaths) -> None:
+def test_it_starts_from_the_newest_checkpoint_before_the_steps(recorded: RunPaths) -> None:
     assert find_start(recorded, 7).step == 6
     assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4
     early = find_start(recorded, 4)
-    assert (early.step, early.commit) == (0, None)
+    assert (early.step, early.checkpoint) == (0, None)
 
 
 def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
@@ -161,7 +166,7 @@ def test_missing_and_damaged_shards_are_all_named_before_anything_starts(tmp_pat
     assert "missing" in caught.value.problems[0].message
     assert "digest" in caught.value.problems[1].message
     with pytest.raises(ShardError):
-        plan(run, 2, 2)  # begins with step 1, for want of a commit
+        plan(run, 2, 2)  # begins with step 1, for want of a checkpoint
 
 
 def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:

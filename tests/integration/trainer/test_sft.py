@@ -1,4 +1,4 @@
-"""The warm-up as the launcher runs it: it learns, survives a stop, and leaves a usable model."""
+"""SFT as the launcher runs it: it learns, survives a stop, and leaves a usable model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> Path:
         ffn=128,
         vocab=300,
     )
-    path = tmp_path / "warmup.json"
+    path = tmp_path / "sft.json"
     path.write_text(
         json.dumps(
             {
@@ -50,11 +50,11 @@ def config(tmp_path: Path) -> Path:
                 "model_path": str(tmp_path / "model"),
                 "dataset_path": str(data),
                 "seed": 3,
-                "warmup": {
+                "sft": {
                     "total_steps": 160,
                     "batch_size": 4,
                     "optimizer": {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"},
-                    "commit_every_steps": 40,
+                    "checkpoint_every_steps": 40,
                     "log_every_steps": 1,
                 },
                 "device": "cpu",
@@ -79,7 +79,7 @@ def start(config: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -> None:
+def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(config: Path) -> None:
     layout = RunPaths(config.parent / "run")
     process = start(config)
     give_up_at = time.monotonic() + 60
@@ -97,8 +97,8 @@ def test_a_stopped_warm_up_goes_on_and_learns_its_demonstrations(config: Path) -
     rows = read_lines(layout.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
-    commits = sorted(path.name for path in layout.sft_dir.iterdir())
-    assert commits == ["step_00000120", "step_00000160"]
+    checkpoints = sorted(path.name for path in layout.sft_dir.iterdir())
+    assert checkpoints == ["step_00000120", "step_00000160"]
 
     exported = layout.sft_export
     tokenizer = transformers.AutoTokenizer.from_pretrained(exported)

@@ -64,23 +64,23 @@ class Court:
         start_ledger(stack, directory, Judge)
         start_relay(stack, directory, "cell-0")
         self.evaluation_cell = self.start_evaluation_cell()
-        rendezvous.await_endpoint(directory, "relay-cell-0", 60)
+        rendezvous.await_endpoint(directory, "control-cell-0", 60)
         schedule = Schedule(total_steps, 1000, 0, 2, TASKS)
         evaluation = AsyncEvaluation(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 
     def start_evaluation_cell(self) -> subprocess.Popen[bytes]:
-        before = rendezvous.find_endpoint(self.directory, "relay-evaluation")
+        before = rendezvous.find_endpoint(self.directory, "control-evaluation")
         process = start_relay(self.stack, self.directory, "evaluation")
         give_up_at = time.monotonic() + LIMIT_S
-        while rendezvous.find_endpoint(self.directory, "relay-evaluation") == before:
+        while rendezvous.find_endpoint(self.directory, "control-evaluation") == before:
             assert time.monotonic() < give_up_at
             time.sleep(0.05)
         return process
 
     def served(self) -> str:
         """The version that the evaluation cell serves."""
-        endpoint = rendezvous.find_endpoint(self.directory, "relay-evaluation")
+        endpoint = rendezvous.find_endpoint(self.directory, "control-evaluation")
         assert endpoint is not None
         client = WireClient(endpoint.url, "key", timeout_s=5.0)
         try:
@@ -147,7 +147,7 @@ def test_training_does_not_wait_and_the_last_step_is_judged_before_the_end(
     court.follow(lambda: court.is_finished())
     assert court.is_finished()
     assert court.written() == {0: 0.25, 5: 0.5, 6: 0.75}
-    begun = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] != "published"]
+    begun = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] != "weights_published"]
     assert [(event["version"], event["left_out"]) for event in begun] == [
         ("1.0", []),
         ("1.5", [2, 4]),

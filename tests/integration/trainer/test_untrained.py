@@ -20,7 +20,7 @@ from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, spoil
 
 INSPECTIONS = "tests.integration.trainer.untrained_inspections"
-NAIVE = {"proximal": "none", "correction": "none"}
+NAIVE = {"proximal": "none", "off_policy_correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
@@ -49,7 +49,7 @@ def column(report: dict[str, Any], name: str) -> list[Any]:
 
 def train(ranks: RankServer, layout: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
     optimizer = {"lr": 1e-3, "on_nonfinite": scenario.pop("on_nonfinite", "skip")}
-    settings = {"commit_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
+    settings = {"checkpoint_every_steps": 1, "objective": NAIVE, "optimizer": optimizer,
                 "parallel": {"dp": dp}, **scenario.pop("trainer", {})}  # fmt: skip
     return ranks.run(layout, "replay", dp, trainer=settings, **scenario)
 
@@ -208,7 +208,7 @@ def resumed_after_a_kill(
     ranks: RankServer, recorded: Path, folder: Path, steps: int, nth: int
 ) -> Sequence[TaskExit]:
     """A run left alone, and the resume of one that was killed before its nth step."""
-    settings = {"total_steps": steps, "commit_every_steps": 2}
+    settings = {"total_steps": steps, "checkpoint_every_steps": 2}
     alone = RunPaths(shutil.copytree(recorded, folder / "alone"))
     killed = RunPaths(shutil.copytree(recorded, folder / "killed"))
     fault = f"train.before_step@{nth}=kill"
@@ -236,32 +236,32 @@ def test_a_kill_within_a_streak_does_not_begin_it_anew(ranks: RankServer, tmp_pa
     assert resumed.reports == alone.reports
 
 
-def test_a_warm_up_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> None:
+def test_the_sft_stage_follows_the_same_rule(ranks: RankServer, tmp_path: Path) -> None:
     layout = record_run(tmp_path, 1)
     data = tmp_path / "demonstrations.jsonl"
     messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
     data.write_text(json.dumps({"messages": messages}) + "\n")
     optimizer = {"lr": 1e30, "on_nonfinite": "skip"}  # the first step ruins the weights
 
-    def warm_up() -> dict[str, Any]:
+    def fine_tune() -> dict[str, Any]:
         config = {
             "run_dir": str(tmp_path),
             "model_path": str(layout.tiny_model_dir),
             "dataset_path": str(data),
             "seed": 3,
-            "warmup": {"total_steps": 8, "batch_size": 2, "commit_every_steps": 1,
+            "sft": {"total_steps": 8, "batch_size": 2, "checkpoint_every_steps": 1,
                        "log_every_steps": 1, "optimizer": optimizer},
             "device": "cpu",
             "dtype": "float32",
         }  # fmt: skip
-        outcome = ranks.run(layout, "warm_up", warmup=config)
+        outcome = ranks.run(layout, "fine_tune", sft=config)
         assert outcome.codes == [FAILED], outcome.log
         return outcome.reports[0]
 
     for _ in range(2):
-        assert "step 4 of the warm-up" in (error := warm_up()["error"])
-        assert "warmup.optimizer.on_nonfinite" in error
+        assert "step 4 of the SFT stage" in (error := fine_tune()["error"])
+        assert "sft.optimizer.on_nonfinite" in error
     lines = read_metrics(layout.sft_metrics)
     assert [line["step/skipped"] for line in lines] == [0, 1, 1]
     optimizer["on_nonfinite"] = "stop"
-    assert "set warmup.optimizer.on_nonfinite=skip" in warm_up()["error"]
+    assert "set sft.optimizer.on_nonfinite=skip" in fine_tune()["error"]

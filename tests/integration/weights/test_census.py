@@ -52,8 +52,8 @@ def silent_url() -> Iterator[str]:
 def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
     tmp_path: Path, relay_url: str, silent_url: str
 ) -> None:
-    rendezvous.publish_endpoint(tmp_path, "relay-cell-0", relay_url)
-    rendezvous.publish_endpoint(tmp_path, "relay-cell-1", silent_url)
+    rendezvous.publish_endpoint(tmp_path, "control-cell-0", relay_url)
+    rendezvous.publish_endpoint(tmp_path, "control-cell-1", silent_url)
     census = ReplicaDiscovery(tmp_path, 2, "key")
     waits_s = []
     for _ in range(6):
@@ -62,6 +62,6 @@ def test_a_vanished_cell_is_waited_for_once_and_heard_when_it_returns(
         waits_s.append(time.monotonic() - began)
     assert waits_s[0] >= 1.0
     assert statistics.median(waits_s) < 1.0, "a second goes by whenever it is waited for"
-    rendezvous.publish_endpoint(tmp_path, "relay-cell-1", relay_url)
+    rendezvous.publish_endpoint(tmp_path, "control-cell-1", relay_url)
     wait_for(lambda: {key.cell for key, _ in census.discover()} == {"cell-0", "cell-1"})
     census.close()

@@ -107,7 +107,7 @@ def test_published_weights_are_the_ones_that_answer(cell: Cell, publisher: Publi
     report = publish(publisher, model)
     assert_serves(cell, model, report.version)
     assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model))
-    phases = {"join", "pause", "transfer", "load", "verify", "flush", "resume"}
+    phases = {"group_join", "pause_call", "transfer", "load", "verify", "flush", "resume"}
     assert set(report.seconds) == phases
     assert all(spent >= 0 for spent in report.seconds.values())
     assert publisher.outdated(report.version) == []
@@ -191,7 +191,7 @@ def test_the_cell_measures_from_the_pause_to_the_first_new_token(
     assert view.stall.requests == 1
     known_tokens = len(PROMPT) + old["end"]  # SGLang says how many after every 15th
     assert known_tokens - 20 <= view.stall.recomputed_tokens <= known_tokens
-    stopped_s = sum(took for name, took in report.seconds.items() if name != "join")
+    stopped_s = sum(took for name, took in report.seconds.items() if name != "group_join")
     assert 0 <= view.stall.reprefill_s < view.stall.stall_s < stopped_s + 5
     publisher.outdated(report.version)
     assert view.stall in publisher.stalls
@@ -204,7 +204,7 @@ def test_weights_by_disk_are_the_ones_that_answer(cell: Cell) -> None:
         report = publish(publisher, model)
         assert_serves(cell, model, report.version)
         assert [span["version"] for span in writer.spans()][-1] == str(report.version)
-        assert {"write", "pause", "load", "verify", "flush", "resume"} == set(report.seconds)
+        assert {"write", "pause_call", "load", "verify", "flush", "resume"} == set(report.seconds)
         (folder,) = cell.layout.weights_dir.iterdir()
         assert folder.name.startswith(f"{report.version}.")
 

@@ -49,7 +49,7 @@ def publishing(
     cell: Cell, directory: Path | None = None, *, update_timeout_s: float = 20, **weights: Any
 ) -> Iterator[Publisher]:
     """The next start of a trainer, which finds relays in `directory`."""
-    cell.epoch += 1
+    cell.generation += 1
     config = WeightsConfig(bucket_bytes=100_000, update_timeout_s=update_timeout_s, **weights)
     directory = directory or cell.layout.rendezvous_dir
     publisher = Publisher(
@@ -96,7 +96,7 @@ def test_two_replicas_are_updated_at_once(cell: Cell, replicas_per_group: int) -
     """Each in a group of its own, and both in one, where buckets are packed."""
     with publishing(cell, replicas_per_group=replicas_per_group) as publisher:
         for step in range(2):  # the second update uses the groups that stand
-            version, model = WeightVersion(cell.epoch, step), tiny_qwen3(step + 1)
+            version, model = WeightVersion(cell.generation, step), tiny_qwen3(step + 1)
             report = publish(publisher, version, model)
             raise_if_failed(report)
             assert [key.place for key in report.ok] == [("cell-0", 0), ("cell-0", 1)]
@@ -106,7 +106,7 @@ def test_two_replicas_are_updated_at_once(cell: Cell, replicas_per_group: int) -
 
 def test_an_update_in_place_goes_on_from_the_old_cache(cell: Cell) -> None:
     with publishing(cell, pause_mode="in_place") as publisher:
-        old, new = WeightVersion(cell.epoch, 0), WeightVersion(cell.epoch, 1)
+        old, new = WeightVersion(cell.generation, 0), WeightVersion(cell.generation, 1)
         raise_if_failed(publish(publisher, old, tiny_qwen3(3)))
         replies: list[dict[str, Any]] = []
         prompt = [next(FIRST_IDS), 7, 8, 9]
@@ -145,9 +145,9 @@ def test_a_member_killed_in_a_broadcast_takes_only_its_group_and_only_once(
         gates([cell], tmp_path / "gates") as (gate,),
         publishing(cell, tmp_path / "gates", replicas_per_group=2) as publisher,
     ):
-        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(5)))
+        raise_if_failed(publish(publisher, WeightVersion(cell.generation, 0), tiny_qwen3(5)))
         gate.trap = Trap("update_weights_from_distributed", 2, 1, kill_while_it_receives)
-        version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(6)
+        version, model = WeightVersion(cell.generation, 1), tiny_qwen3(6)
         report = publish(publisher, version, model)
         assert gate.trap.seen == 2
         gate.trap = None
@@ -171,9 +171,9 @@ def test_a_member_whose_node_vanishes_costs_the_others_a_wait_and_no_restart(
         gates([cell], tmp_path / "gates") as (gate,),
         publishing(cell, tmp_path / "gates", update_timeout_s=HANG_TIMEOUT_S) as publisher,
     ):
-        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), tiny_qwen3(7)))
+        raise_if_failed(publish(publisher, WeightVersion(cell.generation, 0), tiny_qwen3(7)))
         gate.trap = Trap("update_weights_from_distributed", 2, 1, lambda forward: gate.lost.add(1))
-        version, model = WeightVersion(cell.epoch, 1), tiny_qwen3(8)
+        version, model = WeightVersion(cell.generation, 1), tiny_qwen3(8)
         assert [key.place for key in publish(publisher, version, model).ok] == [("cell-0", 0)]
         assert_serves(cell, 0, model, version)
         gate.lost.clear()
@@ -189,15 +189,15 @@ def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
 ) -> None:
     old, new = tiny_qwen3(7), tiny_qwen3(8)
     with publishing(cell) as publisher:
-        raise_if_failed(publish(publisher, WeightVersion(cell.epoch, 0), old))
+        raise_if_failed(publish(publisher, WeightVersion(cell.generation, 0), old))
     before = [cell.replica(index) for index in range(2)]
-    models = {f"{cell.epoch}.0": old} | {f"{cell.epoch + one}.1": new for one in (1, 2)}
+    models = {f"{cell.generation}.0": old} | {f"{cell.generation + one}.1": new for one in (1, 2)}
     readers = [Reader(cell, index, models) for index in range(2)]
     save_file(new.state_dict(), tmp_path / "new.safetensors")
     directory = tmp_path / "gates"
     with gates([cell], directory) as (gate,):
         senders = [
-            Sender(directory, 1, cell.admin_key, cell.epoch + one, update_timeout_s=30)
+            Sender(directory, 1, cell.admin_key, cell.generation + one, update_timeout_s=30)
             for one in (1, 2)
         ]
         for sender in senders:
@@ -220,6 +220,6 @@ def test_half_loaded_weights_of_a_dead_sender_never_answer_and_are_sent_again(
             sender.stop()
     assert [reader.wrong for reader in readers] == [[], []]
     for reader, past in zip(readers, before, strict=True):
-        assert reader.answered[-1][1] == f"{cell.epoch + 2}.1"
+        assert reader.answered[-1][1] == f"{cell.generation + 2}.1"
         assert cell.replica(reader.index).incarnation == past.incarnation, "no restart was needed"
-    cell.epoch += 2
+    cell.generation += 2

@@ -66,7 +66,7 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
     assert evaluation_of(config, "a.B", **given) == ("a.B", {"x": 2})
     handed = evaluation_of(config, Answerer(1.0), Answerer(2.0))
     assert handed == ("handed_over_for_evaluation.agent", {})
-    folder = RunPaths(tmp_path / "e" / "t").workflow_dir
+    folder = RunPaths(tmp_path / "e" / "t").agent_dir
     assert vars(load_agent_pickle(str(folder / "handed_over_for_evaluation.py")))["said"] == 2.0
     assert vars(load_agent_pickle(str(folder / "handed_over.py")))["said"] == 1.0
 

@@ -57,7 +57,7 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     assert recipe.rollout.agent.mode == "subproc"
     assert recipe.rollout.agent.turn_discount == 0.9
     assert recipe.inference.tool_call_parser == "qwen25"
-    assert recipe.inference.context_tokens == 2048
+    assert recipe.inference.context_length == 2048
     assert recipe.inference.extra_args == ("--chunked-prefill-size", "1024")
     assert recipe.evaluation.sampling.temperature == 0.0
     assert recipe.evaluation.sampling.max_new_tokens == 256
@@ -65,7 +65,7 @@ def test_a_whole_file_becomes_a_recipe_that_is_valid() -> None:
     assert recipe.trainer.optimizer.betas == (0.9, 0.95)
     objective = recipe.trainer.objective
     assert (objective.clip_low, objective.clip_high) == (0.2, 0.3)
-    assert (objective.correction, objective.correction_high) == ("mask", 4.0)
+    assert (objective.off_policy_correction, objective.off_policy_correction_high) == ("mask", 4.0)
 
 
 def test_what_is_lost_is_named_with_a_reason() -> None:
@@ -95,7 +95,7 @@ def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
     assert found["trainer.optimizer.lr"] == 1e-3
     assert found["trainer.minibatches"] == 4
     assert found["rollout.sampling.top_k"] == -1
-    assert "inference.context_tokens" not in found
+    assert "inference.context_length" not in found
 
 
 @pytest.mark.parametrize(
@@ -124,8 +124,8 @@ def test_the_proximal_policy_follows_three_switches(
 ) -> None:
     found = recipe_of({"actor": actor})
     assert found["trainer.objective.proximal"] == proximal
-    assert found["trainer.objective.correction"] == correction
-    assert found.get("trainer.objective.correction_high") == high
+    assert found["trainer.objective.off_policy_correction"] == correction
+    assert found.get("trainer.objective.off_policy_correction_high") == high
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ class RunDirectory:
         append_drop(self.layout, DroppedTicket(TicketRef(2, 1), "ValueError"))
         for step, tickets in enumerate(self.batches, 1):
             self.hand_out(step, tickets)
-        self.commit(3, epoch=1)
+        self.write_checkpoint(3, generation=1)
 
     def seal(self, *ticket_ids: int, attempt: int = 1) -> list[SettledTicket]:
         """A shard with these tickets, as a proxy leaves it."""
@@ -66,26 +66,26 @@ class RunDirectory:
         self.layout.manifest(step).unlink(missing_ok=True)
         write_manifest(self.layout, BatchManifest(step, 1, tickets))
 
-    def commit(
+    def write_checkpoint(
         self,
         step: int,
-        epoch: int,
+        generation: int,
         consumed: list[int] | None = None,
         untrained: Sequence[UntrainedRecord] = (),
     ) -> Path:
-        """A complete commit with what the trainer's state says of batches, among other things."""
+        """A complete checkpoint with what the trainer's state says of batches."""
         path = self.layout.checkpoints_dir / format_step_dir(step)
         path.mkdir(parents=True, exist_ok=True)
         state = {
             "step": step,
-            "epoch": epoch,
+            "generation": generation,
             "seed": 1,
             "parent": None,
             "consumed": consumed if consumed is not None else [*range(1, step + 1)],
             "untrained": untrained,
         }
         (path / "trainer.json").write_bytes(msgspec.json.encode(state))
-        (path / "COMMITTED").touch()
+        (path / "COMPLETE").touch()
         return path
 
     def finish(self) -> None:

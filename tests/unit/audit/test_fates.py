@@ -46,7 +46,7 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
 
 
 def test_what_is_under_way_is_open(run: RunDirectory) -> None:
-    """Batched and not committed, sealed and not batched, and in a cell without any trace."""
+    """Batched and not in a checkpoint, sealed and not batched, and in a cell without any trace."""
     run.hand_out(4, run.seal(7, 8))
     run.seal(10)
     audit = audit_run(run.layout)
@@ -71,7 +71,7 @@ def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirec
     assert "too old" in audit.tickets[7].why
     again = run.seal(7, 8, attempt=2)
     run.hand_out(4, again)
-    run.commit(4, epoch=1)
+    run.write_checkpoint(4, generation=1)
     audit = audit_run(run.layout)
     assert audit.tickets[7].fate is TicketStatus.TRAINED
     assert audit.is_clean
@@ -91,15 +91,15 @@ def test_a_ticket_sealed_twice_counts_once(run: RunDirectory) -> None:
     assert audit_run(run.layout).verdict == "trained_once=6 duplicates=0 lost=0 open=0"
 
 
-def test_the_newest_epoch_owns_the_chain(run: RunDirectory) -> None:
-    """A zombie's higher commit does not count; what it trained is handed out again."""
-    run.commit(2, epoch=2)
+def test_the_newest_generation_owns_the_chain(run: RunDirectory) -> None:
+    """A zombie's higher checkpoint does not count; what it trained is handed out again."""
+    run.write_checkpoint(2, generation=2)
     audit = audit_run(run.layout)
     assert audit.verdict == "trained_once=4 duplicates=0 lost=0 open=2"
 
 
-def test_a_commit_without_its_marker_does_not_count(run: RunDirectory) -> None:
-    (run.commit(3, epoch=1) / "COMMITTED").unlink()
+def test_a_checkpoint_without_its_marker_does_not_count(run: RunDirectory) -> None:
+    (run.write_checkpoint(3, generation=1) / "COMPLETE").unlink()
     assert audit_run(run.layout).verdict == "trained_once=0 duplicates=0 lost=0 open=6"
 
 
@@ -112,7 +112,7 @@ NOT_TAKEN = UntrainedRecord(3, "the gradient norm is nan: 1 of 1 optimizer steps
 def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
     run: RunDirectory,
 ) -> None:
-    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
     audit = audit_run(run.layout)
     assert audit.is_clean
     assert audit.verdict == "trained_once=3 duplicates=0 lost=0 open=0"
@@ -125,13 +125,13 @@ def test_what_a_consumed_batch_did_not_teach_is_no_fault_and_not_called_trained(
 
 def test_an_unsound_ticket_of_a_skipped_batch_is_unsound(run: RunDirectory) -> None:
     whole_batch = UntrainedRecord(2, NOT_TAKEN.reason)
-    run.commit(3, epoch=1, untrained=[LEFT_OUT, whole_batch])
+    run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, whole_batch])
     assert of(audit_run(run.layout), TicketStatus.UNSOUND) == [3]
     assert of(audit_run(run.layout), TicketStatus.SKIPPED) == [4]
 
 
 def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirectory) -> None:
-    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
     run.shard_of(2).unlink()
     run.hand_out(3, [run.batches[2][0], run.batches[0][0]])
     found = fates(run)
@@ -142,9 +142,9 @@ def test_a_loss_or_a_duplicate_counts_whatever_the_batch_taught(run: RunDirector
     )
 
 
-def test_a_batch_that_an_abandoned_epoch_skipped_is_open_again(run: RunDirectory) -> None:
-    run.commit(3, epoch=1, untrained=[NOT_TAKEN])
-    run.commit(2, epoch=2)
+def test_a_batch_that_an_abandoned_generation_skipped_is_open_again(run: RunDirectory) -> None:
+    run.write_checkpoint(3, generation=1, untrained=[NOT_TAKEN])
+    run.write_checkpoint(2, generation=2)
     assert of(audit_run(run.layout), TicketStatus.OPEN) == [5, 6]
 
 
@@ -181,7 +181,7 @@ def test_the_same_row_twice_in_one_ticket(run: RunDirectory) -> None:
 
 
 def test_a_batch_consumed_twice(run: RunDirectory) -> None:
-    run.commit(3, epoch=1, consumed=[1, 2, 2])
+    run.write_checkpoint(3, generation=1, consumed=[1, 2, 2])
     audit = audit_run(run.layout)
     assert of(audit, TicketStatus.DUPLICATE) == [3, 4]
     assert of(audit, TicketStatus.LOST) == [5, 6], "the batch of step 3 was passed over"
@@ -219,7 +219,7 @@ def damage_manifest(run: RunDirectory) -> None:
 
 
 def pass_over_a_batch(run: RunDirectory) -> None:
-    run.commit(3, epoch=1, consumed=[1, 3])
+    run.write_checkpoint(3, generation=1, consumed=[1, 3])
 
 
 @pytest.mark.parametrize(
@@ -283,15 +283,15 @@ def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
     assert of(audit_run(run.layout), TicketStatus.LOST) == [7, 8]
 
 
-def test_a_finished_run_has_committed_all_its_batches(run: RunDirectory) -> None:
-    (run.commit(3, epoch=1) / "COMMITTED").unlink()
-    run.commit(2, epoch=1)
+def test_a_finished_run_has_saved_all_its_batches(run: RunDirectory) -> None:
+    (run.write_checkpoint(3, generation=1) / "COMPLETE").unlink()
+    run.write_checkpoint(2, generation=1)
     run.finish()
     assert of(audit_run(run.layout), TicketStatus.LOST) == [5, 6]
 
 
-def test_a_commit_that_cannot_be_read_is_a_problem(run: RunDirectory) -> None:
-    (run.commit(3, epoch=1) / "trainer.json").write_bytes(b"{")
+def test_a_checkpoint_that_cannot_be_read_is_a_problem(run: RunDirectory) -> None:
+    (run.write_checkpoint(3, generation=1) / "trainer.json").write_bytes(b"{")
     audit = audit_run(run.layout)
     assert not audit.is_clean
     assert "cannot be read" in str(audit.problems[0])
@@ -326,13 +326,13 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
 
 
 def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirectory) -> None:
-    run.commit(3, epoch=1, untrained=[LEFT_OUT, NOT_TAKEN])
+    run.write_checkpoint(3, generation=1, untrained=[LEFT_OUT, NOT_TAKEN])
     answer = areal_hpc_audit(run.layout.root)
     assert answer.returncode == 0
     assert answer.stdout.splitlines() == [
         f"untrained: batch 2, ticket 3: {LEFT_OUT.reason}",
         f"untrained: batch 3: {NOT_TAKEN.reason}",
-        "not finished, committed up to step 3, 1 tickets dropped, 0 filtered, 1 unsound, 2 skipped",
+        "not finished, saved up to step 3, 1 tickets dropped, 0 filtered, 1 unsound, 2 skipped",
         "trained_once=3 duplicates=0 lost=0 open=0",
     ]
 

@@ -81,7 +81,9 @@ def test_a_task_that_needs_more_gpus_than_a_node_has_is_refused() -> None:
 
 
 def test_the_price_is_that_of_the_whole_time_limit() -> None:
-    shape = compute_resources(job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_min=90))
+    shape = compute_resources(
+        job(tasks=32, gpus=1), JobOptions(gpus_per_node=8, time_limit_minutes=90)
+    )
     assert (shape.gpu_hours, shape.node_hours) == (48.0, 6.0)
 
 
@@ -97,7 +99,7 @@ def test_options_become_lines_of_the_script() -> None:
         comment="for the paper",
         sbatch_flags=["--nice=100", "--contiguous"],
         setup=["module load cuda"],
-        signal_lead_s=45,
+        signal_before_end_s=45,
     )
     for expected in (
         "#SBATCH --partition=a,b",

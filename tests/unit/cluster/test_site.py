@@ -28,11 +28,11 @@ def test_options_of_a_kind_of_job_win_over_the_common_ones() -> None:
     assert slurm.get_options("trainer").partition == "gpu"
 
 
-def test_the_warm_up_has_the_trainers_options_unless_it_has_its_own() -> None:
+def test_the_sft_stage_has_the_trainers_options_unless_it_has_its_own() -> None:
     slurm = SlurmConfig.model_validate(
-        {"jobs": {"trainer": {"qos": "long", "mem": "9G"}, "warmup": {"mem": "1G"}}}
+        {"jobs": {"trainer": {"qos": "long", "mem": "9G"}, "sft": {"mem": "1G"}}}
     )
-    assert (slurm.get_options("warmup").qos, slurm.get_options("warmup").mem) == ("long", "1G")
+    assert (slurm.get_options("sft").qos, slurm.get_options("sft").mem) == ("long", "1G")
 
 
 def test_the_evaluation_job_has_the_cells_options_unless_it_has_its_own() -> None:
@@ -45,7 +45,7 @@ def test_the_evaluation_job_has_the_cells_options_unless_it_has_its_own() -> Non
 
 
 def test_options_survive_being_written_and_read() -> None:
-    slurm = SlurmConfig.model_validate({"mem": "8G", "jobs": {"cell": {"time_min": 5}}})
+    slurm = SlurmConfig.model_validate({"mem": "8G", "jobs": {"cell": {"time_limit_minutes": 5}}})
     again = SlurmConfig.model_validate(slurm.model_dump(mode="json"))
     assert again.get_options("cell-0") == slurm.get_options("cell-0")
     assert again.get_options("cell-0").mem == "8G"

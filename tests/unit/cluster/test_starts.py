@@ -15,19 +15,19 @@ from areal_hpc.slurm.scontrol import get_own_job_id, join_node_lists, read_job
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
-    restarts.take_next_restart(tmp_path / "starts", "7.0", "n01", "")
+    restarts.take_next_restart(tmp_path / "restarts", "7.0", "n01", "")
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(restarts.wait_for_restart, tmp_path / "starts", "7.1", "n02", 60.0)
+        waiting = pool.submit(restarts.wait_for_restart, tmp_path / "restarts", "7.1", "n02", 60.0)
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
-        taken = restarts.take_next_restart(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
+        taken = restarts.take_next_restart(tmp_path / "restarts", "7.1", "n01", "10.0.0.1:5")
         assert waiting.result(60.0) == taken
     assert taken.number == 2
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
-        restarts.wait_for_restart(tmp_path / "starts", "7.0", "n02", 0.1)
+        restarts.wait_for_restart(tmp_path / "restarts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_processes_read_until_when_they_may_stop(
 ) -> None:
     assert restarts.read_own_stop_notice() is None, "without a supervisor under Slurm"
     path = restarts.stop_note_path(tmp_path, restarts.take_next_restart(tmp_path, "7.0", "n01", ""))
-    monkeypatch.setenv(restarts.STOP_NOTE_VARIABLE, str(path))
+    monkeypatch.setenv(restarts.STOP_NOTICE_VARIABLE, str(path))
     assert restarts.read_own_stop_notice() is None
     note = restarts.StopNotice("the time limit is near", 143, 1234.5)
     restarts.write_stop_note(path, note)
@@ -62,12 +62,14 @@ def test_processes_read_until_when_they_may_stop(
 
 def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = JobPaths(tmp_path)
-    assert time_limit.read_save_time_s(job) == 0.0
-    for name, value in time_limit.get_save_time_variable(job).items():
+    assert time_limit.read_checkpoint_time_s(job) == 0.0
+    for name, value in time_limit.get_checkpoint_time_variable(job).items():
         monkeypatch.setenv(name, value)
-    time_limit.record_save_time(21.5)
-    assert time_limit.read_save_time_s(job) == 21.5
-    assert time_limit.compute_stop_lead_s(12.0, 10.0, time_limit.read_save_time_s(job)) == 43.5
+    time_limit.record_checkpoint_time(21.5)
+    assert time_limit.read_checkpoint_time_s(job) == 21.5
+    assert (
+        time_limit.compute_stop_lead_s(12.0, 10.0, time_limit.read_checkpoint_time_s(job)) == 43.5
+    )
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:

@@ -55,7 +55,7 @@ def test_on_a_cpu_plain_torch_operators_and_little_memory() -> None:
 
 def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     config = InferenceConfig(
-        tp=2, context_tokens=4096, tool_call_parser="qwen25", extra_args=("--enable-metrics",)
+        tp=2, context_length=4096, tool_call_parser="qwen25", extra_args=("--enable-metrics",)
     )
     found = command(config, "cuda", index=3)
     expected = (

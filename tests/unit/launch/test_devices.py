@@ -65,7 +65,7 @@ def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
         f"trainer.parallel.dp={dp}",
         f"inference={{cells: {cells}, replicas_per_cell: {replicas}, tp: {tp}}}",
         f"inference.nodes_per_replica={nodes}",
-        f"evaluation.separate_job={evaluates_apart}",
+        f"evaluation.separate_cell={evaluates_apart}",
     )
     visible = shown(*(f"GPU-{number}" for number in range(n_visible)))
     serving = (cells + evaluates_apart) * replicas * tp
@@ -90,10 +90,10 @@ def test_every_task_has_gpus_of_its_own_or_the_sum_is_told(
 
 def test_ranks_and_replicas_take_the_gpus_in_the_order_in_which_they_are_shown() -> None:
     recipe = recipe_of("cuda", "trainer.parallel.dp=2", "inference.replicas_per_cell=2")
-    warmup, train = stages_of(recipe)
+    sft, train = stages_of(recipe)
     visible = shown("3", "5", "7", "9")
     assert assign(train, visible, recipe) == {"trainer": [["3"], ["5"]], "cell-0": [["7", "9"]]}
-    assert assign(warmup, visible, recipe) == {"warmup": [["3"], ["5"]]}
+    assert assign(sft, visible, recipe) == {"sft": [["3"], ["5"]]}
     assert list(describe(assign(train, visible, recipe))) == ["trainer: 3 | 5", "cell-0: 7,9"]
 
 
@@ -129,9 +129,9 @@ def test_tasks_on_the_cpu_are_given_no_gpu() -> None:
 
 def test_every_stage_that_lacks_gpus_is_reported() -> None:
     recipe = recipe_of("cuda", "trainer.parallel.dp=4")
-    warmup, train = shortages(recipe, shown("0", "1"))
-    assert "the stage warmup: it needs 4 at once" in warmup.message
-    assert warmup.key == "trainer.parallel"
+    sft, train = shortages(recipe, shown("0", "1"))
+    assert "the stage sft: it needs 4 at once" in sft.message
+    assert sft.key == "trainer.parallel"
     assert "the stage train: it needs 5 at once" in train.message
     (left,) = shortages(recipe, shown("0", "1", "2", "3"))
     assert left.key == train.key

@@ -31,12 +31,12 @@ def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
     }
 
 
-def test_all_jobs_wait_for_the_warm_up_and_that_for_what_was_asked(tmp_path: Path) -> None:
+def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> None:
     assert dependencies(recipe(tmp_path), ["7", "8"]) == {
-        "warmup": "afterok:7:8",
-        "trainer": "afterok:WARMUP_JOBID",
-        "cell-0": "afterok:WARMUP_JOBID",
-        "cell-1": "afterok:WARMUP_JOBID",
+        "sft": "afterok:7:8",
+        "trainer": "afterok:SFT_JOBID",
+        "cell-0": "afterok:SFT_JOBID",
+        "cell-1": "afterok:SFT_JOBID",
     }
 
 
@@ -96,7 +96,7 @@ def sweep_of(fileroot: Path, array: str) -> list[str]:
         render_script(request, len(sweep.runs)) for request in build_array_requests(sweep, HERE, ())
     ]
     assert all("#SBATCH --array=0-2%3" in script for script in scripts)
-    assert "--dependency=aftercorr:WARMUP_JOBID" in scripts[-1]
+    assert "--dependency=aftercorr:SFT_JOBID" in scripts[-1]
     return [run.trial_name for run in sweep.runs]
 
 

@@ -27,7 +27,7 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
         QUICKSTART,
         [
             "model={hub: someone/tiny, tiny: null}",
-            "warmup=null",
+            "sft=null",
             f"train_dataset={{path: {tmp_path}/tasks.jsonl, generator: null, kwargs: {{}}}}",
             "valid_dataset=null",
             f"cluster.fileroot={tmp_path}/runs",

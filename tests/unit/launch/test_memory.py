@@ -149,7 +149,7 @@ def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
         (24, {}, ["trainer.parallel"]),
         (80, {"max_total_tokens": 2_000_000}, ["inference.tp"]),
         (12, {}, ["trainer.parallel", "inference.tp"]),
-        (80, {"max_total_tokens": 256, "context_tokens": 512}, ["inference.context_tokens"]),
+        (80, {"max_total_tokens": 256, "context_length": 512}, ["inference.context_length"]),
     ],
 )
 def test_what_will_not_fit_is_told(

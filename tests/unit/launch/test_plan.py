@@ -24,11 +24,11 @@ def planned(*overrides: str) -> RunPlan:
     return plan_run(recipe, RunPaths(Path("/run")), FACTS)
 
 
-def test_the_warm_up_is_a_stage_of_its_own_before_training() -> None:
-    warmup, train = planned().stages
-    assert [job.name for job in warmup.jobs] == ["warmup"]
+def test_the_sft_stage_is_a_stage_of_its_own_before_training() -> None:
+    sft, train = planned().stages
+    assert [job.name for job in sft.jobs] == ["sft"]
     assert [job.name for job in train.jobs] == ["trainer", "cell-0"]
-    assert str(warmup.done_marker) == "/run/export/warmup"
+    assert str(sft.done_marker) == "/run/export/sft"
 
 
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
@@ -78,7 +78,7 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
     train = planned().stages[1]
     assert train.leader.processes[1].config["evaluation_cell"] is False
     assert [job.processes[-1].config["splits"] for job in train.others] == [["train", "valid"]]
-    train = planned("evaluation.separate_job=true", "inference.cells=2").stages[1]
+    train = planned("evaluation.separate_cell=true", "inference.cells=2").stages[1]
     assert train.leader.processes[1].config["evaluation_cell"] is True
     assert train.leader.processes[1].config["cells"] == 2
     assert {job.name: job.processes[-1].config["splits"] for job in train.others} == {
@@ -89,7 +89,7 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
 
 
 def test_the_evaluation_job_is_shaped_like_a_cell() -> None:
-    overrides = ("evaluation.separate_job=true", "inference.tp=4", "inference.nodes_per_replica=2")
+    overrides = ("evaluation.separate_cell=true", "inference.tp=4", "inference.nodes_per_replica=2")
     devices = ("inference.device=cuda", "trainer.device=cuda")
     cell, evaluation = planned(*overrides, *devices).stages[1].others
     assert (evaluation.tasks, evaluation.gpus_per_task) == (cell.tasks, cell.gpus_per_task)

@@ -38,7 +38,7 @@ def train(tickets: TicketTable, steps: int) -> None:
         assert len(refs) == 2
         for ref in refs:
             tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-        manifest = form_next_batch(tickets, epoch=1)
+        manifest = form_next_batch(tickets, generation=1)
         assert manifest is not None
         assert manifest.counts == BatchCounts()
         tickets.record_batch(manifest)
@@ -57,7 +57,7 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
 def fill(tickets: TicketTable) -> BatchManifest:
     for ref in tickets.lease("b", 2 - tickets.settled, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, tickets.version_step)))
-    manifest = form_next_batch(tickets, epoch=1)
+    manifest = form_next_batch(tickets, generation=1)
     assert manifest is not None
     return manifest
 
@@ -144,7 +144,7 @@ def test_a_restarted_ledger_knows_what_was_set_aside(kind: str) -> None:
     assert tickets.setbacks.counts(0).stale_requeued == (kind == "requeued")
 
 
-def test_weights_of_an_abandoned_epoch_are_as_old_as_the_commit_that_both_share() -> None:
+def test_weights_of_an_abandoned_generation_are_as_old_as_the_checkpoint_that_both_share() -> None:
     tickets = tickets_of("drop")
     ref = tickets.lease("a", 1, 0.0)[0]
     train(tickets, 2)
@@ -218,13 +218,13 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
 
 
 @given(
-    st.lists(st.sampled_from(["fresh", "old", "look", "batch", "epoch"]), max_size=40),
+    st.lists(st.sampled_from(["fresh", "old", "look", "batch", "generation"]), max_size=40),
     st.sampled_from(["drop", "requeue"]),
 )
 def test_looking_once_finds_what_looking_always_does(
     events: list[str], policy: StaleGroups
 ) -> None:
-    tickets, ages, epoch, forks = (
+    tickets, ages, generation, forks = (
         tickets_of(policy, bound=2),
         StalenessCheck(),
         1,
@@ -234,16 +234,16 @@ def test_looking_once_finds_what_looking_always_does(
         if event in ("fresh", "old"):
             step = tickets.formed_steps if event == "fresh" else 0
             for ref in tickets.lease("a", 1, 0.0):
-                tickets.settle(settled(ref, WeightVersion(epoch, step)))
-        elif event == "epoch":
-            epoch += 1
-            forks.append(GenerationFork(epoch, max(0, tickets.version_step - 1)))
-        found = find_stale_tickets(tickets, epoch, forks)
+                tickets.settle(settled(ref, WeightVersion(generation, step)))
+        elif event == "generation":
+            generation += 1
+            forks.append(GenerationFork(generation, max(0, tickets.version_step - 1)))
+        found = find_stale_tickets(tickets, generation, forks)
         if event in ("look", "batch"):
-            assert ages.too_old(tickets, epoch, forks) == found
+            assert ages.too_old(tickets, generation, forks) == found
             for drop in found:
                 tickets.set_aside(drop)
-        if event == "batch" and (manifest := form_next_batch(tickets, epoch, forks)):
+        if event == "batch" and (manifest := form_next_batch(tickets, generation, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)
             tickets.publish(manifest.step)
@@ -263,7 +263,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))
         living.settle(arrivals[-1])
-        while manifest := form_next_batch(living, epoch=1):
+        while manifest := form_next_batch(living, generation=1):
             living.record_batch(manifest)
             formed.append([ticket.ref for ticket in manifest.tickets])
     replayed = TicketTable.rebuilt(
@@ -276,7 +276,7 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
         grants_from_s=0.0,
     )
     again = []
-    while manifest := form_next_batch(replayed, epoch=1):
+    while manifest := form_next_batch(replayed, generation=1):
         replayed.record_batch(manifest)
         again.append([ticket.ref for ticket in manifest.tickets])
     assert again == formed

@@ -25,7 +25,7 @@ def settled(ref: TicketRef) -> SettledTicket:
 
 
 def form_batch(tickets: TicketTable) -> BatchManifest:
-    manifest = form_next_batch(tickets, epoch=1)
+    manifest = form_next_batch(tickets, generation=1)
     assert manifest is not None
     tickets.record_batch(manifest)
     return manifest

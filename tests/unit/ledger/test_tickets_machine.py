@@ -1,7 +1,7 @@
 """Random histories of cells, trainers and crashes against the ticket state machine.
 
 The machine keeps what is real apart from the ledger: a disk (manifests, shard index, ledger
-state, commits) and cells that go on working whatever the ledger thinks of them. A crash at any
+state, checkpoints) and cells that go on working whatever the ledger thinks of them. A crash at any
 point is modelled by rebuilding the ledger from the disk alone.
 """
 
@@ -54,7 +54,7 @@ class TicketHistories(RuleBasedStateMachine):
         )
         self.now_s = 0.0
         self.disk = Disk()
-        self.epoch = 1
+        self.generation = 1
         self.forks = [GenerationFork(1, 0)]
         self.sampled_by: dict[TicketRef, WeightVersion] = {}
         self.cells = {name: Cell(name) for name in CELLS}
@@ -75,7 +75,9 @@ class TicketHistories(RuleBasedStateMachine):
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> int:
         refs = self.ledger.lease(cell.name, count, self.now_s)
         self.granted.update(refs)
-        self.sampled_by |= dict.fromkeys(refs, WeightVersion(self.epoch, self.ledger.version_step))
+        self.sampled_by |= dict.fromkeys(
+            refs, WeightVersion(self.generation, self.ledger.version_step)
+        )
         if refs:
             outstanding = self.count("leased", "finished", "settled", "batched")
             bound = (self.policy.max_head_offpolicyness + 1) * self.policy.batch_size
@@ -156,12 +158,12 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        for drop in self.ages.too_old(self.ledger, self.epoch, self.forks):
+        for drop in self.ages.too_old(self.ledger, self.generation, self.forks):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
             self.ledger.set_aside(drop)
-        manifest = form_next_batch(self.ledger, self.epoch, self.forks)
+        manifest = form_next_batch(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None
         if crash != "before write":
@@ -172,7 +174,7 @@ class TicketHistories(RuleBasedStateMachine):
         return self.ledger.record_batch(manifest)
 
     def check_ages(self, manifest: BatchManifest) -> None:
-        current = WeightVersion(self.epoch, manifest.step - 1)
+        current = WeightVersion(self.generation, manifest.step - 1)
         ages = [
             compute_staleness(current, self.sampled_by[ticket.ref], self.forks)
             for ticket in manifest.tickets
@@ -195,17 +197,17 @@ class TicketHistories(RuleBasedStateMachine):
             self.restart_ledger()
 
     @rule()
-    def commit(self) -> None:
-        self.disk.committed_step = max(self.disk.committed_step, self.ledger.version_step)
+    def write_checkpoint(self) -> None:
+        self.disk.checkpoint_step = max(self.disk.checkpoint_step, self.ledger.version_step)
 
     @rule()
     def restart_trainer(self) -> None:
         before = list(self.disk.manifests)
-        self.epoch += 1
-        self.forks.append(GenerationFork(self.epoch, self.disk.committed_step))
-        self.disk.version_step = self.disk.committed_step
-        self.ledger.publish(self.disk.committed_step)
-        assert self.disk.manifests == before, "uncommitted batches must be re-issued verbatim"
+        self.generation += 1
+        self.forks.append(GenerationFork(self.generation, self.disk.checkpoint_step))
+        self.disk.version_step = self.disk.checkpoint_step
+        self.ledger.publish(self.disk.checkpoint_step)
+        assert self.disk.manifests == before, "unsaved batches must be re-issued verbatim"
 
     @rule()
     def restart_ledger(self) -> None:
@@ -295,7 +297,7 @@ class TicketHistories(RuleBasedStateMachine):
             assert budget > 0, "the run stopped making progress"
             self.work_one_round()
         assert self.ledger.capacity() <= 0
-        self.commit()
+        self.write_checkpoint()
         audit = self.disk.audited(self.policy, is_finished=True)
         assert audit.is_clean, audit.verdict
         assert (

@@ -32,7 +32,7 @@ class Disk:
     index: list[SettledTicket] = field(default_factory=list)
     incarnation: int = 1
     version_step: int = 0
-    committed_step: int = 0
+    checkpoint_step: int = 0
 
     def audited(self, policy: TicketPolicy, *, is_finished: bool = False) -> AuditReport:
         """What `areal-hpc audit` would say: it sees the disk alone."""
@@ -60,11 +60,11 @@ class Disk:
         ]
         return classify_tickets(
             TicketRecords(
-                commit=TrainerState(
-                    step=self.committed_step,
-                    epoch=1,
+                checkpoint=TrainerState(
+                    step=self.checkpoint_step,
+                    generation=1,
                     seed=1,
-                    consumed=[*range(1, self.committed_step + 1)],
+                    consumed=[*range(1, self.checkpoint_step + 1)],
                 ),
                 manifests={manifest.step: manifest for manifest in self.manifests},
                 drops=self.given_up("failed", "stale"),

@@ -18,5 +18,5 @@ def test_the_models_own_limit_is_read(tmp_path: Path) -> None:
 
 def test_a_model_that_does_not_say_is_refused_with_the_key_to_set(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(RecipeError, match=r"inference\.context_tokens"):
+    with pytest.raises(RecipeError, match=r"inference\.context_length"):
         read_context_tokens(tmp_path)

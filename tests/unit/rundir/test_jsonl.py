@@ -52,8 +52,8 @@ def test_a_line_that_a_full_disk_cut_short_costs_itself_alone(
 def test_events_are_appended_behind_a_fragment(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'{"time":1.5,"role":"cell-0","eve')
-    EventLog(path, "trainer").record("published", version="1.2")
-    assert [line["event"] for line in read_lines(path)] == ["published"]
+    EventLog(path, "trainer").record("weights_published", version="1.2")
+    assert [line["event"] for line in read_lines(path)] == ["weights_published"]
 
 
 def test_a_whole_line_without_its_newline_counts_and_stays_apart_from_the_next(

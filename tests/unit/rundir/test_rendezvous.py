@@ -1,4 +1,4 @@
-"""Roles find one another through private files; epochs are taken exclusively."""
+"""Roles find one another through private files; generations are taken exclusively."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:
     assert rendezvous.ensure_admin_key(tmp_path / "admin.key") == key
 
 
-def test_trainers_that_start_at_once_take_different_epochs(tmp_path: Path) -> None:
+def test_trainers_that_start_at_once_take_different_generations(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        taken = list(pool.map(lambda _: claim_next_number(tmp_path / "epochs"), range(8)))
+        taken = list(pool.map(lambda _: claim_next_number(tmp_path / "generations"), range(8)))
     assert sorted(taken) == list(range(1, 9))
-    assert read_newest_number(tmp_path / "epochs") == 8
+    assert read_newest_number(tmp_path / "generations") == 8
 
 
 def test_position_is_read_from_slurm_or_from_the_local_executor() -> None:

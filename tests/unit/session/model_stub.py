@@ -57,7 +57,7 @@ def say(
     interaction = Interaction(
         interaction_id=f"chatcmpl-{next(_numbers)}",
         parent_id=turn.parent.interaction_id if turn.parent else None,
-        splice=turn.splice,
+        reuse=turn.reuse,
         context=turn.context,
         new_messages=turn.new_messages,
         reply=assistant(text),

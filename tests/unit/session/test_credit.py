@@ -62,9 +62,9 @@ def test_all_rules_agree_on_turns_that_follow_one_another(
     chain = one_conversation(given_rewards)
     hand_overs = conversations_in_turn(given_rewards)
     assert totals(chain, discount) == pytest.approx(expected)
-    assert totals(chain, discount, "arrival") == pytest.approx(expected)
+    assert totals(chain, discount, "chronological") == pytest.approx(expected)
     assert totals(hand_overs, discount) == pytest.approx(expected)
-    assert totals(hand_overs, discount, "arrival") == pytest.approx(expected)
+    assert totals(hand_overs, discount, "chronological") == pytest.approx(expected)
 
 
 def test_several_children_pass_on_their_mean() -> None:
@@ -74,7 +74,7 @@ def test_several_children_pass_on_their_mean() -> None:
     say(tree, [*history, user("b")], "left", during=(1, 2)).reward = 1.0
     say(tree, [*history, user("c")], "right", during=(2, 3)).reward = 0.0
     assert totals(tree) == [0.25, 1.0, 0.0]
-    assert totals(tree, rule="arrival") == [0.5, 1.0, 0.0]
+    assert totals(tree, rule="chronological") == [0.5, 1.0, 0.0]
 
 
 def test_a_branch_that_nobody_judged_takes_nothing_from_its_parent() -> None:
@@ -94,7 +94,7 @@ def test_conversations_side_by_side_keep_their_rewards_to_themselves() -> None:
     say(tree, [*left, assistant("l1"), user("b")], "l2", during=(2, 3)).reward = 1.0
     say(tree, [*right, assistant("r1"), user("b")], "r2", during=(4, 5)).reward = -1.0
     assert totals(tree) == [0.5, -0.5, 1.0, -1.0]
-    assert totals(tree, rule="arrival") == [0.125, 0.25, 0.5, -1.0]
+    assert totals(tree, rule="chronological") == [0.125, 0.25, 0.5, -1.0]
 
 
 def test_a_sibling_that_waited_its_turn_is_still_a_sibling() -> None:
@@ -127,7 +127,7 @@ def test_the_last_turn_before_a_hand_over_gets_the_credit_not_a_forgotten_branch
 def test_an_interaction_without_any_reward_after_it_earns_nothing_or_by_arrival_zero() -> None:
     tree = one_conversation([1.0, None])
     assert totals(tree) == [1.0, None]
-    assert totals(tree, rule="arrival") == [1.0, 0.0]
+    assert totals(tree, rule="chronological") == [1.0, 0.0]
     assert totals(InteractionTree()) == []
 
 

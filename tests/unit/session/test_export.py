@@ -100,7 +100,9 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
     assert row.loss_mask_T.sum() == first.output_tokens + right.output_tokens
     trained = [plan.trained for plan in plan_rows(tree, ExportRule("individual"))]
     assert trained == [{first.interaction_id}, {right.interaction_id}]
-    trained = [plan.trained for plan in plan_rows(tree, ExportRule("individual", credit="arrival"))]
+    trained = [
+        plan.trained for plan in plan_rows(tree, ExportRule("individual", credit="chronological"))
+    ]
     assert {left.interaction_id} in trained
 
 

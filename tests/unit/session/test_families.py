@@ -93,7 +93,7 @@ def speak(
     interaction = Interaction(
         interaction_id=f"chatcmpl-{len(tree)}",
         parent_id=turn.parent.interaction_id if turn.parent else None,
-        splice=turn.splice,
+        reuse=turn.reuse,
         context=turn.context,
         new_messages=turn.new_messages,
         reply=normalize_chat_message(message(family, reply, len(tree))),
@@ -135,7 +135,7 @@ def test_a_prompt_begins_with_all_that_the_model_read_and_said(
     family: Family, conversation: list[tuple[str, Reply]]
 ) -> None:
     tree = converse(family, conversation)
-    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(conversation) - 1)
+    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(conversation) - 1)
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
@@ -217,7 +217,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
     turn = tree.open_turn(
         [normalize_chat_message(one) for one in history], family.template, tools=TOOLS
     )
-    assert (turn.parent, turn.splice, turn.forked) == (None, "root", why)
+    assert (turn.parent, turn.reuse, turn.forked) == (None, "none", why)
 
 
 def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not() -> None:

@@ -53,7 +53,7 @@ def complete(
     interaction = Interaction(
         interaction_id=f"cmpl-{next(numbers)}",
         parent_id=turn.parent.interaction_id if turn.parent else None,
-        splice=turn.splice,
+        reuse=turn.reuse,
         context=turn.context,
         new_messages=turn.new_messages,
         reply={"role": "assistant", "content": reply},
@@ -86,7 +86,7 @@ def test_a_text_that_goes_on_is_read_with_the_models_own_tokens(
         assert encoder.decode(ids).removeprefix("<|endoftext|>" * leads) == prompt
         read = ids + output
         prompt += reply
-    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 @SLOW
@@ -99,7 +99,7 @@ def test_ids_that_go_on_have_their_parent(turns: list[tuple[str, str]]) -> None:
         interaction, output = complete(tree, encoder, prompt, reply, closed=True)
         assert prompt_ids(tree, interaction) == prompt
         prompt = prompt + output
-    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 def test_the_longest_history_is_continued() -> None:

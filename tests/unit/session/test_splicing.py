@@ -49,7 +49,7 @@ def test_the_models_own_tokens_stay_verbatim_however_it_split_them(
         assert ENCODER.decode(prompt) == TEMPLATE.render(messages)
         read = prompt + unpack_ids(interaction.output_ids).tolist()
         messages.append(assistant(reply))
-    assert [one.splice for one in tree] == ["root"] + ["spliced"] * (len(turns) - 1)
+    assert [one.reuse for one in tree] == ["none"] + ["reused"] * (len(turns) - 1)
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
@@ -81,7 +81,7 @@ def test_a_reply_ended_by_a_stop_string_keeps_the_tokens_of_that_string() -> Non
     tree = InteractionTree()
     first = say(tree, [user("a")], "3 + 4", ids=ENCODER.encode("3 + 4 STOP"), closed=False)
     second = say(tree, [user("a"), assistant("3 + 4"), user("b")], "x")
-    assert second.splice == "spliced"
+    assert second.reuse == "reused"
     text = ENCODER.decode(prompt_ids(tree, second))
     assert "3 + 4 STOP<|im_end|>\n<|im_start|>user\nb" in text
     assert second.parent_id == first.interaction_id
@@ -93,7 +93,7 @@ def test_a_rewritten_reply_branches_from_the_deepest_exact_ancestor() -> None:
     say(tree, [user("a"), assistant("one"), user("b")], "two ")
     history = [user("a"), assistant("one"), user("b"), assistant("two"), user("c")]
     third = say(tree, history, "x")
-    assert (third.splice, third.parent_id) == ("spliced", first.interaction_id)
+    assert (third.reuse, third.parent_id) == ("reused", first.interaction_id)
     assert prompt_ids(tree, third) == rendered_ids(history)
 
 
@@ -107,8 +107,8 @@ def test_the_same_request_again_shares_the_parent() -> None:
 def test_unrelated_conversations_are_roots() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one")
-    assert say(tree, [user("b")], "two").splice == "root"
-    assert say(tree, [user("a"), user("one")], "two").splice == "root"
+    assert say(tree, [user("b")], "two").reuse == "none"
+    assert say(tree, [user("a"), user("one")], "two").reuse == "none"
 
 
 def test_other_tools_make_another_prompt() -> None:
@@ -116,8 +116,8 @@ def test_other_tools_make_another_prompt() -> None:
     tools = [{"type": "function", "function": {"name": "add"}}]
     say(tree, [user("a")], "one")
     history = [user("a"), assistant("one"), user("b")]
-    assert say(tree, history, "two", tools=tools).splice == "root"
-    assert say(tree, history, "two").splice == "spliced"
+    assert say(tree, history, "two", tools=tools).reuse == "none"
+    assert say(tree, history, "two").reuse == "reused"
 
 
 def test_a_template_that_hides_replies_is_tokenised_again_and_counted() -> None:
@@ -125,7 +125,7 @@ def test_a_template_that_hides_replies_is_tokenised_again_and_counted() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", template=hiding)
     second = say(tree, [user("a"), assistant("one"), user("b")], "two", template=hiding)
-    assert (second.splice, second.parent_id) == ("retokenised", None)
+    assert (second.reuse, second.parent_id) == ("retokenized", None)
 
 
 def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
@@ -136,7 +136,7 @@ def test_a_template_that_drops_earlier_reasoning_still_splices() -> None:
     reply = "<think>3 + 4</think> 7"
     first = say(tree, [user("a")], reply, template=forgetful)
     second = say(tree, [user("a"), assistant(reply), user("b")], "x", template=forgetful)
-    assert second.splice == "spliced"
+    assert second.reuse == "reused"
     sequence = prompt_ids(tree, first) + unpack_ids(first.output_ids).tolist()
     assert prompt_ids(tree, second)[: len(sequence)] == sequence
 
@@ -150,7 +150,7 @@ def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_histor
         say(tree, history, reply, template=counting)
         history = [*history, assistant(reply), user("b")]
     last = say(tree, history, "x", template=counting)
-    assert last.splice == "spliced"
+    assert last.reuse == "reused"
     assert ENCODER.decode(prompt_ids(tree, last)).endswith(
         counting.render(history).partition("5two")[2]
     )
@@ -161,5 +161,5 @@ def test_user_text_that_looks_like_the_placeholder_costs_only_the_splice() -> No
     say(tree, [user("a")], "one")
     history = [user("a"), assistant("one"), user(REPLY_PLACEHOLDER)]
     second = say(tree, history, "two")
-    assert second.splice == "retokenised"
+    assert second.reuse == "retokenized"
     assert prompt_ids(tree, second) == rendered_ids(history)

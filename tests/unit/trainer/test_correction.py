@@ -16,17 +16,41 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows, correct_off_policy
 
 SETTINGS: list[dict[str, Any]] = [
-    {"correction": "none"},
-    {"correction": "clamp", "correction_high": 2.0},
-    {"correction": "clamp", "correction_low": 0.5, "correction_high": 2.0},
-    {"correction": "clamp", "correction_level": "sequence", "correction_high": 1.1},
-    {"correction": "mask", "correction_low": 0.5, "correction_high": 5.0},
-    {"correction": "mask", "correction_level": "sequence", "correction_low": 0.9,
-     "correction_high": 1.1},
-    {"correction": "mask", "correction_metric": "kl", "correction_high": 0.1},
-    {"correction": "mask", "correction_metric": "kl", "correction_level": "sequence",
-     "correction_high": 0.2},
-]  # fmt: skip
+    {"off_policy_correction": "none"},
+    {"off_policy_correction": "clamp", "off_policy_correction_high": 2.0},
+    {
+        "off_policy_correction": "clamp",
+        "off_policy_correction_low": 0.5,
+        "off_policy_correction_high": 2.0,
+    },
+    {
+        "off_policy_correction": "clamp",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_high": 1.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_low": 0.5,
+        "off_policy_correction_high": 5.0,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_low": 0.9,
+        "off_policy_correction_high": 1.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_metric": "kl",
+        "off_policy_correction_high": 0.1,
+    },
+    {
+        "off_policy_correction": "mask",
+        "off_policy_correction_metric": "kl",
+        "off_policy_correction_level": "sequence",
+        "off_policy_correction_high": 0.2,
+    },
+]
 
 LOGPROB = st.floats(-4.0, -0.01)
 TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
@@ -45,22 +69,29 @@ def slowly(
 
     found: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
     for log, kl, own in zip(logs, kls, row, strict=True):
-        by_row = config.correction_level == "sequence" and config.correction != "none"
+        by_row = (
+            config.off_policy_correction_level == "sequence"
+            and config.off_policy_correction != "none"
+        )
         raw = math.exp(log)
-        if by_row and config.correction_metric == "ratio":
+        if by_row and config.off_policy_correction_metric == "ratio":
             raw = math.exp(mean(logs, own))
         judged = raw
-        if config.correction_metric == "kl":
+        if config.off_policy_correction_metric == "kl":
             judged = mean(kls, own) if by_row else kl
-        outside = not config.correction_low <= judged <= config.correction_high
+        outside = (
+            not config.off_policy_correction_low <= judged <= config.off_policy_correction_high
+        )
         weight = raw
-        match config.correction:
+        match config.off_policy_correction:
             case "none":
                 weight, outside = 1.0, False
             case "mask":
                 weight = 0.0 if outside else raw
             case "clamp":
-                weight = min(max(raw, config.correction_low), config.correction_high)
+                weight = min(
+                    max(raw, config.off_policy_correction_low), config.off_policy_correction_high
+                )
         found["weight"].append(weight)
         found["raw"].append(raw)
         found["outside"].append(outside)
@@ -92,10 +123,12 @@ def test_a_row_is_judged_as_one() -> None:
     proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0])
     behaviour = torch.tensor([-1.0, -2.0, -1.0, -1.1])
     rows = TokenRows(torch.tensor([0, 0, 1, 1]), 2)
-    settings = ObjectiveConfig(correction="mask", correction_low=0.5, correction_high=1.5)
+    settings = ObjectiveConfig(
+        off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=1.5
+    )
     by_token = correct_off_policy(proximal, behaviour, rows, settings)
     assert by_token.outside_N.tolist() == [False, True, False, False]
-    by_sequence = settings.model_copy(update={"correction_level": "sequence"})
+    by_sequence = settings.model_copy(update={"off_policy_correction_level": "sequence"})
     by_row = correct_off_policy(proximal, behaviour, rows, by_sequence)
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
@@ -115,14 +148,18 @@ def test_what_is_not_a_number_is_not_masked_away(settings: dict[str, Any]) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"proximal": "none"}, "set correction=none"),
-        ({"correction_metric": "kl"}, "use mask with kl"),
+        ({"proximal": "none"}, "set off_policy_correction=none"),
+        ({"off_policy_correction_metric": "kl"}, "use mask with kl"),
         (
-            {"correction": "mask", "correction_metric": "kl", "correction_low": 0.1},
+            {
+                "off_policy_correction": "mask",
+                "off_policy_correction_metric": "kl",
+                "off_policy_correction_low": 0.1,
+            },
             "bounded above only",
         ),
-        ({"correction_low": 1.2}, "must enclose 1"),
-        ({"correction_high": 0.9}, "must enclose 1"),
+        ({"off_policy_correction_low": 1.2}, "must enclose 1"),
+        ({"off_policy_correction_high": 0.9}, "must enclose 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(

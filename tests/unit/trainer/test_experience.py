@@ -58,7 +58,7 @@ def test_a_batch_is_described_as_its_tokens_say_one_by_one(
     assert found["tokens/sampled"] == len(ages)
     assert found["staleness/max"] == max(ages)
     np.testing.assert_allclose(found["staleness/mean"], np.mean(ages))
-    assert found["versions/multi"] == sum(len(set(one)) > 1 for one in steps)
+    assert found["staleness/mixed_version_rows"] == sum(len(set(one)) > 1 for one in steps)
 
 
 def test_every_token_of_a_row_gets_the_rows_advantage_and_says_who_sampled_it() -> None:
@@ -79,13 +79,13 @@ def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
     assert found.channels[AGE].tolist() == [0, 6, 6, 0, 6]
 
 
-def test_a_restart_renames_the_weights_of_the_commit_alone() -> None:
+def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
     assert find_equal_versions(WeightVersion(2, 4), forks) == [
         WeightVersion(1, 4),
         WeightVersion(2, 4),
     ]
-    # 1.5 was trained after the commit and lost: 2.5 are other weights of the same step.
+    # 1.5 was trained after the checkpoint and lost: 2.5 are other weights of the same step.
     assert find_equal_versions(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
     assert find_equal_versions(WeightVersion(3, 9), forks) == [
         WeightVersion(2, 9),

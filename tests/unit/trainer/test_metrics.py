@@ -11,7 +11,7 @@ from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.wire.replicas import UpdatePause
 
 
-def test_steps_after_the_commit_are_removed_and_the_committed_line_is_reopened(
+def test_steps_after_the_checkpoint_are_removed_and_the_saved_line_is_reopened(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -63,11 +63,11 @@ def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
     assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
-    # A commit carries a line in its own codec, and must be able to read it again.
+    # A checkpoint carries a line in its own codec, and must be able to read it again.
     assert msgspec.json.decode(msgspec.json.encode(line), type=FlatRow) == replace_non_finite(line)
 
 
-def test_lines_that_follow_a_commit_wait_until_it_is_durable(tmp_path: Path) -> None:
+def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsWriter(path, None, 0)
     log.write(1, {"loss": 1.0})
@@ -88,10 +88,10 @@ def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
         UpdatePause("", 5.0, 5.0, 5, 5),
     ]
     assert summarize_update_pauses(stalls) == {
-        "weights/stall_version": "1.10",
-        "weights/stall_s": 0.7,
+        "weights/generation_pause_version": "1.10",
+        "weights/generation_pause_s": 0.7,
         "weights/reprefill_s": 0.3,
-        "weights/stalled_requests": 5,
+        "weights/paused_requests": 5,
         "weights/recomputed_tokens": 120,
     }
     assert summarize_update_pauses([]) == {}

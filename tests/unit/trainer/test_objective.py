@@ -10,7 +10,9 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRows
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 
-CONFIG = ObjectiveConfig(clip_low=0.2, clip_high=0.28, correction="clamp", correction_high=5.0)
+CONFIG = ObjectiveConfig(
+    clip_low=0.2, clip_high=0.28, off_policy_correction="clamp", off_policy_correction_high=5.0
+)
 
 
 def rows(tokens: int) -> TokenRows:
@@ -82,7 +84,9 @@ def test_the_gradient_never_points_against_the_advantage(
 def test_loss_and_gradient_are_those_of_a_plain_loop(
     tokens: list[tuple[float, float, float, float]],
 ) -> None:
-    config = ObjectiveConfig(correction="mask", correction_low=0.5, correction_high=2.0)
+    config = ObjectiveConfig(
+        off_policy_correction="mask", off_policy_correction_low=0.5, off_policy_correction_high=2.0
+    )
     total, clipped, slopes = 0.0, 0, []
     for logprob, proximal, behaviour, advantage in tokens:
         ratio, weight = np.exp(logprob - proximal), np.exp(proximal - behaviour)
@@ -106,7 +110,7 @@ def test_loss_and_gradient_are_those_of_a_plain_loop(
 
 def test_without_correction_the_proximal_policy_alone_counts() -> None:
     logprobs = torch.tensor([-1.0], requires_grad=True)
-    config = ObjectiveConfig(correction="none")
+    config = ObjectiveConfig(off_policy_correction="none")
     loss = compute_policy_loss(
         logprobs, torch.tensor([-1.0]), torch.tensor([-9.0]), torch.tensor([1.0]), rows(1), config
     )

@@ -39,10 +39,10 @@ def test_the_decay_begins_at_the_peak_that_the_warm_up_reached(decay: str) -> No
     assert rates[19] == pytest.approx(0.1)
 
 
-def test_steps_are_evaluated_committed_and_exported_as_asked() -> None:
+def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
     schedule = Schedule(
         total_steps=7,
-        commit_every_steps=3,
+        checkpoint_every_steps=3,
         export_every_steps=0,
         evaluation_every_steps=5,
         evaluation_tasks=8,

@@ -57,14 +57,14 @@ def test_the_first_traceback_outweighs_what_it_brought_about(tmp_path: Path) -> 
             {
                 "time": NOW + 1,
                 "role": "trainer",
-                "event": "process_died",
+                "event": "process_exited",
                 "process": "trainer",
                 "exit_code": 1,
             },
             {
                 "time": NOW + 5,
                 "role": "trainer",
-                "event": "process_died",
+                "event": "process_exited",
                 "process": "trainer",
                 "exit_code": 134,
             },

@@ -87,7 +87,7 @@ class Reader:
 
     async def subproc_episode(self, workflow: Any) -> float:
         """The same in a process of its own."""
-        folder = self._layout.workflow_dir
+        folder = self._layout.agent_dir
         sys.path.insert(0, str(folder))
         agent = SubprocessAgent(save_agent(workflow, {}, folder, (), alias=True), {}, 1)
         try:
