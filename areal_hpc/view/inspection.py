@@ -49,7 +49,7 @@ class TaskExitRecord:
 
 @dataclass(frozen=True, slots=True)
 class RunInspection:
-    """Everything that `causes.py` judges by."""
+    """Everything that `diagnosis.py` judges by."""
 
     run: RunJobs
     past: tuple[QueuedJob, ...]

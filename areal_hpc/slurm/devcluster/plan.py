@@ -78,7 +78,7 @@ class HostFacts:
     network: int
     """The N of the bridge `areal-dcN` and its subnet 10.77.N.0/24; both were free."""
     limits_memory: bool
-    """The controllers of cgroup v1 that `node.py` names are ours to write."""
+    """The controllers of cgroup v1 that `node_main.py` names are ours to write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class DevclusterNode:
     cgroup: str
     """Its control group below every controller; empty where memory is not limited."""
     command: tuple[str, ...]
-    """What starts `node.py`, whose descendants are all that runs on the node."""
+    """What starts `node_main.py`, whose descendants are all that runs on the node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ def spawn(
 ) -> subprocess.Popen[bytes]:
     """Start `command` in a session of its own and write down which process it is.
 
-    Its standard input is a pipe: `node.py` waits for a line. `output` is appended to.
+    Its standard input is a pipe: `node_main.py` waits for a line. `output` is appended to.
     """
     with output.open("ab") as sink:
         process = subprocess.Popen(
