@@ -191,9 +191,12 @@ def find_memory_problems(
     room = gpu_bytes * config.mem_fraction
     if serving.total > room or not serving.kv_tokens:
         yield Problem(
-            f"weights of {serving.weights / GIB:.1f} GiB and a KV cache of "
-            f"{(serving.total - serving.weights) / GIB:.1f} GiB do not fit the "
-            f"{room / GIB:.1f} GiB that mem_fraction={config.mem_fraction} leaves them",
+            (
+                f"weights ({serving.weights / GIB:.1f} GiB) and KV cache "
+                f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the "
+                f"{room / GIB:.1f} GiB "
+                f"that mem_fraction={config.mem_fraction} allows"
+            ),
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
         )

@@ -139,7 +139,7 @@ def format_metric(number: float | None, form: str) -> str:
 
 def format_sft_line(row: dict[str, Any], total: int) -> str:
     """One step of the supervised warm-up, for people."""
-    return f"warm-up  {row['step']:>5}/{total}  loss {format_metric(row['loss'], '.4f')}"
+    return f"sft      {row['step']}/{total}  loss {format_metric(row['loss'], '.4f')}"
 
 
 def format_step_line(row: dict[str, Any], total: int) -> str:
@@ -172,7 +172,7 @@ def format_queue_line(snapshot: RunState) -> str:
     if ledger.filtered:
         line += f", {ledger.filtered} filtered"
     if ledger.requeued:
-        line += f", {ledger.requeued} issued again (too old)"
+        line += f", {ledger.requeued} requeued as stale"
     if ledger.eval_total > ledger.eval_done:
         line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
     return line

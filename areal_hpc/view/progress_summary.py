@@ -71,12 +71,12 @@ def format_run_progress(advance: RunProgress) -> list[str]:
             f"{last['staleness/max']} max",
         ]
     elif advance.snapshot.warmup:
-        lines.append(f"  warm-up           step {advance.snapshot.warmup[-1]['step']}")
+        lines.append(f"  SFT               step {advance.snapshot.warmup[-1]['step']}")
     if advance.committed_step is None:
-        lines.append("  last commit       none yet")
+        lines.append("  last checkpoint   none yet")
     else:
         lines.append(
-            f"  last commit       step {advance.committed_step}, "
+            f"  last checkpoint   step {advance.committed_step}, "
             f"{format_duration(advance.committed_s_ago)} ago"
         )
     return lines

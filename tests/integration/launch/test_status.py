@@ -81,7 +81,7 @@ def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunPaths) -> N
 
 def test_a_warm_up_is_told_before_any_step(layout: RunPaths) -> None:
     append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
-    assert "warm-up           step 40" in status(layout)
+    assert "SFT               step 40" in status(layout)
 
 
 @pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
