@@ -52,7 +52,7 @@ def add_commands(commands: CommandGroup) -> None:
     logs.add_argument(
         "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
     )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     logs.add_argument(
         "-n", "--lines", type=int, default=DEFAULT_LOG_LINES, help="default %(default)s"
     )

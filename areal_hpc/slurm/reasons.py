@@ -66,7 +66,7 @@ _EXACT = {
     ),
     "PartitionTimeLimit": PendingReason(
         "its time limit is longer than its partition allows",
-        "ask for less time; a run goes on in the next job",
+        "request less time; the run continues in the next job",
         needs_action=True,
     ),
     "BadConstraints": PendingReason(

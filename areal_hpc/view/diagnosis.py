@@ -215,7 +215,7 @@ _STATE_HINTS = {
     "NODE_FAIL": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
     "BOOT_FAIL": "exclude that node, then areal-hpc resume RUN",
     "PREEMPTED": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
-    "CANCELLED": "areal-hpc resume RUN goes on from the last commit",
+    "CANCELLED": "areal-hpc resume RUN continues from the last checkpoint",
 }
 
 

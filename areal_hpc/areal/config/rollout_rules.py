@@ -203,7 +203,7 @@ ROLLOUT_RULES = (
     unsupported_rule("rollout.request_retries", _RETRIED),
     unsupported_rule(
         "rollout.pause_grace_period",
-        "an update waits for nothing: generations stop and go on under the new weights",
+        "an update never waits: generation pauses and continues with the new weights",
     ),
     unsupported_rule(
         "rollout.routing_strategy", "sessions are sticky to a replica while it serves"

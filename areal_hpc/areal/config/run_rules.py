@@ -190,8 +190,8 @@ RUN_RULES = (
     *_timer("recover", "trainer.commit_every_steps"),
     ignored_rule("recover.mode", "a run always resumes from its last checkpoint"),
     unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
-    fixed_rule("recover.no_save_optim", False, "a commit is whole"),
-    fixed_rule("recover.no_load_optim", False, "a commit is whole"),
+    fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),
+    fixed_rule("recover.no_load_optim", False, "a checkpoint always contains the optimizer state"),
     alias_rule("stats_logger.experiment_name", "experiment_name", "a run has one name"),
     alias_rule("stats_logger.trial_name", "trial_name", "a run has one name"),
     alias_rule(

@@ -92,7 +92,7 @@ def _partition(name: str, facts: Mapping[str, str], time_min: int) -> CheckResul
         )
     most_min = _minutes(facts.get("MaxTime", ""))
     if most_min is not None and time_min > most_min:
-        hint = f"time_min={most_min}; a run goes on in the next job"
+        hint = f"time_min={most_min}; the run continues in the next job"
         return fail(f"partition {name}", f"{what}; the site asks for {time_min} min", hint)
     return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
 

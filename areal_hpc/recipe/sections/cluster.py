@@ -72,7 +72,7 @@ class JobKindOptions(BaseConfig):
     evaluation: JobOptions = JobOptions()
     """The job of `evaluation.separate_job`; what `cell` says holds where this is silent."""
     warmup: JobOptions = JobOptions()
-    """The warm-up's job; what `trainer` says holds where this is silent."""
+    """Job of the SFT stage; unset keys are taken from `trainer`."""
 
 
 class ContainerConfig(BaseConfig):
@@ -81,7 +81,7 @@ class ContainerConfig(BaseConfig):
     kind: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
     train: str = ""
-    """Image of the trainer and the warm-up: a file, or what the starter understands."""
+    """Image of the trainer and SFT jobs: a file, or a name that the container runtime resolves."""
     serve: str = ""
     """Image of the cells; it holds the environments `serve` and `agents`."""
     mounts: tuple[str, ...] = ()

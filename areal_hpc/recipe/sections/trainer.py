@@ -119,9 +119,9 @@ class TrainerConfig(BaseConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
     commit_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between commits: what a kill can cost, and the steps taken beside the last commit."""
+    """Steps between checkpoints: the most that a kill can cost."""
     keep_commits: Annotated[int, Field(ge=2)] = 2
-    """Complete commits kept; older ones are deleted."""
+    """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between Hugging Face exports; 0 exports only the last step."""
 
@@ -138,6 +138,6 @@ class SftConfig(BaseConfig):
     optimizer: AdamConfig = AdamConfig(lr=1e-5)
     """AdamW."""
     commit_every_steps: Annotated[int, Field(ge=1)] = 500
-    """Steps between commits."""
+    """Steps between checkpoints."""
     log_every_steps: Annotated[int, Field(ge=1)] = 20
     """Steps between lines of `warmup_metrics.jsonl`."""
