@@ -73,7 +73,8 @@ def install_import_hook() -> None:
         return
     if PathFinder.find_spec(AREAL_ROOT) is not None:
         raise RecipeError(
-            "AReaL itself is installed here, so `import areal` is not ours to answer",
+            "AReaL itself is installed in this environment, so the import hook for `areal` is "
+            "not installed",
             hint="uninstall it, or change the import root to areal_hpc.areal",
         )
     # First: Python's own finder would load a second copy of each module from the package's folder.
@@ -85,7 +86,7 @@ def _describe_unknown(name: str) -> str:
     paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
     known = [".".join([AREAL_ROOT, *path.parts]) for path in paths]
     near = difflib.get_close_matches(name, [*known, *MODULE_ALIASES], n=1)
-    return f"areal_hpc has nothing for {name!r}" + (f"; did you mean {near[0]}?" if near else "")
+    return f"areal_hpc does not provide {name!r}" + (f"; did you mean {near[0]}?" if near else "")
 
 
 install_import_hook()

@@ -29,7 +29,7 @@ from areal_hpc.rollout.execution.agent_pickle import (
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
-NEW_RUN_HINT = "another trial_name starts one anew"
+NEW_RUN_HINT = "use another trial_name to start a new run"
 IMPORT_HOOK_MODULE = "areal_hpc.areal.import_hook"
 """Loaded where this process answers `import areal...`; the agent's processes must then too."""
 
@@ -204,9 +204,9 @@ def _filter_path(function: Any) -> str:
     path = get_import_path(function)
     if path is None:
         raise RecipeError(
-            "the filter of groups must be a function that other processes can import",
+            "should_accept must be an importable function (not a lambda or a local function)",
             key="dynamic_filter_fn",
-            hint="define it in a module beside the script",
+            hint="define it in a module next to the script",
         )
     return ":".join(path.rsplit(".", 1))
 
@@ -230,11 +230,11 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
             lines.append(orjson.dumps(dict(row)))
         except TypeError as error:
             raise RecipeError(
-                f"row {number} is not JSON-able ({error})",
+                f"row {number} cannot be serialized as JSON ({error})",
                 hint="use strings, numbers, lists and dicts with string keys",
             ) from error
     if not lines:
-        raise RecipeError("the data set is empty", hint="give at least one row")
+        raise RecipeError("the data set is empty", hint="pass at least one row")
     return lines
 
 
@@ -250,7 +250,7 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
     if path.exists():
         if path.read_bytes() != text:
             raise RecipeError(
-                "this run was started with other rows",
+                "this run was started with a different data set",
                 key=key,
                 hint="give another trial_name",
             )
@@ -261,7 +261,7 @@ def _put(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
 def _notes(translation: Translation) -> list[str]:
     """What of the configuration is lost; the script's own keys and handed-over rows are not."""
     return [
-        f"lost     {one.key}={one.value}: {one.reason}"
+        f"ignored  {one.key}={one.value}: {one.reason}"
         for one in translation.untranslated
         if find_rule(one.key) and not one.key.endswith("_dataset.path")
     ]

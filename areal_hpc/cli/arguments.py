@@ -40,6 +40,6 @@ def parse_run_dir(path: Path) -> RunPaths:
     layout = RunPaths(path.resolve())
     if not layout.recipe.exists():
         raise RecipeError(
-            f"there is no run at {path}", hint=f"give a directory that holds a {RECIPE}"
+            f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE}"
         )
     return layout

@@ -18,9 +18,9 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     bench = commands.add_parser(
         "bench",
-        help="measure a part against its peer or its physical limit",
-        description="Run a benchmark of this checkout. The last line of standard output is one "
-        "JSON object. With no name: what there is.",
+        help="compare a component with its peer or its physical limit",
+        description="Run a benchmark of this checkout; the last line of stdout is one JSON "
+        "object. Without a name, list the benchmarks.",
     )
     bench.add_argument("name", nargs="?", help="shards, trainer, ...")
     bench.add_argument(
@@ -41,7 +41,8 @@ def _bench(arguments: argparse.Namespace) -> int:
         raise RecipeError(
             f"there is no benchmark {arguments.name!r}, only: {', '.join(names) or 'none'}",
             key=str(BENCHMARKS),
-            hint="areal-hpc bench lists what a checkout holds; an installed package holds none",
+            hint="`areal-hpc bench` without arguments lists the benchmarks; an installed wheel "
+            "has none",
         )
     python = get_interpreter(ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
     return subprocess.run(

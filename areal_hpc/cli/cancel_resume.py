@@ -18,21 +18,22 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     cancel = commands.add_parser(
         "cancel",
-        help="end every job of a run, and leave none",
-        description="Tell every job of a run to write a checkpoint and end, give it the recipe's "
-        "cluster.stop_grace_s, then have Slurm end what is left. Jobs that wait or are held go at "
-        "once, and none is requeued.",
+        help="cancel all jobs of a run",
+        description="Signal all jobs to save a checkpoint and exit, wait for "
+        "cluster.stop_grace_s, then scancel what is left. Pending and held jobs are cancelled at "
+        "once; nothing is requeued.",
     )
     cancel.add_argument("run", type=Path, help="a run directory")
-    cancel.add_argument("--now", action="store_true", help="without the grace: no last checkpoint")
+    cancel.add_argument(
+        "--now", action="store_true", help="cancel without a grace period; no final checkpoint"
+    )
     cancel.set_defaults(command=_cancel)
 
     resume = commands.add_parser(
         "resume",
-        help="submit a run again, from its own recipe and its last checkpoint",
-        description="Submit again what is left of a run that was cancelled, failed or stopped, "
-        "with the recipe in its directory and the overrides given here, from the folder that it "
-        "was first submitted from.",
+        help="resubmit a run from its last checkpoint",
+        description="Submit a cancelled, failed or stopped run again from its own recipe plus "
+        "the overrides given here, in the directory it was first submitted from.",
     )
     resume.add_argument("run", type=Path, help="a run directory")
     resume.add_argument("overrides", nargs="*", metavar="key=value", help="inference.cells=4")
@@ -57,7 +58,7 @@ def _cancel(arguments: argparse.Namespace) -> int:
         grace_s=grace_s,
         say=say,
     )
-    print(f"cancelled; {ended} jobs ended, none is left" if ended else "no job was left to cancel")
+    print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
     return 0
 
 
@@ -77,12 +78,12 @@ def _resume(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(layout.recipe, arguments.overrides)
     if recipe.run_dir.resolve() != layout.root:
         raise RecipeError(
-            f"with these keys the run would lie in {recipe.run_dir.resolve()}",
+            f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
             key="cluster.fileroot, experiment_name, trial_name",
-            hint="areal-hpc submit starts a run of another name",
+            hint="use `areal-hpc submit` to start a run under another name",
         )
     if is_finished(recipe, layout):
-        print("this run is finished; more steps: trainer.total_steps=...")
+        print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
     slurm_launcher.submit(recipe, command_line=sys.argv, say=say)
     print(f"next     {get_program_name()} status {layout.root}")

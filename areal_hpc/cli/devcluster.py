@@ -19,7 +19,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     family = commands.add_parser(
         "devcluster",
-        help="a real Slurm on this machine, for development and tests",
+        help="run a local multi-node Slurm for development and tests",
         description="A real Slurm of several nodes on this machine, from the distribution's "
         "packages (make slurm). As root every node has a network, a host name and processes of "
         "its own; otherwise nodes share the loopback address.",
@@ -31,33 +31,41 @@ def add_commands(commands: CommandGroup) -> None:
         type=Path,
         default=get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
         metavar="DIR",
-        help="where all of the cluster lives; default %(default)s",
+        help="state directory (default: %(default)s)",
     )
     patience = argparse.ArgumentParser(add_help=False)
     patience.add_argument(
-        "--timeout-s", type=float, default=60.0, metavar="S", help="give up after this (60)"
+        "--timeout-s", type=float, default=60.0, metavar="S", help="timeout in seconds (60)"
     )
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
 
-    up = actions.add_parser("up", parents=[place, patience], help="start it, or what is missing")
+    up = actions.add_parser(
+        "up", parents=[place, patience], help="start the cluster, or what is missing of it"
+    )
     _add_settings(up)
     up.set_defaults(command=_up)
 
-    down = actions.add_parser("down", parents=[place], help="stop it and remove every trace")
+    down = actions.add_parser(
+        "down", parents=[place], help="stop the cluster and remove all of its files"
+    )
     down.set_defaults(command=_down)
 
     env = actions.add_parser(
         "env",
         parents=[place],
-        help='for eval "$(areal-hpc devcluster env)": Slurm\'s clients use it',
+        help='print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"',
     )
     env.set_defaults(command=_env)
 
     kill = actions.add_parser(
-        "kill-node", parents=[place, named], help="cut a node's network and power"
+        "kill-node", parents=[place, named], help="disconnect a node and kill its processes"
     )
-    kill.add_argument("--only-slurmd", action="store_true", help="its jobs run on, unseen by Slurm")
+    kill.add_argument(
+        "--only-slurmd",
+        action="store_true",
+        help="kill slurmd only; jobs keep running, unseen by Slurm",
+    )
     kill.set_defaults(command=_kill_node)
 
     restore = actions.add_parser(
@@ -65,7 +73,9 @@ def add_commands(commands: CommandGroup) -> None:
     )
     restore.set_defaults(command=_restore_node)
 
-    status = actions.add_parser("status", parents=[place], help="how every daemon and node is")
+    status = actions.add_parser(
+        "status", parents=[place], help="show the health of every daemon and node"
+    )
     status.set_defaults(command=_status)
 
 
@@ -73,10 +83,15 @@ def _add_settings(up: argparse.ArgumentParser) -> None:
     # Absent when not given: a cluster that is up keeps the values it was started with.
     add = partial(up.add_argument, default=argparse.SUPPRESS)
     add("--nodes", type=int, metavar="N", help="4 when not given")
-    add("--gpus-per-node", type=int, metavar="N", help="GPUs that only count (8)")
-    add("--cpus-per-node", type=int, metavar="N", help="CPUs that a node claims to have (16)")
-    add("--grace-s", type=int, metavar="S", help="from a preemption's signal to the kill (15)")
-    add("--no-accounting", dest="accounting", action="store_false", help="no slurmdbd, no sacct")
+    add("--gpus-per-node", type=int, metavar="N", help="fake GPUs per node (8)")
+    add("--cpus-per-node", type=int, metavar="N", help="CPUs that each node reports (16)")
+    add("--grace-s", type=int, metavar="S", help="preemption grace period in seconds (15)")
+    add(
+        "--no-accounting",
+        dest="accounting",
+        action="store_false",
+        help="without slurmdbd and sacct",
+    )
     add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
 
 
@@ -139,7 +154,7 @@ def _status(arguments: argparse.Namespace) -> int:
         f"a node     {settings.cpus_per_node} CPUs and {settings.gpus_per_node} GPUs, claimed only"
     )
     if made.facts.limits_memory:
-        print("memory     jobs and nodes are held to theirs by cgroup v1")
+        print("memory     limited per job and node by cgroup v1")
     else:
         why = "no cgroup v1 to write to" if settings.namespaces else "nodes on loopback"
         print(f"memory     NOT limited ({why}): a job can exhaust this machine")

@@ -21,18 +21,20 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     doctor = commands.add_parser(
         "doctor",
-        help="is this cluster fit for a run?",
-        description="Look at what a run relies on, from the login node: Slurm's commands and "
-        "queues, the file root, the Python of every role, what the recipe names. Exits with 1 if "
-        "something would not work.",
+        help="check a cluster, and a recipe, before submitting",
+        description="Check from the login node what a run needs: Slurm commands and partitions, "
+        "shared storage, the Python of each role, and what the recipe refers to. Exits with 1 if "
+        "a check failed.",
     )
-    doctor.add_argument("recipe", type=Path, nargs="?", help="also check what it names")
+    doctor.add_argument(
+        "recipe", type=Path, nargs="?", help="recipe whose files and settings are checked as well"
+    )
     doctor.add_argument("overrides", nargs="*", metavar="key=value")
     doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
     doctor.add_argument(
         "--check-node",
         action="store_true",
-        help="submit a job of a minute that looks whether the file root is shared",
+        help="submit a one-minute job that checks whether the file root is shared",
     )
     doctor.set_defaults(command=_doctor)
 
@@ -114,4 +116,4 @@ def _recipe_checks(recipe: Recipe) -> list[CheckResult]:
         if not problem.key.endswith(".python")
     ]
     checks += [fail(problem.key or "recipe", problem.message, problem.hint) for problem in problems]
-    return checks if problems else [*checks, ok("recipe", "its model, data and agent are there")]
+    return checks if problems else [*checks, ok("recipe", "model, data and agent found")]

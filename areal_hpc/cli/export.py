@@ -15,14 +15,14 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     export = commands.add_parser(
         "export",
-        help="write a checkpoint as a model that transformers and SGLang load",
-        description="Write the weights of a checkpoint, whatever the layout they were trained in, "
-        "as a Hugging Face model directory with the run's tokenizer.",
+        help="export a checkpoint as a Hugging Face model",
+        description="Export the weights of a checkpoint, trained in any parallel layout, as a "
+        "Hugging Face model directory with its tokenizer.",
     )
     export.add_argument("run", type=Path, help="a run directory")
-    export.add_argument("--step", type=int, help="which checkpoint; the newest when absent")
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     export.add_argument(
-        "--out", type=Path, help="directory to make; the run's export/step_... when absent"
+        "--out", type=Path, help="output directory (default: export/step_... in the run directory)"
     )
     export.set_defaults(command=_export)
 
@@ -37,7 +37,9 @@ def _export(arguments: argparse.Namespace) -> int:
     out: Path | None = arguments.out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RecipeError(
-            f"something is already at {out}", key="--out", hint="name a directory that is not there"
+            f"something is already at {out}",
+            key="--out",
+            hint="choose a directory that does not exist",
         )
     if find_spec("torch") is None:
         return _in_train_environment(recipe.cluster.train.python, arguments)
@@ -62,7 +64,7 @@ def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int
     python = get_interpreter("train", configured)
     if Path(python).absolute() == Path(sys.executable).absolute():
         raise RecipeError(
-            f"{python} has no torch, which reads checkpoints",
+            f"{python} has no torch, which is needed to read checkpoints",
             key="cluster.train.python",
             hint="make setup, or name the trainer's Python in the recipe",
         )

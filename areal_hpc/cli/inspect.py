@@ -31,39 +31,38 @@ def add_commands(commands: CommandGroup) -> None:
     status = commands.add_parser(
         "status",
         parents=[place],
-        help="how far a run is, and every job of it",
-        description="How far a run is, and what Slurm says of every job of it. Asks Slurm once; "
-        "`watch -n 30 areal-hpc status RUN` is a polite way to ask again.",
+        help="show progress and the jobs of a run",
+        description="Show the progress of a run and the Slurm state of its jobs. Calls Slurm "
+        "once; `watch -n 30 areal-hpc status RUN` is safe to leave running.",
     )
     status.set_defaults(command=_status)
 
     why = commands.add_parser(
         "why",
         parents=[place],
-        help="why a run failed, or what it waits for",
-        description="The chain of what led to the last failure: Slurm's states, exit codes and "
-        "signals, memory, nodes, and the first traceback across all ranks. Exits with 1 if "
-        "somebody has to do something.",
+        help="explain why a run failed or waits",
+        description="Explain the last failure: Slurm states, exit codes, signals, memory, nodes, "
+        "and the first traceback of all ranks. Exits with 1 if you have to act.",
     )
     why.set_defaults(command=_why)
 
     logs = commands.add_parser(
-        "logs", parents=[place], help="the newest lines of all processes, in the order of time"
+        "logs", parents=[place], help="show the latest log lines of all processes, merged by time"
     )
     logs.add_argument(
         "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
     )
-    logs.add_argument("-f", "--follow", action="store_true", help="go on as lines come")
+    logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
     logs.add_argument(
         "-n", "--lines", type=int, default=DEFAULT_LOG_LINES, help="default %(default)s"
     )
-    logs.add_argument("--attempt", type=int, help="an earlier launch of the run")
+    logs.add_argument("--attempt", type=int, help="number of an earlier launch")
     logs.set_defaults(command=_logs)
 
     listing = commands.add_parser(
         "list",
-        help="runs side by side, with what their recipes differ in",
-        description="The runs of a file root or of an experiment side by side.",
+        help="compare runs: states, results, and recipe differences",
+        description="Compare the runs of a file root or an experiment.",
     )
     listing.add_argument(
         "place", type=Path, nargs="?", default=Path("runs"), help="default %(default)s"
@@ -73,11 +72,11 @@ def add_commands(commands: CommandGroup) -> None:
     audit = commands.add_parser(
         "audit",
         parents=[place],
-        help="account for every ticket: trained once, dropped, filtered, open, lost or duplicate",
-        description="Account for every ticket of a run from its directory alone, whether it is "
-        "finished, stopped or at work. Exits with 65 if a ticket was lost or trained twice.",
+        help="check that every ticket was trained exactly once, or why not",
+        description="Check every ticket of a run from its files alone (finished, stopped or "
+        "running). Exits with 65 if a ticket was lost or trained twice.",
     )
-    audit.add_argument("--tickets", action="store_true", help="list every ticket's fate")
+    audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
     audit.set_defaults(command=_audit)
 
 
@@ -114,7 +113,11 @@ def _logs(arguments: argparse.Namespace) -> int:
 
     layout = parse_run_dir(arguments.run)
     if arguments.follow and arguments.attempt:
-        raise RecipeError("an earlier attempt has ended", key="--follow", hint="leave out -f")
+        raise RecipeError(
+            f"--follow needs the newest attempt; attempt {arguments.attempt} has ended",
+            key="--follow",
+            hint="leave out -f",
+        )
 
     def show(lines: list[tuple[LogFile, str]]) -> None:
         for file, line in lines:
@@ -179,7 +182,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     dropped, filtered = len(audit.of(TicketStatus.DROPPED)), len(audit.of(TicketStatus.FILTERED))
     unsound, skipped = len(audit.of(TicketStatus.UNSOUND)), len(audit.of(TicketStatus.SKIPPED))
     print(
-        f"{state}, saved up to step {audit.checkpoint_step}, {dropped} tickets dropped, "
+        f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped"
     )
     print(audit.verdict)

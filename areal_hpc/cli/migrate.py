@@ -12,13 +12,15 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     migrate = commands.add_parser(
         "migrate",
-        help="translate a configuration of AReaL's into a recipe",
-        description="Print the recipe that a configuration of AReaL's becomes, every key that has "
-        "no counterpart with the reason, and what the recipe still lacks.",
+        help="translate an AReaL configuration into a recipe",
+        description="Print the recipe for an AReaL configuration, every key without a "
+        "counterpart and why, and what the recipe still needs.",
     )
     migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
     migrate.add_argument("overrides", nargs="*", metavar="key=value", help="as AReaL takes them")
-    migrate.add_argument("--rows", type=int, help="rows of the training set, to count epochs with")
+    migrate.add_argument(
+        "--rows", type=int, help="number of training rows, to convert epochs to steps"
+    )
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
     migrate.set_defaults(command=_migrate)
 

@@ -13,7 +13,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     tiny = commands.add_parser(
         "make-tiny-model",
-        help="make a tiny, randomly initialised Qwen3 with its own tokenizer",
+        help="make a tiny random Qwen3 with its own tokenizer",
         description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
     )
@@ -28,7 +28,7 @@ def add_commands(commands: CommandGroup) -> None:
 
     prefetch = commands.add_parser(
         "prefetch",
-        help="fetch a recipe's models and data sets from the Hugging Face hub",
+        help="download the models and data sets of a recipe",
         description="Put the models and data sets of a recipe into the Hugging Face cache, and "
         "write their revisions and digests into the run directory. For a login node: runs never "
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.",
@@ -84,5 +84,5 @@ def _prefetch(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
     prefetch(recipe, layout, say)
-    print(f"all in place; recorded in {layout.prefetched}")
+    print(f"everything is in the cache; recorded in {layout.prefetched}")
     return 0

@@ -14,33 +14,40 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     proxy = commands.add_parser(
         "proxy",
-        help="record agents in front of SGLang servers, without a run",
-        description="Serve the OpenAI-compatible endpoint that records every token, in front of "
-        "SGLang servers that run already. SIGTERM or Ctrl-C answers what is under way and stops.",
+        help="run the recording proxy without training",
+        description="Serve the recording OpenAI-compatible endpoint in front of running SGLang "
+        "servers. SIGTERM or Ctrl-C finishes open calls, then exits.",
     )
     add = proxy.add_argument
     add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")
     add("--tokenizer", type=Path, required=True, metavar="DIR", help="the model's directory")
-    add("--host", default="127.0.0.1", help="address to listen on (this machine only)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
     add("--port", type=int, required=True, help="0 takes a free one")
     add(
         "--admin-key-file",
         type=Path,
         required=True,
         metavar="FILE",
-        help="the key that opens sessions; made, readable by you alone, if it is missing",
+        help="file with the admin key that opens sessions (created with mode 0600 if missing)",
     )
-    add("--tool-call-parser", metavar="NAME", help="SGLang's name, such as qwen25")
-    add("--reasoning-parser", metavar="NAME", help="SGLang's name, such as qwen3")
+    add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
+    add("--reasoning-parser", metavar="NAME", help="SGLang reasoning parser, for example qwen3")
     add(
         "--journal",
         type=Path,
         metavar="DIR",
-        help="keep sessions here, so that a restarted proxy goes on with them",
+        help="directory of the journal, so that sessions survive a restart",
     )
-    add("--context-length", type=int, metavar="N", help="longest prompt plus reply")
-    add("--serve-python", default="auto", metavar="PATH", help="Python that has SGLang's parsers")
-    add("--drain-timeout-s", type=int, default=30, help="longest wait for open calls at the end")
+    add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
+    add(
+        "--serve-python",
+        default="auto",
+        metavar="PATH",
+        help="Python environment with SGLang, for its parsers",
+    )
+    add(
+        "--drain-timeout-s", type=int, default=30, help="seconds to wait for open calls at shutdown"
+    )
     add(
         "--set",
         action="append",

@@ -14,13 +14,15 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     replay = commands.add_parser(
         "replay",
-        help="train recorded steps again, without servers (not a replay buffer)",
-        description="Train steps of a run again from its manifests and shards, in a directory of "
-        "their own. Without overrides of what is learnt, loss and gradient norm are compared with "
-        "the recorded ones. Steps between the checkpoint that is started from and the first one "
-        "asked for are trained as they were recorded.",
+        help="train recorded steps again, without inference",
+        description=(
+            "Train steps of a run again from its manifests and shards, in a new directory (not a "
+            "replay buffer). Without learning overrides, loss and gradient norm are compared "
+            "with the "
+            "recorded ones."
+        ),
     )
-    replay.add_argument("run", type=Path, help="a run directory; it is only read")
+    replay.add_argument("run", type=Path, help="run directory (read only)")
     replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")
     replay.add_argument(
         "--out", type=Path, help="directory to make; RUN.replay_FIRST_LAST when absent"

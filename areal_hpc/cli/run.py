@@ -20,22 +20,24 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     run = commands.add_parser(
         "run",
-        help="train a recipe in the foreground",
-        description="Train a recipe in the foreground. Run it again to continue where it stopped.",
+        help="train a recipe on this machine",
+        description="Train a recipe on this machine. Run the same command again to resume.",
     )
     run.add_argument("recipe", type=Path)
     run.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.total_steps=10")
     run.add_argument(
-        "--fresh", action="store_true", help="move an existing run directory aside and start anew"
+        "--fresh", action="store_true", help="move an existing run directory away and start over"
     )
     run.set_defaults(command=_run)
 
-    plan = commands.add_parser("plan", help="print the jobs of a recipe without starting them")
+    plan = commands.add_parser(
+        "plan", help="show the jobs and GPU memory of a recipe; start nothing"
+    )
     plan.add_argument("recipe", type=Path)
     plan.add_argument("overrides", nargs="*", metavar="key=value")
     plan.set_defaults(command=_plan)
 
-    keys = commands.add_parser("recipe-keys", help="every key of a recipe, as a Markdown table")
+    keys = commands.add_parser("recipe-keys", help="print the reference table of all recipe keys")
     keys.set_defaults(command=_keys)
 
 
@@ -56,7 +58,7 @@ def _plan(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     layout = RunPaths(recipe.run_dir)
     for stage in plan_run(recipe, layout, LaunchFacts.before_setup(recipe)).stages:
-        print(f"stage {stage.name}: complete when {stage.done_marker} exists")
+        print(f"stage {stage.name}: done when {stage.done_marker} exists")
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
             for process in job.processes:

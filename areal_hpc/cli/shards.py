@@ -11,7 +11,7 @@ from areal_hpc.rundir.paths import RunPaths
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    shards = commands.add_parser("shards", help="look at recorded trajectories")
+    shards = commands.add_parser("shards", help="inspect recorded trajectories")
     verbs = shards.add_subparsers(required=True, metavar="VERB")
     listing = verbs.add_parser("ls", help="one line per sealed shard")
     listing.add_argument("run", type=Path, help="a run directory")
@@ -25,7 +25,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     which.add_argument("--ticket", type=int, help="every row of this ticket")
     show.set_defaults(command=_shards_show)
-    verify = verbs.add_parser("verify", help="check every digest; name every damaged file")
+    verify = verbs.add_parser("verify", help="verify all digests; list damaged files")
     verify.add_argument("run", type=Path, help="a run directory")
     verify.set_defaults(command=_shards_verify)
 

@@ -20,23 +20,29 @@ def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
     submit = commands.add_parser(
         "submit",
-        help="hand a recipe's jobs to Slurm",
-        description="Put the run directory in place, submit every job of the recipe at once, and "
-        "return. Jobs find one another, start again by themselves and end by themselves. Submit "
-        "again to continue a run whose jobs have ended.",
+        help="submit a recipe to Slurm",
+        description=(
+            "Set up the run directory, submit all jobs, and return. Jobs restart by themselves. "
+            "Submit again to resume a run whose jobs have ended."
+        ),
     )
     submit.add_argument("recipe", type=Path)
     submit.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.total_steps=10")
     submit.add_argument(
-        "--site", type=Path, metavar="FILE", help="keys of `cluster`; the recipe's own win"
+        "--site",
+        type=Path,
+        metavar="FILE",
+        help="site file: defaults for `cluster.*`; the recipe takes precedence",
     )
     submit.add_argument(
-        "--dry-run", action="store_true", help="print every script and the cost; touch nothing"
+        "--dry-run",
+        action="store_true",
+        help="print all sbatch scripts and the cost; change nothing",
     )
     submit.add_argument(
         "--no-submit",
         action="store_true",
-        help="put everything in place and submit nothing, for sbatch by hand",
+        help="set up everything but do not call sbatch",
     )
     submit.add_argument(
         "--wait", action="store_true", help="show progress until the run ends; Ctrl-C detaches"
@@ -46,15 +52,15 @@ def add_commands(commands: CommandGroup) -> None:
         action="append",
         default=[],
         metavar="JOBID",
-        help="start only when this job has succeeded; may be given several times",
+        help="start after this job has succeeded (repeatable)",
     )
     submit.add_argument(
         "--sweep",
         metavar="KEY=V1,V2,...",
-        help="a run for each value, as job arrays; each has a directory and a trial of its own",
+        help="sweep: one run per value, as job arrays, each with its own trial_name",
     )
     submit.add_argument(
-        "--fresh", action="store_true", help="move an existing run directory aside and start anew"
+        "--fresh", action="store_true", help="move an existing run directory away and start over"
     )
     submit.set_defaults(command=_submit)
 
@@ -96,7 +102,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         if getattr(arguments, option):
             shown = option.replace("_", "-")
             raise RecipeError(
-                f"--{shown} is for one run, --sweep for several", hint="leave one out"
+                f"--{shown} works for a single run, not with --sweep", hint="leave one out"
             )
 
     def read(further: Sequence[str]) -> Recipe:

@@ -50,7 +50,7 @@ def _saved(folder: Path, key: str) -> Iterator[dict[str, Any]]:
     state = folder / "state.json"
     if not state.is_file():
         splits = sorted(found.parent.name for found in folder.glob("*/state.json"))
-        hint = "give the folder that save_to_disk wrote"
+        hint = "pass a directory written by datasets' save_to_disk"
         if splits:
             hint = f"name one of its splits, such as {folder / splits[0]}"
         raise RecipeError(f"the folder {folder} has no state.json", key=key, hint=hint)

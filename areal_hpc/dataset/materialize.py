@@ -70,7 +70,7 @@ def _as_line(row: object, number: int, key: str) -> bytes:
         return orjson.dumps(row) + b"\n"
     except TypeError as error:
         raise RecipeError(
-            f"row {number} is not JSON-able ({error})",
+            f"row {number} cannot be serialized as JSON ({error})",
             key=key,
             hint="use strings, numbers, lists and dicts with string keys",
         ) from error

@@ -80,7 +80,7 @@ def _generated(dotted: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRo
         raise RecipeError(
             f"{dotted} fails with arguments {kwargs} ({type(error).__name__}: {error})",
             key=key,
-            hint="start the run from the folder that holds the package",
+            hint="start the run from the directory that contains the package",
         ) from error
 
 
@@ -120,7 +120,7 @@ def _tasks(source: Iterator[TaskRow], dotted: str, key: str) -> Iterator[TaskRow
             raise RecipeError(
                 f"{dotted} fails for row {number} ({type(error).__name__}: {error}): {row!r:.200}",
                 key=key,
-                hint="name the function that fits the form of this data set",
+                hint="use a to_task function that matches this data set",
             ) from error
         if task is not None:
             yield task

@@ -95,9 +95,9 @@ def read_gpus(listed: str) -> list[GpuInfo]:
 def check_gpus(asked: list[str], seen: list[GpuInfo], complaint: str) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
-        return [NodeProblem(f"its GPU driver fails: {complaint.splitlines()[0]}")]
+        return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
     if len(seen) < len(asked):
-        return [NodeProblem(f"it shows {len(seen)} GPUs, Slurm gave {len(asked)}")]
+        return [NodeProblem(f"the driver shows {len(seen)} GPUs, Slurm allocated {len(asked)}")]
     # With device control groups the driver lists those of the job alone, counted from 0.
     own = seen if len(seen) == len(asked) else [gpu for gpu in seen if gpu.index in asked]
     return [
@@ -147,7 +147,7 @@ def _judge_peer(address: str) -> list[NodeProblem]:
                 return []
             return [NodeProblem(f"something else answered at {address}")]
     except OSError as error:
-        return [NodeProblem(f"it cannot reach the job's first node at {address}: {error}")]
+        return [NodeProblem(f"cannot reach the job's first node at {address}: {error}")]
 
 
 class ReachabilityServer:

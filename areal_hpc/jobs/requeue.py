@@ -116,7 +116,7 @@ def requeue_or_resubmit(
                 return "without Slurm"
             time.sleep(RETRY_PAUSE_S)
         except (SlurmNotFoundError, SlurmCommandError) as refusal:
-            log.error("this job cannot be started again: %s", refusal)
+            log.error("this job cannot be requeued: %s", refusal)
             return "without Slurm"
     return "cancelled"
 
@@ -126,7 +126,7 @@ def _ask_slurm(
 ) -> RequeueResult:
     facts = scontrol.show_job(job_id)
     if facts.state != scontrol.RUNNING:
-        log.info("Slurm says that this job is %s: it is not ours to start again", facts.state)
+        log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
     nodes = (row["node"] for row in read_lines(Path(slurm.excluded_nodes)))
     excluded = scontrol.join_node_lists(facts.excluded_nodes, *nodes)
@@ -171,7 +171,12 @@ def release_held(jobs_dir: Path) -> list[str]:
                 released.append(note.name)
                 note.unlink(missing_ok=True)
         except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's
-            log.warning("%s is not ours to release: %s", note.name, refusal)
+            log.warning(
+                "cannot release %s: Slurm refused, it may be cancelled or held by an "
+                "administrator (%s)",
+                note.name,
+                refusal,
+            )
             note.unlink(missing_ok=True)
         except ClusterError as error:
             log.warning("%s cannot be released yet: %s", note.name, error)

@@ -98,10 +98,12 @@ def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     for outcome in outcomes:
         if outcome.is_crash:
             return JobFailedError(
-                f"{outcome.process} of the job {job} failed "
-                f"(exit code {outcome.exit_code}):\n{outcome.reason}",
+                (
+                    f"{outcome.process} of job {job} failed with exit code {outcome.exit_code}:\n"
+                    f"{outcome.reason}"
+                ),
                 key=outcome.log,
-                hint="read that log; the same command continues the run",
+                hint="read that log; run the same command again to resume",
                 code=outcome.exit_code,
             )
     return None

@@ -70,7 +70,7 @@ def wait_for_restart(folder: Path, incarnation: str, node: str, timeout_s: float
                 return start
         time.sleep(_POLL_S)
     raise ClusterError(
-        f"{node} does not see within {timeout_s:.0f} s what the job's first task wrote",
+        (f"{node} does not see the restart file of the first task after {timeout_s:.0f} s"),
         key=str(folder),
         hint="check that this file system is mounted there",
     )

@@ -103,7 +103,7 @@ class SlurmTask:
         except (ClusterError, OSError) as error:
             return self._exclude_node(self._node, [NodeProblem(str(error))])
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
-            return TaskExit(0, reason="there is nothing left to do")
+            return TaskExit(0, reason="there is no work left")
         if position.local_rank:
             return None  # another task of this node looks at it
         first_address = "" if position.is_first else self._start.address
@@ -134,7 +134,8 @@ class SlurmTask:
         timeout_s = self._slurm.join_timeout_s
         absent = restarts.await_nodes(self._restarts_dir, start, len(nodes), timeout_s)
         reason = (
-            f"no task of it has joined within {timeout_s:.0f} s: does it see {self._paths.root}?"
+            f"no task on this node joined within {timeout_s:.0f} s; "
+            f"is {self._paths.root} mounted there?"
         )
         # With most of them away it is rather the first that is alone.
         finding = NodeProblem(reason, is_fault_of_node=2 * len(absent) <= len(nodes))
@@ -153,7 +154,7 @@ class SlurmTask:
         )
         reason = "; ".join(finding.reason for finding in findings)
         self._events.record("node_check_failed", node=node, reason=reason)
-        log.error("the node %s fails the probe: %s", node, reason)
+        log.error("node %s failed its health check: %s", node, reason)
         return TaskExit(
             ClusterError.exit_code,
             "probe",
@@ -192,20 +193,20 @@ class SlurmTask:
         try:
             return self._look(self._start, now, is_leading=is_leading)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
-            log.warning("the shared storage does not answer: %s", error)
+            log.warning("shared storage does not respond: %s", error)
             return None
 
     def _look(self, start: restarts.Restart, now: float, *, is_leading: bool) -> TaskExit | None:
         if restarts.is_superseded(self._restarts_dir, start):
             self._is_superseded = True
-            return TaskExit(STOPPED_EXIT_CODE, reason="a later start of this job has taken over")
+            return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later restart of this job")
         if self._is_work_done(now):
-            return TaskExit(0, reason="there is nothing left to do")
+            return TaskExit(0, reason="there is no work left")
         note = restarts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._ends_at is not None and time.time() >= self._ends_at - self._stop_lead_s():
-            return TaskExit(STOPPED_EXIT_CODE, reason="the time limit is near")
+            return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
         return None
 
     def _is_work_done(self, now: float) -> bool:
@@ -237,7 +238,7 @@ class SlurmTask:
                 note = restarts.StopNotice(outcome.reason, outcome.exit_code, time.time() + grace_s)
                 restarts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
-            log.warning("the other tasks are not told to stop: %s", error)
+            log.warning("could not notify the other tasks: %s", error)
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 

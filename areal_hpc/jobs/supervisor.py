@@ -195,7 +195,7 @@ class _Supervisor:
         python = self._launch.pythons[spec.role]
         if shutil.which(python) is None:
             raise RecipeError(
-                f"there is no Python for the role {spec.role}: {python}",
+                f"no Python interpreter for role {spec.role}: {python}",
                 key=f"cluster.{spec.role}.python",
                 hint="make setup, or name the interpreter in the recipe",
             )
@@ -244,7 +244,7 @@ class _Supervisor:
             return None
         code = 128 - code if code < 0 else code
         if code == IDLE_EXIT_CODE:
-            return TaskExit(code, spec.name, f"{spec.name} had nothing to do for too long")
+            return TaskExit(code, spec.name, f"{spec.name} was idle for too long")
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()

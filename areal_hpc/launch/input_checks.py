@@ -85,9 +85,9 @@ def _interpreters(pythons: Mapping[str, str]) -> Iterator[Problem]:
     for role, python in pythons.items():
         if not (Path(python).exists() or shutil.which(python)):
             yield Problem(
-                f"there is no Python for the role {role} at {python}",
+                f"no Python interpreter for role {role} at {python}",
                 f"cluster.{role}.python",
-                "make setup, or name the interpreter of that role in the recipe",
+                "run make setup, or set this key to the interpreter of the role",
             )
 
 
@@ -216,8 +216,8 @@ def _loads(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        message = f"{what} was not ready within {MAX_LOAD_S} s"
-        yield Problem(message, key, "move slow work out of imports and constructors")
+        message = f"{what} did not finish loading within {MAX_LOAD_S} s"
+        yield Problem(message, key, "move slow work out of module imports and constructors")
         return
     if answer.returncode == 0:
         return

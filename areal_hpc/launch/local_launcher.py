@@ -246,14 +246,14 @@ class LocalLauncher:
             return crash
         if not outcomes:
             return JobFailedError(
-                f"the job {handle.name} ended before it could say why",
+                f"job {handle.name} ended without an exit status",
                 key=str(self._layout.job(handle.name).submitit_dir),
                 hint="read the files in that folder",
                 code=ClusterError.exit_code,
             )
         return JobFailedError(
-            f"the job {handle.name} ended before its work was done",
+            f"job {handle.name} ended before its work was done",
             key=str(log_dir),
-            hint="start the same command again to continue the run",
+            hint="run the same command again to resume",
             code=ClusterError.exit_code,
         )

@@ -191,10 +191,12 @@ def find_memory_problems(
     room = gpu_bytes * config.mem_fraction_static
     if serving.total > room or not serving.kv_tokens:
         yield Problem(
-            f"weights of {serving.weights / GIB:.1f} GiB and a KV cache of "
-            f"{(serving.total - serving.weights) / GIB:.1f} GiB do not fit the "
-            f"{room / GIB:.1f} GiB that "
-            f"mem_fraction_static={config.mem_fraction_static} leaves them",
+            (
+                f"weights ({serving.weights / GIB:.1f} GiB) and KV cache "
+                f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the "
+                f"{room / GIB:.1f} GiB "
+                f"that mem_fraction_static={config.mem_fraction_static} allows"
+            ),
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
         )

@@ -30,7 +30,7 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
     try:
         arch = _architecture(recipe)
     except RecipeError as error:
-        yield f"memory: not known, the model cannot be looked at: {error.problems[0].message}"
+        yield (f"memory: unknown, because the model cannot be read: {error.problems[0].message}")
         yield f"  try: {error.problems[0].hint}"
         return
     gib = recipe.cluster.gpu_memory_gib
@@ -42,7 +42,7 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
     yield from _trainer_lines(trainer, recipe, of)
     yield from _serving_lines(serving, recipe, of)
     if gpu_bytes is None:
-        yield "  cluster.gpu_memory_gib is not set, so nothing says whether this fits"
+        yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
         return
     for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes):
         yield f"warning: {problem}"
@@ -61,7 +61,10 @@ def _architecture(recipe: Recipe) -> Architecture:
 def _trainer_lines(memory: TrainerMemory, recipe: Recipe, of: str) -> Iterator[str]:
     split = recipe.trainer.parallel
     sizes = " ".join(f"{name}={getattr(split, name)}" for name in ("tp", "pp", "cp", "dp", "ep"))
-    yield f"  trainer  {split.world_size} ranks, {sizes}; the fullest is of stage {memory.stage}"
+    yield (
+        f"  trainer  {split.world_size} ranks, {sizes}; "
+        f"highest use on pipeline stage {memory.stage}"
+    )
     for name in ("parameters", "gradients", "optimizer", "activations", "logits"):
         yield f"    {name:<12} {getattr(memory, name) / GIB:8.2f}"
     yield f"    {'reserve':<12} {RESERVE_BYTES / GIB:8.2f}"

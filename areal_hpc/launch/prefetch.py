@@ -125,8 +125,8 @@ def _put_in_place(want: PrefetchItem) -> Path:
         raise RecipeError(
             f"{want.name} cannot be fetched from {constants.ENDPOINT}: {first}",
             key=want.key,
-            hint="run this where there is a network; HF_ENDPOINT names a mirror, HF_TOKEN opens "
-            "what is gated",
+            hint="run this with network access; HF_ENDPOINT selects a mirror, HF_TOKEN gives "
+            "access to gated repositories",
         ) from error
 
 

@@ -66,7 +66,7 @@ def prepare_run(
         raise RecipeError.of(problems)
     refuse_live_jobs(layout)
     if fresh and (kept := archive_run(layout)) is not None:
-        say(f"kept     the earlier run as {kept}")
+        say(f"moved    the earlier run to {kept}")
     with hold_lock(layout.lock):
         setup.report_recipe_changes(recipe, layout, say)
         if not is_finished(recipe, layout):
@@ -90,10 +90,10 @@ def refuse_live_jobs(layout: RunPaths) -> None:
     names = {submission.job_id: job for job, submission in newest.items()}
     if live := filter_live_jobs(list(names)):
         raise ClusterError(
-            "jobs of this run wait or run: "
+            "jobs of this run are still pending or running: "
             + ", ".join(f"{names[job_id]} ({job_id})" for job_id in live),
             key=str(layout.root),
-            hint=f"let them go on, or end them: areal-hpc cancel {layout.root}",
+            hint=f"wait for them, or cancel them: areal-hpc cancel {layout.root}",
         )
 
 

@@ -110,7 +110,10 @@ class ReplayRun:
         reporter.say(f"start    {source}")
         self._put_in_place()
         if self._is_changed and start.step + 1 < first:
-            reporter.say(f"lead-in  steps {start.step + 1} to {first - 1}, as recorded")
+            reporter.say(
+                f"lead-in  training steps {start.step + 1} to {first - 1} with the recorded "
+                "settings"
+            )
             self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_hidden(self._out.checkpoints_dir):
@@ -195,7 +198,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         else:
             problems.append(
                 Problem(
-                    "a replay takes this as it was recorded",
+                    "this key cannot be changed in a replay",
                     key,
                     f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}",
                 )
@@ -258,7 +261,7 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
 def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     """How loss and gradient norm of the replayed steps compare with the recorded ones, in words."""
     if not steps:
-        yield "compare  nothing: settings differ from the recorded ones in every step"
+        yield "compare  skipped: the overrides change what is learned"
         return
     recorded, replayed = (
         {line["step"]: line for line in read_metrics(layout.metrics)} for layout in (run, out)
@@ -293,7 +296,7 @@ def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]
 def _check_place(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
     if out.root.is_relative_to(run.root):
         raise RecipeError(
-            f"{out.root} lies in the recorded run, which is only read",
+            f"{out.root} is inside the recorded run, which is read-only",
             key="--out",
             hint="name a directory outside",
         )
@@ -303,5 +306,5 @@ def _check_place(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
         raise RecipeError(
             f"something else is already at {out.root}",
             key="--out",
-            hint="name a directory that is not there",
+            hint="choose a directory that does not exist",
         )

@@ -27,9 +27,9 @@ from areal_hpc.view.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.run_state import read_run_state
 from areal_hpc.view.summary import summarize
 
-FRESH_HINT = "--fresh starts it anew"
+FRESH_HINT = "use --fresh to start over"
 INTERRUPTED_EXIT_CODE = 130
-STOPPING = "\nstopping: jobs get a moment to write a checkpoint"
+STOPPING = "\nstopping; jobs have a moment to save a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def run(
             )
     except errors.RunInterruptedError:
         draw_learning_curve(layout)
-        print("stopped; the same command continues the run")
+        print("stopped; run the same command again to resume")
         return _read_result(layout, "interrupted")
     return _finish(layout)
 
@@ -150,7 +150,7 @@ def submit(
         with stop_on_signals() as stop, show_progress(recipe, layout) as reporter:
             slurm_launcher.watch(recipe, layout, reporter, stop)
     except errors.RunInterruptedError:
-        print(f"detached; the jobs go on: {get_program_name()} status {layout.root}")
+        print(f"detached; jobs keep running: {get_program_name()} status {layout.root}")
         return _read_result(layout, "interrupted")
     return _finish(layout)
 

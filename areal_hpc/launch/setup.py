@@ -132,9 +132,12 @@ def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str],
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     problems = [
         Problem(
-            f"this run was started with {before.get(key)!r}, got {now.get(key)!r}",
+            (
+                f"{key} cannot change: this run was started with {before.get(key)!r}, "
+                f"got {now.get(key)!r}"
+            ),
             key,
-            "give another trial_name, or start anew with --fresh",
+            "use another trial_name, or --fresh to start over",
         )
         for key in changed
         if any(key == fixed or key.startswith(f"{fixed}.") for fixed in IMMUTABLE_KEYS)

@@ -266,9 +266,9 @@ def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
         if (crash := find_crash(job, list(read_task_exits(layout.job(job)).values()))) is not None:
             return crash
     return JobFailedError(
-        f"the job {leader} is gone, and its work is not done",
+        f"job {leader} disappeared before its work was done",
         key=str(layout.job(leader).submitit_dir),
-        hint="read the files in that folder; the same command continues the run",
+        hint="read the files in that directory; submit again to resume",
         code=ClusterError.exit_code,
     )
 
@@ -286,5 +286,5 @@ def _see_jobs_off(layout: RunPaths, reporter: ProgressReporter, stop: threading.
     give_up_at = time.monotonic() + ENDS_WITHIN_S
     while live := _still_live(job_ids):
         if time.monotonic() > give_up_at or stop.wait(2.0):
-            reporter.say(f"the run is finished, and jobs still end: {', '.join(live)}")
+            reporter.say(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

@@ -71,7 +71,7 @@ def _check(sweep: Sweep, key: str) -> None:
     """Members of an array ask for the same, and have directories of their own."""
     first, problems = sweep.runs[0], []
     if len({run.run_dir for run in sweep.runs}) < len(sweep.runs):
-        problems.append(Problem("several of the runs would have the same directory", key))
+        problems.append(Problem("several runs of the sweep would share a directory", key))
     shapes = [
         [(request.job, request.shape) for request in build_requests(run, Path.cwd())]
         for run in sweep.runs
@@ -81,7 +81,7 @@ def _check(sweep: Sweep, key: str) -> None:
     ):
         problems.append(
             Problem(
-                "the runs need different jobs, and the members of an array ask for the same",
+                "the runs of a sweep must request the same resources",
                 key,
                 "submit them one by one, each with a trial_name of its own",
             )

@@ -1,4 +1,4 @@
-"""Writer of step metrics: JSON lines and TensorBoard (writer.py); rows and names (step_metrics.py)."""
+"""Writer of step metrics to JSON lines and TensorBoard."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def explain_validation_error(
         return Problem(f"unknown key {name!r}", key, hint)
     if item["type"] == "missing":
         return Problem("this key is required", key, f"add {key}=... to the recipe")
-    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for the key")
+    return Problem(f"{item['msg']}, got {item['input']!r}", key, "see docs/recipe.md for this key")
 
 
 def _known_keys(root: type[BaseConfig], location: tuple[int | str, ...]) -> list[str]:

@@ -14,9 +14,10 @@ from areal_hpc.recipe.recipe import Recipe
 def check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(
-            "a tiny model learns its tokenizer from the demonstrations, and there are none",
+            "a tiny model trains its tokenizer on SFT demonstrations, but the recipe has no "
+            "sft section",
             "model.tiny",
-            "add a sft section, or name a model directory in model.path",
+            "add an sft section, or set model.path to an existing model",
         )
 
 
@@ -24,15 +25,19 @@ def check_batch_divisible(recipe: Recipe) -> Iterator[Problem]:
     trainer = recipe.trainer
     if trainer.batch_size % trainer.minibatches:
         yield Problem(
-            f"batch_size={trainer.batch_size} tickets do not divide into "
-            f"minibatches={trainer.minibatches} equal parts",
+            (
+                f"trainer.batch_size={trainer.batch_size} is not divisible by "
+                f"trainer.minibatches={trainer.minibatches}"
+            ),
             "trainer.minibatches",
             f"use a divisor of {trainer.batch_size}",
         )
     if trainer.batch_size % trainer.parallel.dp:
         yield Problem(
-            f"batch_size={trainer.batch_size} tickets do not divide over "
-            f"dp={trainer.parallel.dp} data-parallel ranks",
+            (
+                f"trainer.batch_size={trainer.batch_size} is not divisible by "
+                f"trainer.parallel.dp={trainer.parallel.dp}"
+            ),
             "trainer.batch_size",
             f"use a multiple of {trainer.parallel.dp}",
         )
@@ -43,8 +48,10 @@ def check_expert_parallel(recipe: Recipe) -> Iterator[Problem]:
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
         yield Problem(
-            f"experts cannot be spread over ep={parallel.ep} of the {ranks} ranks that "
-            "tp x cp x dp gives each pipeline stage",
+            (
+                f"experts cannot be divided over ep={parallel.ep}: each pipeline stage has "
+                f"tp x cp x dp = {ranks} ranks"
+            ),
             "trainer.parallel.ep",
             f"use a divisor of {ranks}",
         )
@@ -55,32 +62,45 @@ def check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
     if not online and not recipe.rollout.workflow:
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
     if online and recipe.rollout.workflow:
-        yield Problem("in mode online no agent of the run's own is run", key, "leave it out")
+        yield Problem(
+            "rollout.workflow must be empty with rollout.agent.mode=online: external programs "
+            "run the agent",
+            key,
+            "leave it out",
+        )
     if online and recipe.evaluation.workflow:
-        message = "in mode online nobody plays held-out tasks"
+        message = (
+            "evaluation is not available with rollout.agent.mode=online: "
+            "nothing would run the held-out tasks"
+        )
         yield Problem(message, "evaluation.workflow", "leave it out")
     if recipe.evaluation.workflow_kwargs and not recipe.evaluation.workflow:
-        message = "arguments of an agent that is not named"
+        message = "evaluation.workflow_kwargs is set but evaluation.workflow is not"
         yield Problem(message, "evaluation.workflow_kwargs", "add evaluation.workflow=...")
     if online and recipe.valid_dataset is not None:
-        message = "in mode online nobody plays held-out tasks"
-        yield Problem(message, "valid_dataset", "leave it out, and evaluate the export")
+        message = "valid_dataset cannot be used with rollout.agent.mode=online"
+        yield Problem(
+            message, "valid_dataset", "remove valid_dataset; evaluate the exported model instead"
+        )
 
 
 def check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
     if recipe.evaluation.separate_cell and recipe.valid_dataset is None:
         yield Problem(
-            "there are no held-out tasks that a job of its own could play",
+            "evaluation.separate_cell=true needs a valid_dataset",
             "evaluation.separate_cell",
-            "add a valid_dataset (which mode online cannot have), or use false",
+            "add a valid_dataset (not available with mode=online) or set "
+            "evaluation.separate_cell=false",
         )
 
 
 def check_group_size(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
-            f"n_samples={recipe.rollout.n_samples}: group-relative advantages compare episodes "
-            "of one task, so one episode teaches nothing",
+            (
+                f"rollout.n_samples={recipe.rollout.n_samples}: group-relative advantages compare "
+                "the episodes of one task, so at least 2 are needed"
+            ),
             "rollout.n_samples",
             "use 2 or more",
         )
@@ -96,7 +116,8 @@ def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
         )
     if rollout.agent.mode == "online" and rollout.extra_samples:
         yield Problem(
-            "in mode online a program that came cannot be sent away",
+            "rollout.extra_samples cannot be used with mode=online: an external episode cannot "
+            "be cancelled",
             "rollout.extra_samples",
             "use 0",
         )
@@ -105,9 +126,9 @@ def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
 def check_task_mixing(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.curriculum and any(one.weight != 1 for one in recipe.train_dataset.sources):
         yield Problem(
-            "rollout.curriculum weighs every task, so the weights of sources have no say",
+            "weights of train_dataset.sources are ignored when rollout.curriculum is set",
             "train_dataset.sources",
-            "leave the weights out, and have the curriculum weigh the rows",
+            "remove the weights, or weight the rows in the curriculum function",
         )
 
 
@@ -116,9 +137,12 @@ def check_concurrency(recipe: Recipe) -> Iterator[Problem]:
     least = max(recipe.inference.cells, episodes)
     if recipe.rollout.max_concurrent_rollouts < least:
         yield Problem(
-            f"max_concurrent_rollouts={recipe.rollout.max_concurrent_rollouts} is less than "
-            f"the {least} that {recipe.inference.cells} cells and groups of "
-            f"{episodes} need",
+            (
+                f"rollout.max_concurrent_rollouts={recipe.rollout.max_concurrent_rollouts} is "
+                "too small: "
+                f"{recipe.inference.cells} cells with groups of {episodes} episodes need at "
+                f"least {least}"
+            ),
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
@@ -127,7 +151,8 @@ def check_concurrency(recipe: Recipe) -> Iterator[Problem]:
 def check_sampling(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.sampling.temperature <= 0:
         yield Problem(
-            "temperature=0 makes every episode of a group the same, so nothing can be learnt",
+            "rollout.sampling.temperature=0 makes all episodes of a group identical, so there is "
+            "nothing to learn",
             "rollout.sampling.temperature",
             "use 1.0",
         )
@@ -139,8 +164,10 @@ def check_dtypes_match(recipe: Recipe) -> Iterator[Problem]:
         engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
         if engine != trainer:
             yield Problem(
-                f"inference.{name}={engine} and trainer.{name}={trainer} differ, so no update "
-                "could be verified",
+                (
+                    f"inference.{name}={engine} and trainer.{name}={trainer} differ; "
+                    "checksums of weight updates could not match"
+                ),
                 f"inference.{name}",
                 f"use {trainer} for both",
             )
@@ -150,8 +177,10 @@ def check_session_timeout(recipe: Recipe) -> Iterator[Problem]:
     longest_s = recipe.rollout.episode_timeout_s * recipe.rollout.max_episode_tries
     if recipe.proxy.session_timeout_s < longest_s:
         yield Problem(
-            f"session_timeout_s={recipe.proxy.session_timeout_s:.0f} is less than the "
-            f"{longest_s:.0f} s that {recipe.rollout.max_episode_tries} tries of an episode take",
+            (
+                f"proxy.session_timeout_s={recipe.proxy.session_timeout_s:.0f} is shorter than "
+                f"{recipe.rollout.max_episode_tries} attempts of one episode ({longest_s:.0f} s)"
+            ),
             "proxy.session_timeout_s",
             f"use {longest_s:.0f} or more",
         )

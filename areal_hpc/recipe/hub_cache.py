@@ -38,8 +38,10 @@ def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> 
         )
     except LocalEntryNotFoundError:
         raise RecipeError(
-            f"the {kind} {repo} at revision {revision or 'main'} is not in the cache "
-            f"{constants.HF_HUB_CACHE}, and runs never download",
+            (
+                f"{kind} {repo} (revision {revision or 'main'}) is not in the Hugging Face cache "
+                f"{constants.HF_HUB_CACHE}; runs do not download"
+            ),
             key=key,
-            hint="areal-hpc prefetch RECIPE, where there is a network",
+            hint="run `areal-hpc prefetch RECIPE` on a machine with network access",
         ) from None

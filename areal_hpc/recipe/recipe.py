@@ -52,7 +52,7 @@ class ModelConfig(BaseConfig):
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
         if [self.path, self.hub, self.tiny].count(None) != 2:
-            raise ValueError("give exactly one of `path`, `hub` and `tiny`")
+            raise ValueError("set exactly one of model.path, model.hub and model.tiny")
         return self
 
 

@@ -44,7 +44,7 @@ def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
         raise RecipeError(
             f"{dotted!r} cannot be imported ({type(error).__name__}: {error})",
             key=key,
-            hint="start the run from the folder that holds the package",
+            hint="start the run from the directory that contains the package",
         ) from error
     if not callable(function):
         raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=key)

@@ -48,7 +48,7 @@ def _checked(overrides: Sequence[str]) -> list[str]:
     wrong = [item for item in overrides if "=" not in item]
     if wrong:
         raise RecipeError.of(
-            Problem(f"expected key=value, got {item!r}", hint="write trainer.total_steps=10")
+            Problem(f"expected key=value, got {item!r}", hint="for example: trainer.total_steps=10")
             for item in wrong
         )
     return list(overrides)

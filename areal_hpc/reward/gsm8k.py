@@ -29,7 +29,7 @@ def gsm8k_reward_fn(
     """
     right = _last_number(answer.rpartition("####")[2])
     if right is None:
-        raise ValueError(f"the task's own answer has no number: {answer!r:.200}")
+        raise ValueError(f"the reference answer contains no number: {answer!r:.200}")
     in_box = extract_boxed(completions)
     given = _last_number(completions.rpartition("####")[2] if in_box is None else in_box)
     return float(given == right)

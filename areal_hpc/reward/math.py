@@ -74,7 +74,7 @@ def math_reward(
         return 0.0
     if verdict == math_process.NO_MATHEMATICS:
         raise RecipeError(
-            f"the task's own answer is no mathematics: {answer!r:.200}",
+            f"the reference answer cannot be parsed as mathematics: {answer!r:.200}",
             key="answer",
             hint="give LaTeX, such as \\frac{1}{2}, without dollar signs",
         )

@@ -127,7 +127,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
             found.append(Checkpoint(path, read_trainer_state(path)))
         except FileNotFoundError:
             if problems is not None and is_complete(path):  # else it was removed just now
-                message = "the checkpoint does not say what it holds"
+                message = "the checkpoint has no list of consumed batches"
                 problems.append(Problem(message, str(path / STATE_FILE)))
         except ShardError as error:
             if problems is None:

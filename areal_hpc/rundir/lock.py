@@ -25,7 +25,7 @@ def hold_lock(lock: Path) -> Iterator[None]:
     except BlockingIOError as error:
         os.close(descriptor)
         raise ClusterError(
-            "another launcher is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
+            "another process is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
         ) from error
     try:
         yield

@@ -69,7 +69,7 @@ def cancel_jobs(
         waited_s = time.monotonic() - began
         if waited_s > grace_s + KILL_TIMEOUT_S:
             raise ClusterError(
-                f"{len(alive)} jobs are left after {waited_s:.0f} s: {', '.join(alive)}",
+                f"{len(alive)} jobs are still running after {waited_s:.0f} s: {', '.join(alive)}",
                 hint=f"scancel {' '.join(alive)}; a node that does not answer keeps a job",
             )
         running = [key for key in alive if look.state_of(key).phase is JobPhase.RUNNING]
@@ -81,8 +81,8 @@ def cancel_jobs(
                 fresh = [key for key in running if key not in asked]
                 if fresh:
                     say(
-                        f"SIGTERM to {len(fresh)} jobs; "
-                        f"they have {grace_s:.0f} s to write a checkpoint"
+                        f"sent SIGTERM to {len(fresh)} jobs; "
+                        f"waiting {grace_s:.0f} s for their checkpoints"
                     )
                 _scancel(fresh, "--signal=TERM")
                 asked |= set(fresh)
@@ -99,10 +99,10 @@ def _wait_for_slurm(look: QueueSnapshot, pause_s: float, say: Callable[[str], No
     """
     if look.silent_s > SLURM_TIMEOUT_S:
         raise ClusterError(
-            f"Slurm has not answered for {look.silent_s:.0f} s: {look.silence}",
-            hint="the run is marked as cancelled; repeat the command when scontrol ping answers",
+            f"Slurm has not responded for {look.silent_s:.0f} s: {look.silence}",
+            hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
         )
-    say(f"slurmctld has not answered for {look.silent_s:.0f} s; next try in {pause_s:.0f} s")
+    say(f"slurmctld has not responded for {look.silent_s:.0f} s; next try in {pause_s:.0f} s")
     time.sleep(pause_s)
 
 

@@ -71,7 +71,7 @@ def run_slurm_command(
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmTimeoutError(
-            f"{command[0]} had no answer within {timeout_s:.0f} s", hint="scontrol ping"
+            f"{command[0]} did not respond within {timeout_s:.0f} s", hint="scontrol ping"
         ) from error
     if answer.returncode == 0:
         return answer.stdout

@@ -22,19 +22,17 @@ class PendingReason:
     """It will wait for ever unless somebody does something."""
 
 
-_PATIENCE = "wait; areal-hpc status shows the start that Slurm expects"
+_PATIENCE = "wait; `areal-hpc status` shows the start time that Slurm expects"
 _ADMINISTRATOR = "ask the administrators of the cluster"
 _HELD = "scontrol release JOBID, or areal-hpc cancel RUN"
 
-HELD_WHILE_IDLE = PendingReason(
-    "it had nothing to do, gave its nodes back, and comes back with the trainer"
-)
+HELD_WHILE_IDLE = PendingReason("idle: it released its nodes and is held until the trainer is back")
 """Of a job that holds itself until there is work. Slurm only knows that it is held."""
 
 _EXACT = {
     "None": PendingReason("Slurm has not looked at it yet", "wait a minute"),
-    "Priority": PendingReason("other jobs come first", _PATIENCE),
-    "Resources": PendingReason("its nodes are not free yet", _PATIENCE),
+    "Priority": PendingReason("jobs of higher priority are ahead", _PATIENCE),
+    "Resources": PendingReason("waiting for free nodes", _PATIENCE),
     "Dependency": PendingReason("a job that it depends on has not ended yet", _PATIENCE),
     "DependencyNeverSatisfied": PendingReason(
         "a job that it depends on failed",
@@ -68,11 +66,11 @@ _EXACT = {
     ),
     "PartitionTimeLimit": PendingReason(
         "its time limit is longer than its partition allows",
-        "ask for less time; a run goes on in the next job",
+        "request less time; the run continues in the next job",
         needs_action=True,
     ),
     "BadConstraints": PendingReason(
-        "no node can ever be what it asks for",
+        "no node of the cluster can satisfy the request",
         "compare what it asks for with sinfo -o '%P %G %c %m %f'",
         needs_action=True,
     ),

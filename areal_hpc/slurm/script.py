@@ -122,22 +122,23 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
         tasks_per_node = job.tasks
     elif offered is None:
         raise RecipeError(
-            f"the {kind} has {job.tasks} tasks with GPUs, and nothing says how many a node has",
+            (
+                f"the {kind} job has {job.tasks} GPU tasks, "
+                "but the number of GPUs per node is not set"
+            ),
             key="cluster.slurm.gpus_per_node",
-            hint="give the number of GPUs of a node: cluster.slurm.gpus_per_node=8",
+            hint="set cluster.slurm.gpus_per_node, for example 8",
         )
     else:
         tasks_per_node = min(offered // each, job.tasks)
     problems = []
     gpus_per_node = max(tasks_per_node, 1) * each
     if offered is not None and gpus_per_node > offered:
-        message = f"the {kind} needs {gpus_per_node} GPUs of a node, a node has {offered}"
+        message = f"the {kind} job needs {gpus_per_node} GPUs per node; nodes have {offered}"
         hint = "use fewer ranks a replica, or fewer tasks a node"
         problems.append(Problem(message, f"{key}.gpus_per_node", hint))
     if tasks_per_node and job.tasks % tasks_per_node:
-        message = (
-            f"the {kind}'s {job.tasks} tasks do not fill whole nodes of {tasks_per_node} tasks"
-        )
+        message = f"{job.tasks} tasks of the {kind} job do not fill nodes of {tasks_per_node} tasks"
         hint = f"use tasks_per_node that divides {job.tasks}, or another trainer.parallel"
         problems.append(Problem(message, f"{key}.tasks_per_node", hint))
     if problems:

@@ -63,7 +63,7 @@ _STATES = (
         JobPhase.WAITING,
         RequeueBehavior.PERHAPS,
         is_failure=False,
-        meaning="was put back into the queue and is held until it is released",
+        meaning="was requeued and is held until released",
     ),
     JobState(
         "SPECIAL_EXIT",

@@ -19,7 +19,7 @@ from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 
 Entry: TypeAlias = Callable[[str], None]
-"""What submitit calls in every task, with the path of the job's `launch.json`: the supervisor's `run_job`."""
+"""Function that submitit calls in every task, with the path of the job's `launch.json`."""
 
 NO_TIME_LIMIT_MIN = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
@@ -178,7 +178,7 @@ def _explain_sbatch_errors(job: str) -> Iterator[None]:
     except submitit.core.utils.FailedJobError as error:
         said = [line for line in str(error).splitlines() if line.startswith("sbatch:")]
         raise RecipeError(
-            f"Slurm refused the job {job}:\n" + ("\n".join(said) or str(error)),
+            f"sbatch rejected job {job}:\n" + ("\n".join(said) or str(error)),
             key="cluster.slurm",
             hint="areal-hpc submit --dry-run shows its script",
         ) from error

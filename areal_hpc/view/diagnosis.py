@@ -26,7 +26,7 @@ MAX_FRAMES = 12
 
 _CODES = {
     RecipeError.exit_code: "the recipe must change",
-    ClusterError.exit_code: "a node, a file system or a peer let it down",
+    ClusterError.exit_code: "a node, file system or service failed; a retry may succeed",
     ShardError.exit_code: "recorded data is damaged",
     AgentError.exit_code: "an error in code",
 }
@@ -68,14 +68,16 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
         return Diagnosis("the run is finished: every step was trained", (), "", is_well=True)
     if state in ("cancelled", "being cancelled"):
         return Diagnosis(
-            f"the run was {state} by areal-hpc cancel",
+            f"the run was {state} with areal-hpc cancel",
             (),
             "areal-hpc resume RUN continues it",
             is_well=True,
         )
     if state == "unknown":
         silence = evidence.run.look.silence
-        return Diagnosis(f"Slurm does not answer: {silence}", chain, "scontrol ping", is_well=False)
+        return Diagnosis(
+            f"Slurm does not respond: {silence}", chain, "scontrol ping", is_well=False
+        )
     if state == "waiting" and (waiting := _waiting(evidence, chain)) is not None:
         return waiting
     if state.startswith("running"):
@@ -88,7 +90,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
         return Diagnosis(headline, chain, "", is_well=True)
     if cause is None:
         return Diagnosis(
-            f"the run is {state}; it left no word of why",
+            f"the run is {state}; it left no error message",
             (),
             "areal-hpc logs RUN shows the last lines of every process",
             is_well=False,
@@ -114,7 +116,7 @@ def _waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagno
     )
     start = f"; Slurm expects it to start at {format_time(queued.start)}" if queued.start else ""
     held = reason is not HELD_WHILE_IDLE and queued.state.name in _HELD_STATES
-    what = queued.state.meaning if held else f"waits: {reason.meaning}"
+    what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
         chain,
@@ -194,25 +196,26 @@ def _of_slurm(evidence: RunInspection) -> Iterator[FailureEvent]:
             )
         else:
             rank = 9 if "CANCELLED AT" in line else 6  # Slurm's word for every end that it brings
-            yield FailureEvent(at, f"Slurm wrote into the output of {name}: {line}", rank=rank)
+            yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", rank=rank)
 
 
 _WRITTEN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _AGAIN = {
-    "job_requeued": "asked Slurm for another start",
+    "job_requeued": "requested another start from Slurm",
     "job_resubmitted": "submitted itself again",
     "job_ended_by_Slurm": "was ended by Slurm",
 }
 """Events that tell how the run went on after a failure."""
-_MEMORY = "ask for more memory for that job, or give it less to do at once"
+_MEMORY = "request more memory for that job, or reduce its load"
 _STATE_HINTS = {
     "OUT_OF_MEMORY": _MEMORY,
-    "TIMEOUT": "areal-hpc resume RUN goes on from the last checkpoint; a longer limit spares it",
+    "TIMEOUT": "areal-hpc resume RUN continues from the last checkpoint; a longer time limit "
+    "avoids this",
     "DEADLINE": "submit again without that deadline",
     "NODE_FAIL": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
     "BOOT_FAIL": "exclude that node, then areal-hpc resume RUN",
     "PREEMPTED": "areal-hpc resume RUN, if Slurm does not bring the job back by itself",
-    "CANCELLED": "areal-hpc resume RUN goes on from the last checkpoint",
+    "CANCELLED": "areal-hpc resume RUN continues from the last checkpoint",
 }
 
 
@@ -252,8 +255,10 @@ def _of_outcome(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
     is_recipe = outcome.exit_code == RecipeError.exit_code
     return FailureEvent(
         word.at,
-        f"task {word.rank} of {word.job} gave up: "
-        f"{outcome.process or 'the supervisor'}: {_code(outcome.exit_code)}",
+        (
+            f"task {word.rank} of {word.job} failed: "
+            f"{outcome.process or 'the supervisor'}: {_code(outcome.exit_code)}"
+        ),
         rank=1 if is_recipe else 4,
         details=tuple(reason[-MAX_FRAMES:]),
         hint="change the recipe as it says, then areal-hpc resume RUN key=value"
@@ -273,7 +278,7 @@ def _code(code: int) -> str:
             name = signal.Signals(code - 128).name
         except ValueError:
             return f"exit code {code}"
-        also = ", as when memory runs out" if name == "SIGKILL" else ""
+        also = ", which usually means out of memory" if name == "SIGKILL" else ""
         return f"killed by {name}{also}"
     return f"exit code {code}"
 

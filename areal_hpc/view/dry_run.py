@@ -36,7 +36,7 @@ def _written(layout: RunPaths) -> str:
         (layout.logs_dir, "a folder an attempt"),
     )
     lines = [f"  {place}  {what}" for place, what in places]
-    return "\n".join(["==> would be written <==", *lines, ""])
+    return "\n".join(["==> files that would be written <==", *lines, ""])
 
 
 def _cost(requests: Sequence[JobRequest], runs: int) -> str:
@@ -45,7 +45,7 @@ def _cost(requests: Sequence[JobRequest], runs: int) -> str:
     gpu_hours = runs * sum(request.shape.gpu_hours for request in requests)
     node_hours = runs * sum(request.shape.node_hours for request in requests)
     return (
-        f"==> at most, until the time limits <==\n"
+        f"==> maximum cost, if all jobs run to their time limit <==\n"
         f"  {runs * len(requests)} jobs, {nodes} nodes, {gpus} GPUs: "
         f"{gpu_hours:.1f} GPU-hours, {node_hours:.1f} node-hours\n"
         f"  jobs end with the run; a requeue after a time limit may cost as much again\n"

@@ -167,15 +167,15 @@ def describe_jobs(run: RunJobs) -> list[str]:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
             continue
         if (reason := job.waits_for) is not None:
-            lines.append(f"{job.name} waits: {reason.meaning}")
+            lines.append(f"{job.name} is pending: {reason.meaning}")
             if reason.hint:
                 lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
     if run.look.silence:
         lines.append(
-            f"Slurm has not answered for {format_duration(run.look.silent_s)} ({run.look.silence}); "
-            "jobs run on without it"
+            f"Slurm has not responded for {format_duration(run.look.silent_s)} "
+            f"({run.look.silence}); running jobs are not affected"
         )
     return lines
 
@@ -216,7 +216,7 @@ def _unknown(job: JobView, look: QueueSnapshot) -> str:
     codes = sorted({outcome.exit_code for outcome in job.outcomes.values()})
     if codes:
         return f"ended (exit code {', '.join(map(str, codes))})"
-    return "? (Slurm has forgotten it)"
+    return "unknown (no longer in Slurm's records)"
 
 
 def _time_text(queued: QueuedJob) -> str:
@@ -249,6 +249,6 @@ def require_slurm_run(ids: Sequence[str], program: str) -> None:
     """
     if not ids:
         raise ClusterError(
-            "this run has no job of Slurm",
+            "this run has no Slurm jobs",
             hint=f"it runs in the foreground: stop it with Ctrl-C, continue it with {program} run",
         )

@@ -174,7 +174,7 @@ def format_queue_line(snapshot: RunState) -> str:
     if ledger.filtered:
         line += f", {ledger.filtered} filtered"
     if ledger.requeued:
-        line += f", {ledger.requeued} issued again (too old)"
+        line += f", {ledger.requeued} requeued as stale"
     if ledger.eval_total > ledger.eval_done:
         line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
     return line

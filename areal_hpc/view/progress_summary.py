@@ -74,10 +74,10 @@ def format_run_progress(advance: RunProgress) -> list[str]:
     elif advance.snapshot.sft:
         lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
     if advance.checkpoint_step is None:
-        lines.append("  last checkpoint       none yet")
+        lines.append("  last checkpoint   none yet")
     else:
         lines.append(
-            f"  last checkpoint       step {advance.checkpoint_step}, "
+            f"  last checkpoint   step {advance.checkpoint_step}, "
             f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
     return lines

@@ -94,7 +94,7 @@ def test_every_recipe_that_was_not_run_is_looked_at_here() -> None:
 def test_it_plans_and_its_model_fits(name: str, cache: Path) -> None:
     said = planned(name, cache)
     assert "warning" not in said
-    assert "memory: not known" not in said
+    assert "memory: unknown" not in said
     totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", said)]
     assert len(totals) == 2
     assert all(10 < total < 72 for total in totals), said
@@ -164,5 +164,5 @@ def test_what_does_not_fit_is_warned_of(cache: Path) -> None:
 def test_without_the_model_the_plan_says_how_to_get_it(tmp_path: Path) -> None:
     said = planned("math_7b", tmp_path)
     assert "job trainer: 32 tasks" in said
-    assert "memory: not known" in said
+    assert "memory: unknown" in said
     assert "areal-hpc prefetch" in said

@@ -57,7 +57,7 @@ def test_what_is_no_configuration_of_areal_is_refused(tmp_path: Path) -> None:
     config.write_text("model: {path: /m}\n")
     answer = migrate(config)
     assert answer.returncode == 78
-    assert "this is no configuration of AReaL's" in answer.stderr
+    assert "this is not an AReaL configuration" in answer.stderr
 
 
 def test_a_file_that_is_missing_is_refused(tmp_path: Path) -> None:

@@ -50,9 +50,9 @@ def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
     assert "quickstart/one: waiting" in status
     assert f"trainer  {trainer}" in status
     assert "PENDING (JobHeldUser)" in status
-    assert "cell-0 waits: a job that it depends on has not ended yet" in status
+    assert "cell-0 is pending: a job that it depends on has not ended yet" in status
     why = run.command("why", code=1)
-    assert why.startswith(f"trainer (job {trainer}) waits: its user holds it")
+    assert why.startswith(f"trainer (job {trainer}) is pending: its user holds it")
     assert f"try: scontrol release {trainer}" in why
     said = run.command("cancel")
     assert "cancelled; 2 jobs ended" in said
@@ -104,7 +104,7 @@ def test_memory_that_ran_out_is_named_whoever_died_of_it(run: OperatedRun) -> No
     wait_for(lambda: run.cluster.job_state(cell) in {"FAILED", "OUT_OF_MEMORY"}, 60)
     why = run.command("why", code=1)
     assert "memory" in why.splitlines()[0]
-    assert "ended: killed by SIGKILL, as when memory runs out" in why
+    assert "ended: killed by SIGKILL, which usually means out of memory" in why
     assert "try: ask for more memory" in why
 
 
@@ -128,9 +128,9 @@ def test_a_controller_that_is_silent_is_waited_for(run: OperatedRun) -> None:
         cancelling = run.start("cancel")
         status = run.command("status")
         assert "? (Slurm does not answer)" in status
-        assert "Slurm has not answered for" in status
+        assert "Slurm has not responded for" in status
         assert cancelling.stdout is not None
-        assert "slurmctld has not answered for" in cancelling.stdout.readline()
+        assert "slurmctld has not responded for" in cancelling.stdout.readline()
     finally:
         os.kill(controller, signal.SIGCONT)
     cancelling.communicate(timeout=90)
@@ -175,7 +175,7 @@ def test_a_torn_line_ends_no_command_and_no_requeue(shared: Devcluster, tmp_path
     held = ("cluster.slurm.sbatch_flags=[--hold]", "cluster.slurm.mem=100M")
     assert "job      trainer" in run.command("resume", *held)
     jobs = len(run.cluster.slurm("squeue", "-h").splitlines())
-    assert f"cancelled; {jobs} jobs ended" in run.command("cancel", "--now"), "the new lines count"
+    assert f"cancelled {jobs} jobs" in run.command("cancel", "--now"), "the new lines count"
     assert all(b'"jo\n' in path.read_bytes() for path in torn if path == run.layout.submissions)
 
 
@@ -223,12 +223,12 @@ def test_doctor_asks_a_compute_node_whether_the_file_root_is_shared(
     site.write_text(f"fileroot: {tmp_path}/runs\nslurm: {{partition: scavenger}}\n")
     said = areal_hpc(shared, "doctor", "--site", str(site), "--check-node")
     assert "ok    partition scavenger" in said
-    assert "n01 saw the file, and this node saw its answer" in said
+    assert "n01 saw the file, and its answer is visible here" in said
     assert list((tmp_path / "runs").iterdir()) == []
     site.write_text("slurm: {partition: nowhere}\n")
     refused = areal_hpc(shared, "doctor", "--site", str(site), code=1)
     assert "fail  partition nowhere  Slurm does not know it" in refused
-    assert "Slurm refuses it" in refused
+    assert "sbatch rejects the job" in refused
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
     waiting.send_signal(signal.SIGINT)
     shown, _ = waiting.communicate(timeout=60)
     assert waiting.returncode == 130, shown
-    assert "detached; the jobs go on" in shown
+    assert "detached; jobs keep running" in shown
     script = (run.layout.jobs_dir / "cell-1" / "job.sbatch").read_text()
     assert "--dependency=afterok:" + run.submissions[0].job_id in script
     for again in (run.submit(*held), run.call("run", str(run.layout.recipe))):
@@ -78,7 +78,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued(
 def test_a_refused_job_takes_the_others_back(cluster: Devcluster, run: Submitting) -> None:
     refused = run.submit("cluster.slurm.jobs.cell.constraint=unheard_of")
     assert refused.returncode == 78
-    assert "Slurm refused the job cell-0" in refused.stderr
+    assert "sbatch rejected job cell-0" in refused.stderr
     wait_for(lambda: cluster.slurm("squeue", "-h") == "", 60)
 
 

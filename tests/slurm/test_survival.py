@@ -168,7 +168,7 @@ def test_the_time_limit_is_met_with_a_save_and_another_start(
     awaited(job, lambda: len(job.words) >= 3, 90)
     assert job.words[:2] == ["began", "stopped"]
     reason, _, left = job.words[2].partition(": ")
-    assert reason == "the time limit is near"
+    assert reason == "close to the time limit"
     # Six seconds to stop and eight to save, of which the look took up to two; five are kept free.
     assert 9 <= int(left.removesuffix(" s")) <= 14
     awaited(job, lambda: job.words.count("began") >= 2)
@@ -207,7 +207,7 @@ def test_a_node_without_the_shared_storage_is_named_by_the_others(
 ) -> None:
     job = jobs["apart"]
     awaited(job, lambda: bool(job.excluded()), 60)
-    reason = f"n04: no task of it has joined within 8 s: does it see {job.job_dir}?"
+    reason = f"n04: no task on this node joined within 8 s; is {job.job_dir} mounted there?"
     assert job.excluded() == {"n04": reason}
     awaited(job, lambda: job.restarts() == 1)
     awaited(job, lambda: "ExcNodeList=n[01-02],n04 " in job.shown())

@@ -41,7 +41,7 @@ def test_a_generator_is_written_as_json_lines(generators: None, tmp_path: Path) 
     [
         ("made_up_tasks:empty", "the data set is empty"),
         ("made_up_tasks:breaks", "ValueError: out of questions"),
-        ("made_up_tasks:odd", "row 0 is not JSON-able"),
+        ("made_up_tasks:odd", "row 0 cannot be serialized as JSON"),
         ("made_up_tasks:absent", "AttributeError"),
         ("nowhere_at_all:x", "ModuleNotFoundError"),
         ("nocolon", "expected `package.module:function`"),

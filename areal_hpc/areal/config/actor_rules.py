@@ -19,9 +19,9 @@ from areal_hpc.areal.config.rules import (
 )
 
 DECAYS = ("constant", "linear", "cosine")
-NO_REFERENCE_REASON = "no reference model: nothing here is drawn back to one (`actor.kl_ctl` is 0)"
+NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODES = {"recompute": "recompute", "loglinear": "log_linear"}
-GROUP_NORM_REASON = "a reward is always compared with its group: mean and deviation of the group"
+GROUP_NORM_REASON = "advantages are always normalized within a group (mean and standard deviation)"
 
 
 def _clip(value: Any, source: Source) -> dict[str, Any]:
@@ -133,7 +133,11 @@ ACTOR_RULES = (
     computed_rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _dtype),
     fixed_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
-    fixed_rule("actor.mb_spec.n_mbs", 1, "micro-batches are as many as their tokens need"),
+    fixed_rule(
+        "actor.mb_spec.n_mbs",
+        1,
+        "the number of micro-batches follows from trainer.max_tokens_per_microbatch",
+    ),
     fixed_rule("actor.mb_spec.granularity", 1, "rows are packed one by one"),
     fixed_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
     renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
@@ -176,9 +180,13 @@ ACTOR_RULES = (
     ignored_rule("actor.reward_norm", f"{GROUP_NORM_REASON}, without this section too"),
     ignored_rule("actor.reward_scaling", "it cancels out when a reward is compared with its group"),
     ignored_rule("actor.reward_bias", "it cancels out when a reward is compared with its group"),
-    unsupported_rule("actor.reward_clip", "rewards are taken as they are: bound them in the agent"),
-    fixed_rule("actor.overlong_reward_penalty", False, "return the reward you mean from the agent"),
-    fixed_rule("actor.mask_no_eos_with_zero", False, "replies that were cut keep their reward"),
+    unsupported_rule("actor.reward_clip", "rewards are not clipped; clip them in the agent"),
+    fixed_rule(
+        "actor.overlong_reward_penalty",
+        False,
+        "rewards are not scaled; return the scaled reward from the agent",
+    ),
+    fixed_rule("actor.mask_no_eos_with_zero", False, "truncated replies keep their reward"),
     fixed_rule("actor.discount", 1.0, "a reward counts for the whole row; see `turn_discount`"),
     fixed_rule("actor.gae_lambda", 1.0, "there is no critic"),
     fixed_rule("actor.gae_timestep_unit", "token", "there is no critic"),
@@ -218,14 +226,20 @@ ACTOR_RULES = (
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
     fixed_rule("actor.init_from_scratch", False, "a model starts from its directory"),
     fixed_rule("actor.is_critic", False, "there is no critic"),
-    ignored_rule("actor.disable_dropout", "dropout is off: ratios would be noise with it"),
+    ignored_rule(
+        "actor.disable_dropout", "dropout is always off: it would add noise to importance ratios"
+    ),
     fixed_rule(
         "actor.gradient_checkpointing",
         False,
         "activations are kept: use smaller micro-batches, or more tensor or context parallel ranks",
     ),
     fixed_rule("actor.pad_to_maximum", False, "rows are packed without padding"),
-    fixed_rule("actor.enable_tree_training", False, "rows that share a beginning are packed apart"),
+    fixed_rule(
+        "actor.enable_tree_training",
+        False,
+        "prefix sharing is not implemented: rows with a common prefix are packed separately",
+    ),
     ignored_rule("actor.attn_impl", "Megatron's own attention, or PyTorch's on a CPU"),
     fixed_rule("actor.use_lora", False, "all parameters are trained"),
     unsupported_rule("actor.fsdp.*", "the trainer is Megatron-core"),
@@ -234,9 +248,9 @@ ACTOR_RULES = (
     unsupported_rule(
         "actor.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
     ),
-    unsupported_rule("actor.scheduling_strategy.*", "trainer and replicas have nodes of their own"),
+    unsupported_rule("actor.scheduling_strategy.*", "trainer and replicas never share nodes"),
     unsupported_rule("ref.*", NO_REFERENCE_REASON),
-    unsupported_rule("critic.*", "advantages come from groups: there is no critic"),
+    unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
     unsupported_rule("teacher.*", "there is no distillation"),
 )
 """What becomes of each."""

@@ -162,19 +162,19 @@ ROLLOUT_RULES = (
         _partial_groups,
         only_if_given=True,
     ),
-    fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is played once"),
+    fixed_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
     computed_rule(
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _evaluate_greedily
     ),
     *_generation("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
-    ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is played once"),
+    ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
     computed_rule(
         "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
     ),
     alias_rule("rollout.experiment_name", "experiment_name", "a run has one name"),
     alias_rule("rollout.trial_name", "trial_name", "a run has one name"),
-    alias_rule("rollout.fileroot", "cluster.fileroot", "a run has one directory"),
+    alias_rule("rollout.fileroot", "cluster.fileroot", "all files of a run are in one directory"),
     alias_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
     computed_rule(
         "rollout.max_concurrent_rollouts",
@@ -203,21 +203,17 @@ ROLLOUT_RULES = (
     unsupported_rule("rollout.request_retries", _RETRIED),
     unsupported_rule(
         "rollout.pause_grace_period",
-        "an update waits for nothing: generations stop and go on under the new weights",
+        "an update never waits: generation pauses and continues with the new weights",
     ),
     unsupported_rule(
-        "rollout.routing_strategy", "a session stays with its replica while that serves"
+        "rollout.routing_strategy", "sessions are sticky to a replica while it serves"
     ),
-    unsupported_rule(
-        "rollout.schedule_policy", "a session stays with its replica while that serves"
-    ),
+    unsupported_rule("rollout.schedule_policy", "sessions are sticky to a replica while it serves"),
     fixed_rule("rollout.return_routed_experts", False, "experts are routed anew in training"),
     unsupported_rule(
         "rollout.scheduling_spec.*", "what a job asks Slurm for is in the section `cluster`"
     ),
-    unsupported_rule(
-        "rollout.scheduling_strategy.*", "trainer and replicas have nodes of their own"
-    ),
+    unsupported_rule("rollout.scheduling_strategy.*", "trainer and replicas never share nodes"),
     *_agent("rollout.agent"),
     *_agent("rollout.openai"),
     computed_rule("sglang.context_length", _LEAST, _context, only_if_given=True),
@@ -225,10 +221,10 @@ ROLLOUT_RULES = (
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),
     renamed_rule("sglang.max_total_tokens", "inference.max_total_tokens"),
     renamed_rule("sglang.dtype", "inference.dtype"),
-    alias_rule("sglang.model_path", "actor.path", "what is trained is what is served"),
+    alias_rule("sglang.model_path", "actor.path", "the served model is always the trained model"),
     ignored_rule("sglang.random_seed", "each replica gets one, made from `seed`"),
     ignored_rule("sglang.skip_tokenizer_init", "the proxy tokenises"),
-    ignored_rule("sglang.enable_metrics", "the control proxy reads what it needs"),
+    ignored_rule("sglang.enable_metrics", "the control proxy reads the metrics that it needs"),
     # Whoever translates collects these: what is made of one key adds to what others made.
     ignored_rule(
         SGLANG_ARGUMENT_KEYS, "`inference.extra_args`: SGLang's own argument of that name"

@@ -50,7 +50,9 @@ def _timer(section: str, target: str) -> tuple[Rule, ...]:
     return (
         alias_rule(f"{section}.experiment_name", "experiment_name", "a run has one name"),
         alias_rule(f"{section}.trial_name", "trial_name", "a run has one name"),
-        alias_rule(f"{section}.fileroot", "cluster.fileroot", "a run has one directory"),
+        alias_rule(
+            f"{section}.fileroot", "cluster.fileroot", "all files of a run are in one directory"
+        ),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
         computed_rule(
             f"{section}.freq_epochs", f"`{target}`, in steps of the training set", _every(target)
@@ -172,7 +174,7 @@ RUN_RULES = (
     ignored_rule("train_dataset.pin_memory", _LOADER),
     ignored_rule("train_dataset.num_workers", _LOADER),
     fixed_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
-    unsupported_rule("train_dataset.max_length", "leave long rows out of the training set"),
+    unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
     computed_rule("valid_dataset.path", "`valid_dataset.path`", _task_file("valid_dataset")),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
@@ -186,13 +188,15 @@ RUN_RULES = (
     *_timer("evaluator", "evaluation.every_steps"),
     ignored_rule("evaluator.eval_before_train", "the first weights are always evaluated"),
     *_timer("recover", "trainer.checkpoint_every_steps"),
-    ignored_rule("recover.mode", "a run always goes on from its last checkpoint"),
-    unsupported_rule("recover.retries", "a job is started again while the run gets further"),
-    fixed_rule("recover.no_save_optim", False, "a checkpoint is whole"),
-    fixed_rule("recover.no_load_optim", False, "a checkpoint is whole"),
+    ignored_rule("recover.mode", "a run always resumes from its last checkpoint"),
+    unsupported_rule("recover.retries", "a job is restarted as long as the run makes progress"),
+    fixed_rule("recover.no_save_optim", False, "a checkpoint always contains the optimizer state"),
+    fixed_rule("recover.no_load_optim", False, "a checkpoint always contains the optimizer state"),
     alias_rule("stats_logger.experiment_name", "experiment_name", "a run has one name"),
     alias_rule("stats_logger.trial_name", "trial_name", "a run has one name"),
-    alias_rule("stats_logger.fileroot", "cluster.fileroot", "a run has one directory"),
+    alias_rule(
+        "stats_logger.fileroot", "cluster.fileroot", "all files of a run are in one directory"
+    ),
     *_loggers(),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
 )

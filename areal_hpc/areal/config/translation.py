@@ -65,7 +65,8 @@ def translate_to_recipe(
     else:
         if not any(section in config for section in AREAL_SECTIONS):
             raise RecipeError(
-                f"this is no configuration of AReaL's: it has none of {', '.join(AREAL_SECTIONS)}",
+                f"this is not an AReaL configuration: none of {', '.join(AREAL_SECTIONS)} is "
+                "present",
                 hint="give the file that AReaL's --config names",
             )
         stated = {key: value for key, value in flatten(config).items() if value != {}}
@@ -153,7 +154,7 @@ def _as_arguments(name: str, value: Any) -> Iterator[str]:
 def _unknown(key: str) -> str:
     near = difflib.get_close_matches(key, [name for name in RULES if "*" not in name], n=1)
     if near:
-        return f"not a key of AReaL's that is known here; did you mean {near[0]}?"
+        return f"unknown AReaL key; did you mean {near[0]}?"
     return (
         "not a key of AReaL's that is known here; what a script hands to its workflow goes into "
         "rollout.workflow_kwargs"

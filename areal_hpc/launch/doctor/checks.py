@@ -53,5 +53,5 @@ def format_checks(checks: Sequence[CheckResult]) -> list[str]:
         if check.hint:
             lines.append(f"{'':<{width + 8}}try: {check.hint}")
     counts = [sum(check.verdict is verdict for check in checks) for verdict in CheckStatus]
-    lines.append(f"{counts[0]} ok, {counts[1]} to know of, {counts[2]} failed")
+    lines.append(f"{counts[0]} ok, {counts[1]} warnings, {counts[2]} failed")
     return lines

@@ -83,8 +83,11 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> CheckRes
         if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_S:
             return fail(
                 "shared",
-                f"job {job_id} ran on {found.nodes or 'no node'} and its answer did not come: "
-                f"{found.state.name}; {folder.parent} is not what it is there",
+                (
+                    f"job {job_id} on {found.nodes or 'no node'} did not answer "
+                    f"({found.state.name}): "
+                    f"{folder.parent} is not the same there"
+                ),
                 "name a file system that compute nodes mount at the same path",
             )
         if found and found.reason:
@@ -98,6 +101,6 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> CheckRes
 def _judge(words: list[str], token: str) -> CheckResult:
     node = words[1] if len(words) > 1 else "?"
     if not words or words[0] != token:
-        return fail("shared", f"{node} sees other content", "use another file system")
+        return fail("shared", f"{node} sees different content", "use another file system")
     where = "the same node" if node == socket.gethostname() else node
-    return ok("shared", f"{where} saw the file, and this node saw its answer")
+    return ok("shared", f"{where} saw the file, and its answer is visible here")

@@ -39,7 +39,9 @@ def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
 def _check(role: str, python: str) -> CheckResult:
     name, key = f"python {role}", f"cluster.{role}.python"
     if shutil.which(python) is None:
-        return fail(name, f"there is none at {python}", f"make setup, or {key}=/path/to/python")
+        return fail(
+            name, f"there is no interpreter at {python}", f"make setup, or {key}=/path/to/python"
+        )
     try:
         asked = subprocess.run(
             [python, "-c", _VERSIONS, *PACKAGES[role]],
@@ -53,10 +55,12 @@ def _check(role: str, python: str) -> CheckResult:
         return fail(name, f"{python} did not start within {MAX_START_S:.0f} s", hint)
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
-        return fail(name, f"{python} does not start: {last}", f"mend it, or name another by {key}")
+        return fail(
+            name, f"{python} does not start: {last}", f"fix it, or set {key} to another interpreter"
+        )
     found = json.loads(asked.stdout)
     missing = [package for package in PACKAGES[role] if not found[package]]
     if missing:
-        hint = f"install them there, or name another by {key}"
+        hint = f"install them there, or set {key} to another interpreter"
         return fail(name, f"{python} lacks {', '.join(missing)}", hint)
     return ok(name, ", ".join(f"{package} {version}" for package, version in found.items()))

@@ -52,7 +52,7 @@ def _accounting(config: str) -> CheckResult:
         return ok("accounting", "on: sacct tells what happened to jobs of long ago")
     return warn(
         "accounting",
-        "off: Slurm forgets a job some minutes after its end",
+        "off: Slurm forgets a job a few minutes after it ends",
         "nothing: submit, status, why, cancel and requeue work without it",
     )
 
@@ -92,7 +92,7 @@ def _partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> 
         )
     most_min = _minutes(facts.get("MaxTime", ""))
     if most_min is not None and time_limit_minutes > most_min:
-        hint = f"time_limit_minutes={most_min}; a run goes on in the next job"
+        hint = f"time_limit_minutes={most_min}; the run continues in the next job"
         return fail(
             f"partition {name}", f"{what}; the site asks for {time_limit_minutes} min", hint
         )
@@ -125,11 +125,11 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
                 said = error.problems[0].message.removeprefix("sbatch: ")
                 yield fail(
                     f"job {job}",
-                    f"Slurm refuses it: {said}",
+                    f"sbatch rejects the job: {said}",
                     "sacctmgr show assoc user=$USER format=account,partition,qos; sinfo -s",
                 )
             else:
-                yield ok(f"job {job}", "Slurm would take it (sbatch --test-only)")
+                yield ok(f"job {job}", "sbatch accepts the job (--test-only)")
 
 
 def _flags(options: JobOptions) -> tuple[str, ...]:
@@ -164,5 +164,7 @@ def _container(slurm: SlurmConfig) -> Iterator[CheckResult]:
             yield (
                 ok("image", image)
                 if Path(image).exists()
-                else fail("image", f"there is none at {image}", "build it, or name another")
+                else fail(
+                    "image", f"there is no container image at {image}", "build it, or name another"
+                )
             )

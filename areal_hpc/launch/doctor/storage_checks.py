@@ -57,9 +57,13 @@ def _kind(fileroot: Path) -> CheckResult:
     kind = asked.stdout.strip() or "unknown"
     if kind in LOCAL_KINDS:
         return warn(
-            "shared", f"{kind}: looks local to this node", "--check-node asks a compute node"
+            "shared", f"{kind}: looks like a local file system", "--from-a-job asks a compute node"
         )
-    return warn("shared", f"{kind}: this node alone cannot tell", "--check-node asks a node")
+    return warn(
+        "shared",
+        f"{kind}: cannot tell from this node whether it is shared",
+        "--from-a-job asks a node",
+    )
 
 
 def _promises(folder: Path) -> Iterator[CheckResult]:
@@ -83,11 +87,11 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
         except FileExistsError:
             pass
     except OSError as error:
-        hint = "use another file system: checkpoints and shards appear by rename"
+        hint = "use another file system: checkpoints and shards rely on atomic rename"
         yield fail("rename, fsync", f"{error.strerror}", hint)
         return
     yield (
-        ok("rename, fsync", "files appear whole, and once")
+        ok("rename, fsync", "rename is atomic; exclusive creation works")
         if renamed
         else fail("rename, fsync", "a rename did not replace a file", "use another file system")
     )
@@ -110,14 +114,16 @@ def _locks(path: Path) -> CheckResult:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        return ok("locks", "flock keeps others out")
+        return ok("locks", "flock works")
     except OSError as error:
         hint = "mount it with locks (Lustre: -o flock); two launchers in one run are not noticed"
         return warn("locks", f"flock does not work: {error.strerror}", hint)
     finally:
         os.close(first)
         os.close(second)
-    return warn("locks", "flock lets two in at once", "do not start the same run twice")
+    return warn(
+        "locks", "flock does not exclude a second process", "do not start the same run twice"
+    )
 
 
 def _room(fileroot: Path) -> CheckResult:
@@ -130,7 +136,7 @@ def _room(fileroot: Path) -> CheckResult:
         return fail("room", room, "free some space, or choose another cluster.fileroot")
     if free_bytes < RECOMMENDED_FREE_BYTES:
         return warn(
-            "room", room, "enough for small models; a checkpoint holds 16 bytes a parameter"
+            "room", room, "enough for small models; a checkpoint takes 16 bytes per parameter"
         )
     return ok("room", room)
 

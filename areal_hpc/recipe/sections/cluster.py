@@ -21,7 +21,7 @@ class JobOptions(BaseConfig):
     partition: str | None = None
     """Partition, or several with commas."""
     account: str | None = None
-    """Who pays."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -39,7 +39,7 @@ class JobOptions(BaseConfig):
     tasks_per_node: PositiveInt | None = None
     """Tasks on one node; when null one for each GPU that a node offers, and on CPUs all."""
     gres: str | None = None
-    """How GPUs are asked for; `gpu:{count}` when null, such as `gpu:a100:{count}`."""
+    """GRES request; `gpu:{count}` when null, for example `gpu:a100:{count}`."""
     exclusive: bool | None = None
     """Whole nodes."""
     nodelist: str | None = None
@@ -49,11 +49,11 @@ class JobOptions(BaseConfig):
     licenses: str | None = None
     """Licences to hold."""
     mail_user: str | None = None
-    """Whom to write."""
+    """Mail address for notifications."""
     mail_type: str | None = None
     """When to write: `END,FAIL`."""
     comment: str | None = None
-    """Follows the run directory in the job's comment."""
+    """Text appended to the job comment, after the run directory."""
     sbatch_flags: Flags | None = None
     """Further options of sbatch: `--nice=100`."""
     srun_flags: Flags | None = None
@@ -72,7 +72,7 @@ class JobKindOptions(BaseConfig):
     evaluation: JobOptions = JobOptions()
     """The job of `evaluation.separate_cell`; what `cell` says holds where this is silent."""
     sft: JobOptions = JobOptions()
-    """The SFT job; what `trainer` says holds where this is silent."""
+    """Job of the SFT stage; unset keys are taken from `trainer`."""
 
 
 class ContainerConfig(BaseConfig):
@@ -81,7 +81,7 @@ class ContainerConfig(BaseConfig):
     kind: Literal["none", "apptainer", "pyxis"] = "none"
     """What starts it: apptainer within the task, or srun with the pyxis plugin (enroot)."""
     train: str = ""
-    """Image of the trainer and SFT: a file, or what the starter understands."""
+    """Image of the trainer and SFT jobs: a file, or a name that the container runtime resolves."""
     serve: str = ""
     """Image of the cells; it holds the environments `serve` and `agents`."""
     mounts: tuple[str, ...] = ()
@@ -130,9 +130,9 @@ class SlurmConfig(JobOptions):
     container: ContainerConfig = ContainerConfig()
     """No container unless one is named."""
     network: NetworkConfig = NetworkConfig()
-    """The host name's network unless one is named."""
+    """Network interfaces; default: the one of the host name."""
     requeue: bool = True
-    """Whether the cluster may start jobs again under their number; some sites forbid it."""
+    """Allow Slurm to requeue jobs under the same id; some sites forbid it."""
     signal_before_end_s: Annotated[int, Field(ge=10)] = 90
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
@@ -162,7 +162,7 @@ class RoleEnvironmentConfig(BaseConfig):
 
 
 class ClusterConfig(BaseConfig):
-    """The machine room."""
+    """Where jobs run, and with which Python."""
 
     fileroot: Path
     """Shared storage; a run lives in `<fileroot>/<experiment_name>/<trial_name>`."""
@@ -175,8 +175,8 @@ class ClusterConfig(BaseConfig):
     gpu_memory_gib: Annotated[float | None, Field(gt=0)] = None
     """Memory of one GPU; `areal-hpc plan` warns of what will not fit."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
-    """Time a job gets to stop by itself before it is killed."""
+    """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
-    """Under Slurm: a cell without trainer and episodes for so long gives its nodes back."""
+    """Under Slurm: a cell releases its nodes after this long without a trainer and episodes."""
     slurm: SlurmConfig = SlurmConfig()
     """How jobs are submitted; `areal-hpc run` ignores it."""

@@ -39,7 +39,7 @@ class TaskSetConfig(BaseConfig):
         if sum(bool(getattr(self, name)) for name in self.choices) != 1:
             raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.choices)}")
         if bool(self.hub) != bool(self.files):
-            raise ValueError("`hub` and `files` go together: which of its files are to be read?")
+            raise ValueError("`hub` needs `files`: which files of the repository to read")
         if self.reasoning_gym and not {"size", "seed"} <= self.kwargs.keys():
             raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
         return self

@@ -125,7 +125,7 @@ class TrainerConfig(BaseConfig):
     objective: ObjectiveConfig = ObjectiveConfig()
     """What is maximised."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
-    """Steps between checkpoints: what a kill can cost, and the steps taken beside the last."""
+    """Steps between checkpoints: the most that a kill can cost."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0

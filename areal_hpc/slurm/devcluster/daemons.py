@@ -75,7 +75,7 @@ def build_daemon_error(paths: DevclusterPaths, name: str, what: str) -> ClusterE
             lines += path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     words = "".join(f"\n    {line}" for line in lines) or " none"
     return ClusterError(
-        f"{name} {what}; its last words:{words}",
+        f"{name} {what}; end of its log:{words}",
         key=str(paths.log_dir),
-        hint="mend what it says and repeat; areal-hpc devcluster down removes what is there",
+        hint="fix the cause and repeat; `areal-hpc devcluster down` cleans up",
     )

@@ -35,7 +35,7 @@ def open_state(paths: DevclusterPaths) -> None:
         )
     if not paths.made_of.exists() and any(paths.root.iterdir()):
         raise RecipeError(
-            f"expected an empty directory or a devcluster, got {paths.root}",
+            f"{paths.root} is neither empty nor a devcluster",
             key="--state-dir",
             hint="empty it or name another one: `down` removes all of it",
         )

@@ -91,8 +91,10 @@ def _newest_checkpoint(directory: Path, problems: list[Problem]) -> TrainerState
     if sorted(newest.consumed) != list(range(1, newest.step + 1)):
         problems.append(
             Problem(
-                f"the checkpoint of step {newest.step} consumed the batches {newest.consumed}, "
-                f"expected each of 1 to {newest.step} once",
+                (
+                    f"the checkpoint of step {newest.step} consumed batches {newest.consumed}; "
+                    f"expected each of 1 to {newest.step} exactly once"
+                ),
                 str(directory),
             )
         )

@@ -18,10 +18,10 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |           | or its id left no trace though later ones were batched and no cell can still     |
 |           | hold it                                                                          |
 | dropped   | given up on, with the reason in `dropped_tickets.jsonl`                          |
-| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`              |
-| open      | batched but not in a checkpoint (handed out again as it is), sealed but in no    |
-|           | batch, or without a trace and within what cells may hold (issued again on        |
-|           | resume), or its rows were too old and it is issued again                         |
+| filtered  | its group was not accepted, with the reason in `dropped_tickets.jsonl`           |
+| open      | batched, not in a checkpoint yet (replayed unchanged), sealed but in no batch,   |
+|           | or without a trace and within what cells may hold (issued again on resume), or   |
+|           | its rows were too old and it is issued again                                     |
 
 How many ids without a trace can be open: while nothing is lost, an id is issued only when every
 lower one is in a cell, sealed, batched or dropped, and admission keeps those in cells and those
@@ -95,7 +95,8 @@ class AuditReport:
         """The line that scripts read."""
         count = Counter(ticket.fate for ticket in self.tickets)
         return (
-            f"trained_once={count[TicketStatus.TRAINED]} duplicates={count[TicketStatus.DUPLICATE]} "
+            f"trained_once={count[TicketStatus.TRAINED]} "
+            f"duplicates={count[TicketStatus.DUPLICATE]} "
             f"lost={count[TicketStatus.LOST]} open={count[TicketStatus.OPEN]}"
         )
 
@@ -139,11 +140,14 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
         elif ticket_id in sealed:
             fate, why = _of_sealed(rows, sealed[ticket_id], doubtful)
         elif ticket_id in again and not evidence.is_finished:
-            fate, why = TicketStatus.OPEN, "its rows were too old: in a cell, or issued again"
+            fate, why = TicketStatus.OPEN, "its rows exceeded the staleness limit: queued again"
         elif ticket_id in strays or ticket_id in again:
-            fate, why = TicketStatus.LOST, "no trace of it, and no cell can still hold it"
+            fate, why = TicketStatus.LOST, "no record of it, and no cell can still hold it"
         else:
-            fate, why = TicketStatus.OPEN, "no trace yet: in a cell, or issued again on resume"
+            fate, why = (
+                TicketStatus.OPEN,
+                "no record yet: running in a cell, or to be issued again on resume",
+            )
         fates.append(TicketVerdict(ticket_id, fate, why))
     problems = [*evidence.problems]
     problems += [
@@ -183,7 +187,7 @@ def _doubtful_manifests(evidence: TicketRecords) -> dict[int, str]:
     for step in range(1, 1 + max((evidence.checkpoint.step, *evidence.manifests))):
         manifest = evidence.manifests.get(step)
         if manifest is None:
-            doubts[step] = f"the manifest of step {step} is gone"
+            doubts[step] = f"the manifest of step {step} is missing"
         elif len(manifest.tickets) != evidence.batch_size > 0:
             doubts[step] = (
                 f"the manifest of step {step} names {len(manifest.tickets)} tickets, "
@@ -213,7 +217,7 @@ def _of_batched(
     if shares_with is not None:
         return (
             TicketStatus.DUPLICATE,
-            f"{where}: some of them are those of ticket {shares_with} as well",
+            f"{where}: some rows also belong to ticket {shares_with}",
         )
     if fault := rows.fault_of(ticket):
         return TicketStatus.LOST, f"{where}: {fault}"
@@ -227,14 +231,17 @@ def _of_batched(
     if step <= checkpoint.step:
         return (
             TicketStatus.LOST,
-            f"{where}: the checkpoint of step {checkpoint.step} passed over that batch",
+            f"{where}: the checkpoint of step {checkpoint.step} skipped that batch",
         )
     if evidence.is_finished and step <= evidence.total_steps:
         return (
             TicketStatus.LOST,
             f"{where}: the run has finished, but no checkpoint holds that batch",
         )
-    return TicketStatus.OPEN, f"{where}: not in a checkpoint, handed out again as it is"
+    return (
+        TicketStatus.OPEN,
+        f"{where}: not in a checkpoint yet; the batch will be replayed unchanged",
+    )
 
 
 def _of_sealed(rows: _ShardRows, file: str, doubtful: dict[int, str]) -> tuple[TicketStatus, str]:
@@ -264,7 +271,7 @@ class _ShardRows:
         """Why a shard's rows are not there; empty if they are. Bytes are not looked at."""
         shard = self._shards.get(file)
         if shard is None:
-            return "no line of the index names that shard"
+            return "the index does not list that shard"
         found_bytes = self._file_bytes.get(file)
         if found_bytes is None:
             return "that shard is gone"

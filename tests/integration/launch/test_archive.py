@@ -34,6 +34,6 @@ def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
     layout.recipe.touch()
     with layout.lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        with pytest.raises(ClusterError, match="another launcher"):
+        with pytest.raises(ClusterError, match="another process"):
             archive_run(layout)
     assert layout.root.exists()

@@ -63,7 +63,7 @@ CASES = [
     ),
     (
         "trainer.batch_size=10 trainer.minibatches=4",
-        "batch_size=10 tickets do not divide into minibatches=4",
+        "trainer.batch_size=10 is not divisible by trainer.minibatches=4",
     ),
     (
         f"{FOUR_RANKS} {ON_GPUS} {NO_DATA}",
@@ -130,7 +130,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left_behind(
 
 def test_help_lists_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
     assert areal_hpc("--help") == 0
-    assert "train a recipe in the foreground" in capfd.readouterr().out
+    assert "train a recipe on this machine" in capfd.readouterr().out
 
 
 def test_a_recipe_of_several_sources_is_planned_without_them(

@@ -49,5 +49,5 @@ def test_a_second_launcher_in_the_same_run_directory_is_refused(tmp_path: Path) 
     other = SmallRun(tmp_path / "runs")
     other.start()
     assert other.wait() == 75
-    assert "another launcher is running this recipe" in other.said()
+    assert "another process is running this recipe" in other.said()
     assert run.press_ctrl_c() <= STOP_LIMIT_S

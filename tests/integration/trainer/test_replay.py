@@ -93,7 +93,7 @@ def test_other_settings_hold_for_the_steps_asked_for_and_not_before(
              "trainer.objective.off_policy_correction=none")  # fmt: skip
     ended = replay(recorded.root, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "lead-in  steps 1 to 1, as recorded" in ended.stdout
+    assert "lead-in  training steps 1 to 1 with the recorded settings" in ended.stdout
     assert "steps 1 to 1: loss and gradient norm equal the recorded ones" in ended.stdout
     found, expected = lines(tmp_path / "out"), lines(recorded.root)
     assert list(found) == [1, 2, 3]

@@ -91,7 +91,7 @@ def test_a_run_keeps_its_rows(config: GRPOConfig, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="no model directory"):
         PPOTrainer(config, train_dataset=ROWS).train("examples.quickstart.agent.ArithmeticAgent")
     assert RunPaths(tmp_path / "e" / "t").dataset("train").read_bytes().count(b"\n") == 1
-    with pytest.raises(RecipeError, match="started with other rows"):
+    with pytest.raises(RecipeError, match="started with a different data set"):
         PPOTrainer(config, train_dataset=ROWS * 2).train("a.B")
 
 

@@ -68,7 +68,7 @@ def test_rows_that_were_too_old_are_neither_lost_nor_a_second_copy(run: RunDirec
     append_drop(run.layout, DroppedTicket(TicketRef(7, 1), "sampled 5 steps ago", "requeued"))
     audit = audit_run(run.layout)
     assert audit.tickets[7].fate is TicketStatus.OPEN
-    assert "too old" in audit.tickets[7].why
+    assert "exceeded the staleness limit" in audit.tickets[7].why
     again = run.seal(7, 8, attempt=2)
     run.hand_out(4, again)
     run.write_checkpoint(4, generation=1)
@@ -263,7 +263,7 @@ def test_a_ticket_without_any_trace_is_lost(run: RunDirectory) -> None:
     run.layout.drops.unlink()
     audit = audit_run(run.layout)
     assert of(audit, TicketStatus.LOST) == [2]
-    assert "no trace of it" in audit.of(TicketStatus.LOST)[0].why
+    assert "no record of it" in audit.of(TicketStatus.LOST)[0].why
 
 
 def test_a_ticket_that_cells_may_hold_is_no_loss_until_the_run_has_finished(
@@ -332,7 +332,8 @@ def test_the_command_names_what_was_not_trained_on_and_exits_well(run: RunDirect
     assert answer.stdout.splitlines() == [
         f"untrained: batch 2, ticket 3: {LEFT_OUT.reason}",
         f"untrained: batch 3: {NOT_TAKEN.reason}",
-        "not finished, saved up to step 3, 1 tickets dropped, 0 filtered, 1 unsound, 2 skipped",
+        "not finished, last checkpoint at step 3, 1 tickets dropped, 0 filtered, "
+        "1 unsound, 2 skipped",
         "trained_once=3 duplicates=0 lost=0 open=0",
     ]
 

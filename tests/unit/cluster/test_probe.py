@@ -40,7 +40,7 @@ def test_a_missing_scratch_folder_is_found(tmp_path: Path) -> None:
 
 def test_a_first_node_out_of_reach_is_found(tmp_path: Path) -> None:
     (finding,) = probe_node({}, tmp_path, 1, "127.0.0.1:1")
-    assert "it cannot reach the job's first node at 127.0.0.1:1" in finding.reason
+    assert "cannot reach the job's first node at 127.0.0.1:1" in finding.reason
 
 
 def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_gpus_are_counted_and_asked_for_their_errors() -> None:
     gpus = read_gpus(WELL)
     assert check_gpus(["0", "1", "2", "3"], gpus, "") == []
     (missing,) = check_gpus(["0", "1", "2", "3", "4"], gpus, "")
-    assert missing.reason == "it shows 4 GPUs, Slurm gave 5"
+    assert missing.reason == "the driver shows 4 GPUs, Slurm allocated 5"
     broken = read_gpus(WELL.replace("3, 0", "3, 2"))
     (errors,) = check_gpus(["2", "3"], broken, "")
     assert errors.reason == "its GPU 3 has 2 uncorrected memory errors"
@@ -74,7 +74,9 @@ def test_the_drivers_complaint_is_passed_on(
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (finding,) = check_gpus(["0"], *list_gpus())
-    assert finding.reason.startswith("its GPU driver fails: Unable to determine the device")
+    assert finding.reason.startswith(
+        "the GPU driver reports an error: Unable to determine the device"
+    )
     tool.write_text("#!/bin/sh\nprintf '0, 0\\n1, 3\\n'\n")
     environ = {"CUDA_VISIBLE_DEVICES": "0,1", "SLURM_TMPDIR": str(tmp_path)}
     (finding,) = probe_node(environ, tmp_path, 1, "")

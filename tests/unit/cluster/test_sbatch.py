@@ -65,18 +65,18 @@ def test_every_job_that_does_not_fit_is_reported_at_once() -> None:
     with pytest.raises(RecipeError) as caught:
         build_job_requests(jobs, SlurmConfig(gpus_per_node=8), PLACE)
     assert [problem.message for problem in caught.value.problems] == [
-        "the trainer's 12 tasks do not fill whole nodes of 8 tasks",
-        "the cell needs 16 GPUs of a node, a node has 8",
+        "12 tasks of the trainer job do not fill nodes of 8 tasks",
+        "the cell job needs 16 GPUs per node; nodes have 8",
     ]
 
 
 def test_tasks_with_gpus_need_to_know_how_many_a_node_has() -> None:
-    with pytest.raises(RecipeError, match="nothing says how many a node has"):
+    with pytest.raises(RecipeError, match="the number of GPUs per node is not set"):
         compute_resources(job(tasks=16, gpus=1), JobOptions())
 
 
 def test_a_task_that_needs_more_gpus_than_a_node_has_is_refused() -> None:
-    with pytest.raises(RecipeError, match="a node has 2"):
+    with pytest.raises(RecipeError, match="nodes have 2"):
         compute_resources(job(tasks=4, gpus=4), JobOptions(gpus_per_node=2))
 
 

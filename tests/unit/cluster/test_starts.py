@@ -26,8 +26,10 @@ def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> N
 
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="n02 does not see within 0 s"):
-        restarts.wait_for_restart(tmp_path / "restarts", "7.0", "n02", 0.1)
+    with pytest.raises(
+        ClusterError, match="n02 does not see the restart file of the first task after 0 s"
+    ):
+        restarts.wait_for_restart(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
@@ -55,7 +57,7 @@ def test_processes_read_until_when_they_may_stop(
     path = restarts.stop_note_path(tmp_path, restarts.take_next_restart(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(restarts.STOP_NOTICE_VARIABLE, str(path))
     assert restarts.read_own_stop_notice() is None
-    note = restarts.StopNotice("the time limit is near", 143, 1234.5)
+    note = restarts.StopNotice("close to the time limit", 143, 1234.5)
     restarts.write_stop_note(path, note)
     assert restarts.read_own_stop_notice() == note
 

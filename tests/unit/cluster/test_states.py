@@ -61,8 +61,8 @@ def test_a_job_that_still_has_nodes_or_a_place_in_the_queue_is_no_failure(name: 
 @pytest.mark.parametrize(
     ("printed", "begins"),
     [
-        ("Resources", "its nodes are not free"),
-        ("(Priority)", "other jobs come first"),
+        ("Resources", "waiting for free nodes"),
+        ("(Priority)", "jobs of higher priority are ahead"),
         ("JobHeldUser", "its user holds it"),
         ("launch failed requeued held", "its last start failed on a node"),
         ("launch_failed_requeued_held", "its last start failed on a node"),

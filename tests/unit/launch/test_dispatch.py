@@ -113,7 +113,7 @@ def test_what_is_no_sweep_is_refused(tmp_path: Path, array: str) -> None:
 
 @pytest.mark.parametrize("array", ["inference.cells=1,2,3", "cluster.slurm.qos=a,b,c"])
 def test_runs_that_need_different_jobs_are_no_array(tmp_path: Path, array: str) -> None:
-    with pytest.raises(RecipeError, match="the members of an array ask for the same"):
+    with pytest.raises(RecipeError, match="must request the same resources"):
         sweep_of(tmp_path, array)
 
 

@@ -54,7 +54,7 @@ def model_problems(recipe: Recipe) -> list[str]:
 
 def test_an_absent_model_is_a_problem_before_anything_starts(recipe: Recipe) -> None:
     (message,) = model_problems(recipe)
-    assert "someone/tiny at revision main is not in the cache" in message
+    assert "someone/tiny (revision main) is not in the Hugging Face cache" in message
 
 
 def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: Path) -> None:

@@ -62,5 +62,5 @@ def test_every_finding_that_is_not_well_says_what_to_try() -> None:
         "              try: this",
         "fail  c       bad",
         "              try: that",
-        "1 ok, 1 to know of, 1 failed",
+        "1 ok, 1 warnings, 1 failed",
     ]

@@ -43,7 +43,9 @@ def test_large_and_long_answers_are_judged_by_their_value(given: str, answer: st
 
 def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
     for _ in range(2):
-        with pytest.raises(RecipeError, match="the task's own answer is no mathematics: ''"):
+        with pytest.raises(
+            RecipeError, match="the reference answer cannot be parsed as mathematics: ''"
+        ):
             reward("\\boxed{7}", "")
     assert reward("\\boxed{7}", "7") == 1.0
 

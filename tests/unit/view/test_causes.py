@@ -99,7 +99,7 @@ def test_a_run_that_waits_names_what_needs_somebody_first(tmp_path: Path) -> Non
         job("cell-0", "PENDING", "2", reason="InvalidQOS"),
     )
     diagnosis = diagnose(found)
-    assert diagnosis.headline.startswith("cell-0 (job 2) waits: its QOS is not valid")
+    assert diagnosis.headline.startswith("cell-0 (job 2) is pending: its QOS is not valid")
     assert not diagnosis.is_well
     alone = diagnose(evidence(tmp_path, job("trainer", "PENDING", "1", reason="Priority")))
     assert alone.is_well, "waiting long in the queue is normal"
@@ -107,7 +107,7 @@ def test_a_run_that_waits_names_what_needs_somebody_first(tmp_path: Path) -> Non
 
 def test_a_held_requeue_needs_somebody(tmp_path: Path) -> None:
     diagnosis = diagnose(evidence(tmp_path, job("trainer", "REQUEUE_HOLD", "1")))
-    assert "is held until it is released" in diagnosis.headline
+    assert "is held until released" in diagnosis.headline
     assert not diagnosis.is_well
 
 
@@ -116,7 +116,7 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody(tmp_path: Path) -> None:
     word = TaskExitRecord("cell-0", 0, NOW, TaskExit(79, "driver", "nothing to do", "/x.log"))
     found = evidence(tmp_path, dataclasses.replace(held, gave_nodes_back=True), last_words=(word,))
     diagnosis = diagnose(found)
-    assert "comes back with the trainer" in diagnosis.headline
+    assert "is held until the trainer is back" in diagnosis.headline
     assert diagnosis.is_well
     assert diagnosis.chain == ()
     assert "scontrol release" not in "\n".join(describe_jobs(found.run))
@@ -142,14 +142,16 @@ def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last(tmp_path
         events=(requeued,),
     )
     headline = diagnose(found).headline
-    assert headline.endswith("after this: trainer asked Slurm for another start: stopped")
+    assert headline.endswith("after this: trainer requested another start from Slurm: stopped")
     assert len(diagnose(found).chain) == 1, "hours lie between them"
 
 
 def test_a_run_at_work_tells_of_a_job_that_somebody_must_release(tmp_path: Path) -> None:
     held = job("cell-0", "PENDING", "3", reason="launch failed requeued held")
     diagnosis = diagnose(evidence(tmp_path, job("trainer", "RUNNING", "1"), held))
-    assert diagnosis.headline.startswith("the run is running, but cell-0 (job 3) waits: its last")
+    assert diagnosis.headline.startswith(
+        "the run is running, but cell-0 (job 3) is pending: its last"
+    )
     assert "scontrol release 3" in diagnosis.hint
     assert not diagnosis.is_well
     patient = job("cell-0", "PENDING", "3", reason="BeginTime")
@@ -168,7 +170,7 @@ def test_a_silent_slurm_is_not_a_failed_run(tmp_path: Path) -> None:
         look=QueueSnapshot(silence="squeue had no answer"),
         jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
     )
-    assert "Slurm does not answer" in diagnose(dataclasses.replace(found, run=silent)).headline
+    assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline
 
 
 def test_a_recipe_error_is_the_cause_whatever_else_broke(tmp_path: Path) -> None:
