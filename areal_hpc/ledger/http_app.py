@@ -18,6 +18,7 @@ from starlette.requests import Request
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
+from areal_hpc.rundir.paths import ADMIN_KEY
 from areal_hpc.wire.asgi import JsonApp, has_key, read_body
 from areal_hpc.wire.ledger import (
     BatchRequest,
@@ -69,7 +70,7 @@ class LedgerApp(JsonApp):
         """Check the key, decode, let the service answer, encode."""
         path = request.scope["path"]
         if not has_key(request, self._admin_key):
-            hint = "read rendezvous/admin.key"
+            hint = f"read {ADMIN_KEY}"
             raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:
             known = " ".join(self._routes)

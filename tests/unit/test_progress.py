@@ -97,4 +97,4 @@ def test_a_difference_that_is_not_finite_is_said_in_words(
     append_line(layout.metrics, line | sizes)
     reporter.close()
     assert "engine-trainer not finite" in capsys.readouterr().out
-    assert "not finite largest" in summarize(layout, read_run_state(layout), program="areal-hpc")
+    assert "not finite maximum" in summarize(layout, read_run_state(layout), program="areal-hpc")

@@ -32,7 +32,7 @@ def test_a_stopping_role_leaves_the_file_of_its_successor(tmp_path: Path) -> Non
 
 
 def test_a_role_that_never_appears_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match="proxy-cell-0 did not appear"):
+    with pytest.raises(ClusterError, match="proxy-cell-0 did not start within"):
         rendezvous.await_endpoint(tmp_path, "proxy-cell-0", timeout_s=0.05, poll_s=0.01)
 
 
