@@ -198,9 +198,14 @@ class SleepingCell(LeaseLoop):
     """The driver of a cell whose episodes are sleeps."""
 
     def __init__(
-        self, number: int, layout: RunPaths, ledger: ServiceClient, stores: Storehouse, tempo: Tempo,
+        self,
+        number: int,
+        layout: RunPaths,
+        ledger: ServiceClient,
+        stores: Storehouse,
+        tempo: Tempo,
         tally: Tally,
-    ) -> None:  # fmt: skip
+    ) -> None:
         job = RolloutJobConfig(
             run_dir=layout.root,
             cell=f"cell-{number}",

@@ -124,7 +124,7 @@ class ArealOpenAI(AsyncOpenAI):
         """Reward one interaction; a second time replaces the first.
 
         Raises:
-            UnknownInteractionError: (a KeyError) It is not one of this client's; names those that are.
+            UnknownInteractionError: (a KeyError) It is not one of this client's.
             InvalidRewardError: (a ValueError) The reward is no finite number.
         """
         interaction = find_rewarded_interaction(self._tree, interaction_id)

@@ -161,6 +161,7 @@ class LocalLauncher:
         self._gpus: Assignment = {}
 
     def run(self, stage: JobStage) -> None:
+        """Run the jobs of a stage until its work is done."""
         self._jobs = []
         self._gpus = assign(stage, visible_gpus(os.environ), self._recipe)
         for line in describe(self._gpus):

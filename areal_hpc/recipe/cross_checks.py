@@ -11,7 +11,7 @@ from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
 
 
-def check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
+def _check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(
             "a tiny model trains its tokenizer on SFT demonstrations, but the recipe has no "
@@ -21,7 +21,7 @@ def check_tiny_model_sft(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_batch_divisible(recipe: Recipe) -> Iterator[Problem]:
+def _check_batch_divisible(recipe: Recipe) -> Iterator[Problem]:
     trainer = recipe.trainer
     if trainer.batch_size % trainer.minibatches:
         yield Problem(
@@ -43,7 +43,7 @@ def check_batch_divisible(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_expert_parallel(recipe: Recipe) -> Iterator[Problem]:
+def _check_expert_parallel(recipe: Recipe) -> Iterator[Problem]:
     parallel = recipe.trainer.parallel
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
@@ -57,7 +57,7 @@ def check_expert_parallel(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
+def _check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
     online, key = recipe.rollout.agent.mode == "online", "rollout.workflow"
     if not online and not recipe.rollout.workflow:
         yield Problem("this key is required", key, f"add {key}=... to the recipe")
@@ -84,7 +84,7 @@ def check_agent_or_online(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
+def _check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
     if recipe.evaluation.separate_cell and recipe.valid_dataset is None:
         yield Problem(
             "evaluation.separate_cell=true needs a valid_dataset",
@@ -94,7 +94,7 @@ def check_evaluation_tasks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_group_size(recipe: Recipe) -> Iterator[Problem]:
+def _check_group_size(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.n_samples < 2:
         yield Problem(
             (
@@ -106,7 +106,7 @@ def check_group_size(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
+def _check_min_samples(recipe: Recipe) -> Iterator[Problem]:
     rollout = recipe.rollout
     if rollout.min_group_size > rollout.n_samples:
         yield Problem(
@@ -123,7 +123,7 @@ def check_min_samples(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_task_mixing(recipe: Recipe) -> Iterator[Problem]:
+def _check_task_mixing(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.curriculum and any(one.weight != 1 for one in recipe.train_dataset.sources):
         yield Problem(
             "weights of train_dataset.sources are ignored when rollout.curriculum is set",
@@ -132,7 +132,7 @@ def check_task_mixing(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_concurrency(recipe: Recipe) -> Iterator[Problem]:
+def _check_concurrency(recipe: Recipe) -> Iterator[Problem]:
     episodes = recipe.rollout.episodes_per_ticket
     least = max(recipe.inference.cells, episodes)
     if recipe.rollout.max_concurrent_rollouts < least:
@@ -148,7 +148,7 @@ def check_concurrency(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_sampling(recipe: Recipe) -> Iterator[Problem]:
+def _check_sampling(recipe: Recipe) -> Iterator[Problem]:
     if recipe.rollout.sampling.temperature <= 0:
         yield Problem(
             "rollout.sampling.temperature=0 makes all episodes of a group identical, so there is "
@@ -158,7 +158,7 @@ def check_sampling(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def check_dtypes_match(recipe: Recipe) -> Iterator[Problem]:
+def _check_dtypes_match(recipe: Recipe) -> Iterator[Problem]:
     """Replicas prove the checksum of what the trainer sends, so both must hold the same bits."""
     for name in ("device", "dtype"):
         engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)
@@ -173,7 +173,7 @@ def check_dtypes_match(recipe: Recipe) -> Iterator[Problem]:
             )
 
 
-def check_session_timeout(recipe: Recipe) -> Iterator[Problem]:
+def _check_session_timeout(recipe: Recipe) -> Iterator[Problem]:
     longest_s = recipe.rollout.episode_timeout_s * recipe.rollout.max_episode_tries
     if recipe.proxy.session_timeout_s < longest_s:
         yield Problem(
@@ -187,17 +187,17 @@ def check_session_timeout(recipe: Recipe) -> Iterator[Problem]:
 
 
 CROSS_CHECKS: tuple[Callable[[Recipe], Iterator[Problem]], ...] = (
-    check_tiny_model_sft,
-    check_batch_divisible,
-    check_expert_parallel,
-    check_agent_or_online,
-    check_evaluation_tasks,
-    check_group_size,
-    check_min_samples,
-    check_task_mixing,
-    check_concurrency,
-    check_sampling,
-    check_dtypes_match,
-    check_session_timeout,
+    _check_tiny_model_sft,
+    _check_batch_divisible,
+    _check_expert_parallel,
+    _check_agent_or_online,
+    _check_evaluation_tasks,
+    _check_group_size,
+    _check_min_samples,
+    _check_task_mixing,
+    _check_concurrency,
+    _check_sampling,
+    _check_dtypes_match,
+    _check_session_timeout,
 )
 """What no single key can tell: each looks at the whole recipe and reports problems."""

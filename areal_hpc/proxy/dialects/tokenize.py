@@ -81,7 +81,7 @@ def format_tokenize_reply(ids_json: bytes, count: int, model: ServedModel) -> by
     """The reply to a tokenize request.
 
     Args:
-        encode_ids: Token ids, the inside of a JSON array.
+        ids_json: Token ids, the inside of a JSON array.
         count: How many they are.
         model: Whose they are.
     """

@@ -18,7 +18,7 @@ from areal_hpc.proxy.dialects.anthropic import reply as messages_reply
 from areal_hpc.proxy.dialects.anthropic import request as messages_request
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES
 from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, FormatError
-from areal_hpc.proxy.dialects.openai import format
+from areal_hpc.proxy.dialects.openai import format as openai_format
 from areal_hpc.proxy.dialects.openai.chat_reply import CHAT
 from areal_hpc.proxy.dialects.openai.completions_reply import COMPLETIONS
 from areal_hpc.proxy.dialects.openai_responses import reply as responses_reply
@@ -142,7 +142,7 @@ class ProxyApp:
         """Answer one request."""
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
-        refused: FormatError = format.format_error
+        refused: FormatError = openai_format.format_error
         allowed = ""
         try:
             methods, named = self._routes.at(scope["path"])
@@ -252,7 +252,7 @@ class ProxyApp:
         return render_openapi(self._routes)
 
     async def _models(self, opened: Session | None, body: bytes) -> bytes:
-        return format.format_models(self._model.name, self._model.context_tokens)
+        return openai_format.format_models(self._model.name, self._model.context_tokens)
 
     async def _retrieve_response(self, opened: Session | None, name: bytes) -> bytes:
         return responses_reply.retrieve_response(self._open_session(opened), name.decode())

@@ -11,7 +11,7 @@ import msgspec
 from areal_hpc import __version__
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.dialect import EventStream, FormatError
-from areal_hpc.proxy.dialects.openai import format
+from areal_hpc.proxy.dialects.openai import format as openai_format
 from areal_hpc.proxy.sessions.store import Session
 
 RouteResult = bytes | EventStream
@@ -32,7 +32,7 @@ class Route:
     answer: SessionHandler
     request: type[msgspec.Struct] | None = None
     """What the body holds; None when it is not read."""
-    refused: FormatError = format.format_error
+    refused: FormatError = openai_format.format_error
     """The body of an error."""
     form: str = "application/json"
     """Content type of the answer."""

@@ -70,5 +70,6 @@ def test_a_box_may_hold_braces() -> None:
     ],
 )
 def test_two_megabytes_of_openings_take_no_minutes(function: str, piece: str) -> None:
-    program = f"from areal_hpc.reward.answer_extraction import {function}; {function}({piece!r} * 250_000)"
+    module = "areal_hpc.reward.answer_extraction"
+    program = f"from {module} import {function}; {function}({piece!r} * 250_000)"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=30.0)
