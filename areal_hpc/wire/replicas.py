@@ -8,14 +8,14 @@ All routes need the admin key. A call about one replica also says who calls, in 
 | x-areal-generation | the trainer's generation; 409 when a newer one has been here                |
 | x-areal-deadline-s | a sender not heard of for this long has vanished                            |
 
-| route                             | reply         | meaning                                       |
-|-----------------------------------|---------------|-----------------------------------------------|
-| GET  /replicas                    | ReplicaList   | every replica of the cell and its state       |
-| POST /follow                      | NodePartReply | NodePartRequest: from other nodes of the cell |
-| POST /replicas/<i>/fence          | ReplicaView   | FenceRequest: out of service, SGLang unasked  |
-| POST /replicas/<i>/serve          | ReplicaView   | ServeRequest: weights verified, open again    |
-| POST /replicas/<i>/load           | as SGLang     | LoadRequest: all weights, from a folder       |
-| POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES    |
+| route                             | reply         | meaning                                     |
+|-----------------------------------|---------------|---------------------------------------------|
+| GET  /replicas                    | ReplicaList   | every replica of the cell and its state     |
+| POST /follow                      | NodePartReply | NodePartRequest, from other nodes of a cell |
+| POST /replicas/<i>/fence          | ReplicaView   | FenceRequest: out of service (SGLang unasked)|
+| POST /replicas/<i>/serve          | ReplicaView   | ServeRequest: weights verified, open again  |
+| POST /replicas/<i>/load           | as SGLang     | LoadRequest: all weights, from a folder     |
+| POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES  |
 
 When a sender has vanished, a replica whose weights it had not begun to change goes on with them;
 any other is restarted, and waits for a full resend.
