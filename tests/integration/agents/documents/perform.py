@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
