@@ -105,7 +105,7 @@ def test_memory_that_ran_out_is_named_whoever_died_of_it(run: OperatedRun) -> No
     why = run.command("why", code=1)
     assert "memory" in why.splitlines()[0]
     assert "ended: killed by SIGKILL, which usually means out of memory" in why
-    assert "try: ask for more memory" in why
+    assert "try: request more memory" in why
 
 
 def test_a_lost_node_is_named(run: OperatedRun) -> None:
