@@ -219,7 +219,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "engine_trainer_max_abs_diff": max(
             row["logprob/engine_trainer_max_abs_diff"] for row in trained
         ),
-        "metered_tokens": sum(row["logprob/compared_tokens"] for row in trained),
+        "compared_tokens": sum(row["logprob/compared_tokens"] for row in trained),
         "sampled_tokens": sum(row["tokens/sampled"] for row in trained),
         "staleness_max": max(row["staleness/max"] for row in trained),
         "stale_tickets": sum(row["tickets/stale_trained"] for row in trained),

@@ -55,7 +55,7 @@ def test_a_run_that_waits_says_what_for(run: OperatedRun) -> None:
     assert why.startswith(f"trainer (job {trainer}) is pending: its user holds it")
     assert f"try: scontrol release {trainer}" in why
     said = run.command("cancel")
-    assert "cancelled; 2 jobs ended" in said
+    assert "cancelled 2 jobs; none are left" in said
     assert run.cluster.slurm("squeue", "-h") == ""
     assert run.cluster.job_state(cell) == "CANCELLED"
     assert "the run was cancelled" in run.command("why")
