@@ -138,7 +138,7 @@ class ArealOpenAI(AsyncOpenAI):
             InvalidRewardError: The reward is no finite number.
         """
         if not len(self._tree):
-            raise RuntimeError("no interaction has been completed that could be rewarded")
+            raise RuntimeError("there is no completed interaction to reward")
         self._tree.last.reward = validate_reward(reward)
 
     def set_final_reward(self, reward: float) -> None:

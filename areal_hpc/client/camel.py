@@ -69,5 +69,5 @@ class _NoSyncClient:
         if name.startswith("__"):
             raise AttributeError(name)  # asked by `copy`, and by `hasattr`
         raise AgentError(
-            "a recording client cannot be called without `await`", hint="call agent.astep"
+            "ArealOpenAI is asynchronous: call it with `await`", hint="call agent.astep"
         )

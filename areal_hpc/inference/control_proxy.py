@@ -80,7 +80,7 @@ class ControlProxyApp(JsonApp):
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the key, then act or ask SGLang."""
         if not has_key(request, self._admin_key):
-            raise HTTPException(401, "the run's admin key is needed")
+            raise HTTPException(401, "the admin key of the run is required")
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 views = [replica.view() for replica in self._replicas]
@@ -143,9 +143,9 @@ class ControlProxyApp(JsonApp):
             accepted = status < 400
         except TimeoutError:
             replica.gave_no_answer(caller, route)
-            raise HTTPException(504, f"SGLang did not answer {route}") from None
+            raise HTTPException(504, f"SGLang did not respond to {route}") from None
         except aiohttp.ClientError as error:
-            raise HTTPException(502, f"SGLang is away: {error}") from error
+            raise HTTPException(502, f"SGLang is not reachable: {error}") from error
         finally:
             replica.answered(caller, route, accepted=accepted)
         if accepted:

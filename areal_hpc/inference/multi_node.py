@@ -53,7 +53,7 @@ class MultiNodeReplica:
             if self._wanted.incarnation and request.incarnation == self._wanted.incarnation:
                 self._heard_at_s[request.node] = now_s
             elif request.node in self._heard_at_s:
-                self._loss = f"lost its part on node {request.node} of the cell"
+                self._loss = f"lost its process on node {request.node} of the cell"
             return NodePartReply(0, "") if self._loss else self._wanted
 
     def loss(self, now_s: float) -> str:
@@ -62,6 +62,6 @@ class MultiNodeReplica:
             for node, heard_at_s in self._heard_at_s.items():
                 if now_s - heard_at_s > NODE_TIMEOUT_S:
                     self._loss = (
-                        self._loss or f"has not heard of node {node} for {NODE_TIMEOUT_S:.0f} s"
+                        self._loss or f"node {node} has been silent for {NODE_TIMEOUT_S:.0f} s"
                     )
             return self._loss

@@ -107,13 +107,15 @@ class ReplyFormats:
             return "structural_tag", _one_call(parser, chosen, request.required)
         if not request.parallel and not request.required:
             raise ValueError(
-                f"the format {self._tool_parser} cannot be held to one call under tool_choice auto"
+                f"tool_choice=auto cannot limit format {self._tool_parser} to one call"
             )
         choice = "required" if request.required else "auto"
         found = parser.get_structure_constraint(choice, parallel_tool_calls=request.parallel)
         if found is None:
             if request.required:
-                raise ValueError(f"the format {self._tool_parser} cannot be required")
+                raise ValueError(
+                    f"format {self._tool_parser} does not support tool_choice=required"
+                )
             return "", ""
         kind, value = found
         if hasattr(value, "model_dump"):
@@ -294,7 +296,9 @@ class ParserServer:
                 del self._replies[next(iter(self._replies))]
         reply = self._replies.get(request.reply)
         if reply is None:  # an earlier process knew it
-            return ParserReply(text=request.text, error="the beginning of this reply is unknown")
+            return ParserReply(
+                text=request.text, error="unknown reply id: its first part was never sent"
+            )
         if request.last:
             del self._replies[request.reply]
         try:

@@ -139,11 +139,11 @@ class Replica:
         elif self._state == "starting":
             self._await_ready(self._server, now)
         elif route := self._custody.unanswered:
-            self._on_exit(self._server, f"did not answer {route}", is_crash=False)
+            self._on_exit(self._server, f"did not respond to {route}", is_crash=False)
         elif self._has_lost_sender(now):
             self._end_update(self._server)
         elif self._pulse is not None and self._pulse.tick(may_ask=not self._custody.has_sender):
-            self._on_exit(self._server, f"gave no sign of life for {self._health_timeout_s:.0f} s")
+            self._on_exit(self._server, f"was unresponsive for {self._health_timeout_s:.0f} s")
 
     def _start(self) -> None:
         incarnation, ports = self._incarnation + 1, find_free_ports()
@@ -170,7 +170,7 @@ class Replica:
         elif waited_s > self._startup_timeout_s:
             self._on_exit(server, f"was not ready within {self._startup_timeout_s:.0f} s")
         elif server.is_lingering(now):
-            self._on_exit(server, "found a port of its own taken")
+            self._on_exit(server, "could not bind its port")
 
     def _has_lost_sender(self, now: float) -> bool:
         with self._lock:
@@ -180,9 +180,11 @@ class Replica:
     def _end_update(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._custody.is_changed:
-            self._on_exit(server, "holds weights whose sender vanished", is_crash=False)
+            self._on_exit(
+                server, "has weights from an update whose sender disappeared", is_crash=False
+            )
         elif self._custody.is_paused and not server.continue_generation():
-            self._on_exit(server, "does not go on after its sender vanished", is_crash=False)
+            self._on_exit(server, "did not resume after its sender disappeared", is_crash=False)
         else:
             with self._lock:
                 self._custody.expire()
@@ -196,13 +198,13 @@ class Replica:
         usage_error, starting = server.usage_error, self._state == "starting"
         self._span.end()
         server.kill()
-        log.error("replica %d %s; its log ends:\n%s", self.index, reason, server.log_tail())
+        log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.log_tail())
         self._note("replica_died", reason=reason)
         with self._lock:
             self._server, self._state, self._custody = None, "starting", WeightUpdateState()
         if starting and usage_error:
             raise RecipeError(
-                f"SGLang refused its arguments:\n{server.log_tail(3)}",
+                f"SGLang rejected its command line:\n{server.log_tail(3)}",
                 key="inference.extra_args",
                 hint=f"read {server.log_path}",
             )
@@ -220,7 +222,7 @@ class Replica:
                 self._state = "failed"
             raise ClusterError(
                 f"replica {self.index} {reason}, after {self._policy.max_failures} restarts; "
-                f"its log ends:\n{server.log_tail()}",
+                f"end of its log:\n{server.log_tail()}",
                 key="inference.max_restarts",
                 hint=f"read {server.log_path}",
             )
@@ -297,7 +299,8 @@ class Replica:
         found = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallError(
-                f"{found}: incarnation {caller.incarnation} is gone, {self._incarnation} is here"
+                f"{found}: the call is for restart {caller.incarnation}, the current restart is "
+                f"{self._incarnation}"
             )
         if self._state != "ready":
             raise ControlCallError(f"{found} is {self._state}")

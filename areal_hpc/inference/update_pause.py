@@ -80,7 +80,9 @@ class UpdatePauseMonitor:
         try:
             await look
         except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
-            log.info("replica %d: the stall was not measured: %s", self._replica.index, error)
+            log.info(
+                "replica %d: generation pause was not measured: %s", self._replica.index, error
+            )
 
     async def _look_back(self, url: str) -> None:
         self._before = await self._load(url)

@@ -125,14 +125,14 @@ class WorkerNode:
     def tick(self) -> None:
         """Ask once, and do what was said."""
         if self._server is not None and (death := self._server.describe_exit()):
-            log.error("the part of incarnation %d %s", self._incarnation, death)
+            log.error("node part of restart %d %s", self._incarnation, death)
             self._end_part()
         try:
             reply = self._chief.ask(NodePartRequest(self._node, self._incarnation))
         except ClusterError as error:
             silent_s = time.monotonic() - self._answered_at_s
             if self._server is not None and silent_s > self._patience_s:
-                log.error("ended: the first node is gone: %s", error)
+                log.error("stopped: the head node is unreachable: %s", error)
                 self._end_part()
             return
         self._answered_at_s = time.monotonic()
@@ -147,7 +147,7 @@ class WorkerNode:
         log_path = self._log_dir / f"replica-0.{reply.incarnation}-node-{self._node}.log"
         self._server = SGLangServer(self._launch(reply.incarnation, part, ports), ports, log_path)
         self._incarnation = reply.incarnation
-        log.info("incarnation %d: its part starts here", reply.incarnation)
+        log.info("restart %d: starting this node's part", reply.incarnation)
 
     def _end_part(self) -> None:
         if self._server is not None:

@@ -86,7 +86,9 @@ def find_stale_tickets(
     current = WeightVersion(generation, tickets.formed_steps)
     return [
         DroppedTicket(
-            ticket.ref, f"sampled {age} steps ago, at most {policy.max_head_offpolicyness}", kind
+            ticket.ref,
+            f"sampled {age} steps ago; the limit is {policy.max_head_offpolicyness}",
+            kind,
         )
         for ticket in tickets.settled_first(tickets.settled)[known_young:]
         if (age := _age_of(ticket, current, forks)) > policy.max_head_offpolicyness

@@ -16,12 +16,11 @@ MIN_REJECTED_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
 
 _WHAT: dict[DropKind, str] = {
-    "failed": "tickets in a row were dropped and none succeeded",
-    "filtered": "groups in a row were filtered out and none was accepted: tasks are too hard or "
-    "too easy for the model, or rollout.should_accept refuses everything",
-    "stale": "tickets were dropped as too old (rollout.stale_groups) and no batch was formed",
-    "requeued": "tickets were issued again as too old (rollout.stale_groups) and no batch was "
-    "formed",
+    "failed": "tickets in a row failed",
+    "filtered": "groups in a row were filtered out: the tasks are too hard or "
+    "too easy for the model, or rollout.should_accept rejects everything",
+    "stale": "tickets were dropped as stale (rollout.stale_groups) without forming a batch",
+    "requeued": "tickets were requeued as stale (rollout.stale_groups) without forming a batch",
 }
 
 

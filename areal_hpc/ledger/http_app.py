@@ -74,7 +74,7 @@ class LedgerApp(JsonApp):
             raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
         if path not in self._routes:
             known = " ".join(self._routes)
-            raise LedgerRequestError(404, f"there is no route {path}; the ledger has {known}")
+            raise LedgerRequestError(404, f"no route {path}; routes: {known}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")

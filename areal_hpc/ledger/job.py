@@ -78,7 +78,7 @@ async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     host, port = listener.getsockname()[:2]
     rendezvous.publish_endpoint(layout.rendezvous_dir, rendezvous.LEDGER, f"http://{host}:{port}")
-    log.info("listening on %s:%d, start %d of this run", host, port, service.incarnation)
+    log.info("listening on %s:%d (restart %d of this run)", host, port, service.incarnation)
     sweep_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     swept_at_s = time.monotonic()
     releasing = asyncio.create_task(_release_cells(layout))

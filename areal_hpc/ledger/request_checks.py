@@ -16,7 +16,7 @@ def require_current_generation(generation: int, current: int) -> None:
         raise LedgerRequestError(
             409,
             f"this run is in generation {current}, the request came from generation {generation}",
-            hint="stop this trainer: another one took over"
+            hint="stop this trainer: a newer one has taken over"
             if generation < current
             else "call /open_generation first",
         )
@@ -31,8 +31,8 @@ def require_newest_generation(generation: int, newest: int) -> None:
     if generation < newest:
         raise LedgerRequestError(
             409,
-            f"generation {generation} was superseded by generation {newest}",
-            hint="stop this trainer: another one took over",
+            f"trainer generation {generation} was replaced by {newest}",
+            hint="stop this trainer: a newer one has taken over",
         )
 
 
@@ -45,7 +45,7 @@ def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
     if job_start < newest:
         raise LedgerRequestError(
             409,
-            f"start {job_start} of {cell} was superseded by start {newest}",
+            f"restart {job_start} of {cell} was replaced by restart {newest}",
             hint="stop this driver: another one took over",
         )
 
@@ -66,7 +66,7 @@ def require_valid_settle(ticket: SettledTicket) -> None:
     if ticket.ref.eval_step >= 0:
         raise LedgerRequestError(
             400,
-            f"{ticket.ref} is an evaluation ticket: it is never settled",
+            f"{ticket.ref} is an evaluation ticket and cannot be settled",
             hint="send its rewards to /report_evaluation",
         )
 
@@ -80,7 +80,7 @@ def require_formed_step(step: int, formed_steps: int) -> None:
     if not 0 <= step <= formed_steps:
         raise LedgerRequestError(
             400,
-            f"step {step} cannot be served: batches were handed out for steps 1 to {formed_steps}",
+            f"step {step} does not exist: batches 1 to {formed_steps} were handed out",
             hint="check that manifests/ and checkpoints/ belong to the same run",
         )
 

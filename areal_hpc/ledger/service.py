@@ -137,7 +137,7 @@ class LedgerService:
             self._stream.note(ticket.ref.ticket_id, ticket.rewards)
             if not self._tickets.settle(ticket):
                 state = self._tickets.state_of(ticket.ref.ticket_id)
-                log.info("%s settled %s, which is %s", request.cell, ticket.ref, state)
+                log.info("%s settled %s, whose state is %s", request.cell, ticket.ref, state)
         self._spread_news()
         return ACKNOWLEDGED
 
@@ -175,7 +175,9 @@ class LedgerService:
         lost = self._tickets.expire(now_s)
         lost += self._evaluation.expire(before_s) if self._evaluation else 0
         if lost:
-            log.warning("%d tickets were not reported for %s s", lost, self._policy.cell_timeout_s)
+            log.warning(
+                "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
+            )
         self._cells.drop_silent(before_s)
         self._spread_news()
 

@@ -286,7 +286,7 @@ class TicketTable:
                 f"the manifest of step {self.formed_steps + 1} is missing: "
                 f"found step {manifest.step} next",
                 key="manifests/",
-                hint="restore the run's manifests directory; it only ever grows",
+                hint="restore manifests/ of the run; files are never deleted from it",
             )
         for ticket in manifest.tickets:
             ticket_id = ticket.ref.ticket_id

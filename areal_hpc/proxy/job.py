@@ -112,6 +112,6 @@ def get_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
         raise ClusterError(
-            f"{folder} belongs to somebody else", key="shards.journal_dir", hint="name a folder"
+            f"{folder} belongs to another user", key="shards.journal_dir", hint="name a folder"
         )
     return folder / "journal"

@@ -18,17 +18,17 @@ class ProxyMetrics:
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
         self.prompts = self._counter(
-            "prompts", "Model calls by how their prompt was made.", "reuse"
+            "prompts", "Model calls by token reuse of their prompt.", "reuse"
         )
         for reuse in ("none", "reused", "retokenized"):
             self.prompts.labels(reuse)
         self.rewritten_histories = self._counter(
             "rewritten_histories",
-            "Model calls whose history was rewritten, by the first difference.",
+            "Model calls whose history differs from the recorded one, by the first difference.",
             "reason",
         )
         self.failovers = self._counter(
-            "failovers", "Times a replica went on from what a lost one had said."
+            "failovers", "Replies continued on another replica after one was lost."
         )
         self._ignored = self._counter(
             "ignored_parameters",
@@ -48,9 +48,13 @@ class ProxyMetrics:
             return sum(session.in_flight for session in book.sessions.values())
 
         for name, text, count in (
-            ("sessions", "Sessions held in memory.", lambda: len(book.sessions)),
-            ("requests_in_flight", "Model calls being answered.", in_flight),
-            ("unsealed_tickets", "Finished, not sealed.", lambda: len(book.finished)),
+            ("sessions", "Open sessions.", lambda: len(book.sessions)),
+            ("requests_in_flight", "Model calls in flight.", in_flight),
+            (
+                "unsealed_tickets",
+                "Finished tickets that are not sealed yet.",
+                lambda: len(book.finished),
+            ),
         ):
             gauge = Gauge(f"areal_hpc_proxy_{name}", text, registry=self._registry)
             gauge.set_function(count)

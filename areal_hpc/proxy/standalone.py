@@ -39,7 +39,7 @@ class StandaloneProxyConfig(BaseConfig):
     serve_python: str
     """Interpreter of SGLang's environment; its parsers run there."""
     context_length: int | None
-    """Longest prompt plus reply; the model's own limit when null."""
+    """Maximum prompt plus reply, in tokens; null: the model's limit."""
     drain_timeout_s: int
     """Longest time for answering what is under way when a stop signal comes."""
     proxy: ProxyConfig
@@ -118,4 +118,4 @@ open a session:
   curl -s {url}/rl/start_session -H "authorization: Bearer $(cat {config.admin_key_file})" \
 -d '{{"task_id": "try"}}'
 its api_key, and base_url {url}/v1, are all that an agent needs; \
-{"the journal is in " + str(config.journal) if config.journal else "sessions end with the proxy"}"""
+{"the journal is in " + str(config.journal) if config.journal else "sessions are lost on exit"}"""

@@ -68,7 +68,7 @@ def load_agent(
         return _build(found, name, kwargs)
     if kwargs:
         raise _refused(
-            f"{name!r} is an instance, so {dict(kwargs)} come too late",
+            f"{name!r} is already an instance; {dict(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
         )
@@ -157,7 +157,7 @@ def _build(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) -> Age
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
         raise _refused(
             f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_last_line(error)}",
-            "mend the constructor, or its arguments",
+            "fix the constructor or its arguments",
             key="rollout.workflow_kwargs",
         ) from error
     return agent

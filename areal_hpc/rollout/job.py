@@ -112,7 +112,5 @@ async def _run_unless_stopped(
     running.cancel()
     await asyncio.wait({running})
     if is_idle:
-        log.info(
-            "no ledger for %.0f s and nothing to do: the cell gives its nodes back", idle_timeout_s
-        )
+        log.info("no ledger for %.0f s and no episode running: releasing the nodes", idle_timeout_s)
         raise SystemExit(IDLE_EXIT_CODE)

@@ -118,8 +118,8 @@ class LeaseLoop:
             if late_s > EVENT_LOOP_STALL_S:
                 self._events.record("event_loop_blocked", seconds=round(late_s, 2))
                 log.warning(
-                    "an agent blocked the event loop for %.1f s; use `await asyncio.to_thread(...)`"
-                    " for work that does not await",
+                    "the agent blocked the event loop for %.1f s; wrap blocking code in "
+                    "`await asyncio.to_thread(...)`",
                     late_s,
                 )
 
@@ -131,6 +131,6 @@ class LeaseLoop:
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
             self._tickets.forget(finished)
         except HttpStatusError as refusal:
-            log.error("the proxy could not seal: %s", refusal)
+            log.error("the proxy could not seal a shard: %s", refusal)
             await asyncio.sleep(FAILED_SEAL_PAUSE_S)  # the ledger will ask again at once
         self._tickets.changed.set()

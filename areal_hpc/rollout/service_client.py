@@ -87,7 +87,7 @@ class ServiceClient:
                 except ClusterError as error:
                     trouble = error
                 if pause_s == BACKOFF.max_s:
-                    log.warning("still trying to reach %s: %s", self._name, trouble)
+                    log.warning("cannot reach %s yet: %s", self._name, trouble)
             await asyncio.sleep(pause_s)
             self._look_up()
 

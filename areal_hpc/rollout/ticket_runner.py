@@ -124,7 +124,7 @@ class TicketRunner:
             except HttpStatusError as refusal:
                 if self._proxy.instance == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
-                log.warning("the proxy restarted and lost sessions of %s: repeated", grant.ref)
+                log.warning("the proxy restarted and lost %s; its episodes run again", grant.ref)
                 continue
             if rejection_reason:
                 self._record("group_filtered", grant, rejection_reason)
@@ -147,7 +147,7 @@ class TicketRunner:
             try:  # threads of a cancelled agent may still ask in its sessions
                 await self._finish(grant.ref, [])
             except HttpStatusError as refusal:
-                log.warning("the proxy keeps the sessions of %s: %s", grant.ref, refusal)
+                log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
     async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well.
@@ -164,7 +164,12 @@ class TicketRunner:
         episodes = [self._run_until_ok(grant, split, number) for number in numbers]
         group = await run_group(episodes, wanted, least)
         if group.cut:
-            self._record("episodes_cancelled", grant, "enough others ended well", count=group.cut)
+            self._record(
+                "episodes_cancelled",
+                grant,
+                "cancelled: enough episodes of the group are complete",
+                count=group.cut,
+            )
         if group.failed:
             self._record("group_incomplete", grant, str(group.failed[-1]), count=len(group.failed))
         return group.outcomes
@@ -197,7 +202,7 @@ class TicketRunner:
                 self._tickets.end_episode(grant.ref)
                 raise AgentError(
                     f"episode {episode} of task {grant.task_index} failed {failures} times; "
-                    f"at last: {outcome.reason}"
+                    f"last error: {outcome.reason}"
                 )
 
     def _spec(
@@ -226,7 +231,7 @@ class TicketRunner:
         try:
             await self._ledger.call(route, request, Acknowledged)
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
-            log.warning("the ledger does not want %s: %s", request.ref, refusal)
+            log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
     def _record(self, event: str, grant: TicketGrant, reason: str, **facts: Any) -> None:
         from_ref = {key: getattr(grant.ref, key) for key in grant.ref.__struct_fields__}

@@ -179,7 +179,7 @@ def export_rows(
         ValueError: No interaction has a reward.
     """
     if len(tree) and get_final_reward(tree) is None:
-        raise ValueError("a session without any reward cannot be trained on")
+        raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, rule)
     return [build_row(plan, key, index, meta or {}) for index, plan in enumerate(plans)]
 

@@ -43,7 +43,7 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
         else:
             taken_bytes = os.pwritev(descriptor, batch, offset + total_bytes)
         if taken_bytes == 0:
-            raise OSError(errno.ENOSPC, "the storage takes no more bytes")
+            raise OSError(errno.ENOSPC, "write failed: the storage is full")
         total_bytes += taken_bytes
         while taken_bytes:
             first = waiting.popleft()
@@ -63,5 +63,5 @@ def read_exact(descriptor: int, array: npt.NDArray[Any], offset: int) -> None:
     while waiting:
         taken_bytes = os.preadv(descriptor, [waiting], offset)
         if taken_bytes == 0:
-            raise OSError(f"the file ends {len(waiting)} bytes too early")
+            raise OSError(f"the file is {len(waiting)} bytes too short")
         waiting, offset = waiting[taken_bytes:], offset + taken_bytes

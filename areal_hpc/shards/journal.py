@@ -266,7 +266,9 @@ def _cut_torn_tail(descriptor: int, path: Path) -> int:
     for _ in reading:
         pass
     if reading.torn_bytes:
-        _LOG.warning("%s: cut off a torn tail of %d bytes", path, reading.torn_bytes)
+        _LOG.warning(
+            "%s: removed an incomplete record of %d bytes at the end", path, reading.torn_bytes
+        )
         os.ftruncate(descriptor, reading.whole_bytes)
     return reading.whole_bytes
 

@@ -61,7 +61,7 @@ class ShardReader:
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_HINT) from error
         except (OSError, ValueError, KeyError, RuntimeError) as error:
-            raise ShardError(f"not a whole shard: {error}", key=str(path), hint=_HINT) from error
+            raise ShardError(f"incomplete shard: {error}", key=str(path), hint=_HINT) from error
         end = max(place.end for place in self._places.values())
         if end > size_bytes:
             raise ShardError(

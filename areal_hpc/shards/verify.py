@@ -83,9 +83,9 @@ def verify_run(
     known = {shard.file for shard in shards}
     report.problems += [
         Problem(
-            "no index line names this shard: its writer died right after sealing",
+            "shard without an index line: its writer died after sealing",
             str(path),
-            hint="start the run again: its proxies index what they left behind",
+            hint="start the run again: the proxies will index it",
         )
         for path in files
         if path.name not in known

@@ -81,12 +81,12 @@ def report_first_failure() -> Iterator[None]:
         if isinstance(error, OtherRankError):
             _await_report()
         if isinstance(error, OtherRankError) or not _is_first_to_fail():
-            logger.info("leaving, because another rank failed")
+            logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
         if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
             raise ClusterError(
-                f"another rank of the trainer vanished: {error}",
-                hint="read the other ranks' logs; the out-of-memory killer is named in dmesg alone",
+                f"another trainer rank disappeared: {error}",
+                hint="read the other ranks' logs; check dmesg for the out-of-memory killer",
             ) from error
         raise
 

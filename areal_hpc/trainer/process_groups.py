@@ -143,7 +143,7 @@ def _find_store(
                 return store
             spent.add(endpoint.url)
         except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
-            logger.debug("the store at %s is gone (%s)", endpoint.url, error)
+            logger.debug("the rendezvous store at %s is gone (%s)", endpoint.url, error)
             time.sleep(0.1)
     raise ClusterError(
         f"rank {task.rank} found no living {rendezvous.RANK_STORE} within {JOIN_TIMEOUT_S:.0f} s",

@@ -79,7 +79,7 @@ class ReplicaDiscovery:
             log.info("%s answers again", cell)
             self._vanished.remove(cell)
         elif not is_there and cell not in self._vanished:
-            log.warning("%s does not answer: it gets no weights until it does", cell)
+            log.warning("%s does not respond; it receives no weights until it does", cell)
             self._vanished.add(cell)
 
     def _ask(self, cell: str) -> DiscoveredReplicas | None:
@@ -90,7 +90,7 @@ class ReplicaDiscovery:
         try:
             replicas = self._client.get(f"{endpoint.url}/replicas", ReplicaList).replicas
         except ClusterError as error:
-            log.info("%s is passed over: %s", cell, error)
+            log.info("skipping %s: %s", cell, error)
             return None
         return [
             (

@@ -202,4 +202,4 @@ class ReplicaClient:
         try:
             return msgspec.json.decode(body, type=reply)
         except msgspec.DecodeError as error:
-            raise WeightSyncError(f"{self.key} answered in another language: {error}") from error
+            raise WeightSyncError(f"{self.key} sent invalid JSON: {error}") from error

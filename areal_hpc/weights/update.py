@@ -52,7 +52,7 @@ class GroupUpdate(Generic[SessionT]):
                 step.result(max(0.0, self._step_ends_at - time.monotonic()))
             except TimeoutError:
                 failures[swap] = WeightSyncError(
-                    f"to {self._step_name} took longer than {self._step_s:.0f} s"
+                    f"{self._step_name} took longer than {self._step_s:.0f} s"
                 )
             except WeightSyncError as error:
                 failures[swap] = error
@@ -64,10 +64,10 @@ class GroupUpdate(Generic[SessionT]):
 
     def _drop(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
         for swap, error in failures.items():
-            log.warning("left out of this update: %s", error)
+            log.warning("excluded from this update: %s", error)
             self.live.remove(swap)
             for key in swap.keys:
-                self.failed[key] = WeightSyncError(f"{key} did not get the update: {error}")
+                self.failed[key] = WeightSyncError(f"{key} did not receive the update: {error}")
         # All at once: each may take seconds to be told, and the groups that go on wait.
         for told in [self._pool.submit(swap.give_up) for swap in failures]:
             told.result()

@@ -115,7 +115,7 @@ class UpdateSession:
             try:
                 member.give_up()
             except WeightSyncError as error:
-                log.info("not told that it was given up: %s", error)
+                log.info("could not tell the replica that the update was abandoned: %s", error)
 
         self._part()
         with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck

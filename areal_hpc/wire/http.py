@@ -90,7 +90,7 @@ class WireClient:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
                 raise ClusterError(
-                    f"{url} is silent for {patience_s:.0f} s ({trouble})",
+                    f"{url} has not responded for {patience_s:.0f} s ({trouble})",
                     hint="read that role's log in logs/latest",
                 )
             time.sleep(next(pauses))
@@ -184,4 +184,4 @@ def _decode(status: int, url: str, content: bytes, reply: type[ReplyT]) -> Reply
 
 
 def _out_of_reach(url: str, error: Exception) -> ClusterError:
-    return ClusterError(f"{url} is out of reach ({type(error).__name__}: {error})")
+    return ClusterError(f"{url} is unreachable ({type(error).__name__}: {error})")

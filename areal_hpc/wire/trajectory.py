@@ -64,7 +64,7 @@ class Trajectory:
             len(self.versions_T),
         }
         if len(lengths) != 1:
-            raise ValueError(f"the four token arrays must have one length, got {sorted(lengths)}")
+            raise ValueError(f"the token arrays must have equal length, got {sorted(lengths)}")
 
     @property
     def num_tokens(self) -> int:

@@ -187,7 +187,7 @@ class PromptBuilder:
     def _render(self, session: Session, call: ModelCall) -> TreeTurn:
         messages, normalise, most = call.messages, self._model.normalise, self._limits.max_messages
         if len(messages) > most:
-            problem = f"a request may have {most} messages at most, this one has {len(messages)}"
+            problem = f"too many messages: {len(messages)} (limit {most})"
             raise RequestError(400, problem, key=call.prompt_key)
         if normalise is not None:
             messages = [normalise(message) for message in messages]
@@ -196,7 +196,7 @@ class PromptBuilder:
                 messages, self._model.template, tools=call.tools, variables=call.variables
             )
         except ChatTemplateError as error:
-            problem = f"the model's chat template refuses the messages: {error}"
+            problem = f"the chat template rejects these messages: {error}"
             raise RequestError(400, problem, key=call.prompt_key) from error
 
     async def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:

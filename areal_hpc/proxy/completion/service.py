@@ -119,7 +119,7 @@ class CompletionService:
                 resumption.on_aborted(generation, request)
                 if not resumption.is_possible:  # nobody has seen any of it
                     resumption = ReplyFailover(self._encoder)
-                raise EngineLostError(f"{replica.url} broke the call off")
+                raise EngineLostError(f"{replica.url} aborted the generation")
             return resumption.whole(generation)
 
         return await self._routed(prompt, choice, generate)
@@ -176,7 +176,7 @@ class CompletionService:
                 raise
             if generation.finish_reason == ABORTED and not live.abandoned:
                 resumption.on_aborted(generation, request)
-                raise EngineLostError(f"{url} broke the call off")
+                raise EngineLostError(f"{url} aborted the generation")
             return resumption.whole(generation)
 
         def may_repeat() -> bool:
@@ -192,7 +192,7 @@ class CompletionService:
                 live.put(self._record(prompt, choice, generation, said))
         except Exception as error:  # boundary: raised again where the stream is read
             if live.abandoned:
-                log.info("an abandoned stream ended with: %s", error)
+                log.info("a stream whose client disconnected failed: %s", error)
             live.put(error)
         finally:
             live.generated(choice)
@@ -226,7 +226,7 @@ class CompletionService:
     def _admit(self) -> None:
         most = self._limits.max_calls
         if self._calls >= most:
-            raise RequestError(429, f"{most} model calls are in flight, as many as may be")
+            raise RequestError(429, f"too many model calls in flight (limit {most})")
 
     def _began(self, session: Session, replies: int) -> None:
         """A session is not idle while the model answers it."""
@@ -243,7 +243,7 @@ class CompletionService:
     ) -> RecordedReply:
         session = prompt.session
         if session.ended or not self._recorder.holds(session):
-            raise RequestError(403, "the session ended while the model answered")
+            raise RequestError(403, "the session ended during generation")
         interaction = prompt.interaction(choice, generation, said)
         try:
             self._recorder.record(InteractionAdded(session.session_id, interaction))

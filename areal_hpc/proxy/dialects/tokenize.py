@@ -53,7 +53,7 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(400, "give either a prompt or messages", key="prompt")
     if request.messages is not None and request.add_special_tokens is not None:
-        problem = "the chat template decides which special tokens messages have"
+        problem = "add_special_tokens cannot be set with messages: the chat template decides"
         raise RequestError(400, problem, key="add_special_tokens")
     if request.prompt is not None and (request.tools or request.chat_template_kwargs):
         key = "tools" if request.tools else "chat_template_kwargs"

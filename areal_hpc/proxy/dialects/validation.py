@@ -123,7 +123,7 @@ def check_single_grammar(named: Mapping[str, object], choice: ToolChoice) -> Non
     names = [name for name, value in named.items() if value is not None]
     if len(names) > 1 or (names and choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
-        raise RequestError(400, f"{names[0]} and {other} cannot both hold", key=names[0])
+        raise RequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
 
 
 class FunctionSchema(Struct):
@@ -189,7 +189,7 @@ def parse_tool_choice(
         return ToolChoice("required", name, parallel)
     if not tools:
         if mode == "required":
-            raise RequestError(400, "there are no tools to choose from", key="tool_choice")
+            raise RequestError(400, "tool_choice needs tools", key="tool_choice")
         return ToolChoice("none", None, parallel)
     if mode == "required":
         return ToolChoice("required", None, parallel)

@@ -276,20 +276,20 @@ def _decoded(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) 
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise EngineLostError(f"{where} answered something else: {error}") from error
+        raise EngineLostError(f"{where} sent an unexpected reply: {error}") from error
 
 
 def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise EngineLostError(f"{where} answered without an end")
+        raise EngineLostError(f"{where} ended the reply without a finish reason")
     if reason.type == ABORTED and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
-            raise RequestError(400, f"the model server refused: {reason.message}")
-        raise EngineLostError(f"{where} broke the call off: {reason.message}")
+            raise RequestError(400, f"SGLang rejected the request: {reason.message}")
+        raise EngineLostError(f"{where} aborted the generation: {reason.message}")
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_SPACE):
-        raise EngineLostError(f"{where}: ids and log-probabilities of the reply disagree")
+        raise EngineLostError(f"{where}: token ids and log-probabilities differ in length")
     spans = [VersionSpan(_packed(where, s.version), s.start, s.end) for s in meta.weight_versions]
     covered = 0
     for span in spans:
@@ -297,7 +297,7 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
             break
         covered = span.end
     if covered != len(output_ids):
-        raise EngineLostError(f"{where}: weight versions cover {covered} of the reply's tokens")
+        raise EngineLostError(f"{where}: weight versions cover only {covered} tokens of the reply")
     return Generation(
         text=text,
         output_ids=output_ids,
@@ -325,10 +325,10 @@ def _refused(where: str, data: bytes) -> Exception:
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return EngineLostError(f"{where} answered something else: {broken}")
+        return EngineLostError(f"{where} sent an unexpected reply: {broken}")
     if error.get("code", 400) == 400:
-        return RequestError(400, f"the model server refused: {error.get('message')}")
-    return EngineLostError(f"{where} broke the call off: {error.get('message')}")
+        return RequestError(400, f"SGLang rejected the request: {error.get('message')}")
+    return EngineLostError(f"{where} aborted the generation: {error.get('message')}")
 
 
 def extract_error_text(answer: bytes) -> str:

@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has left, or was hung up on."""
-        self.fail(ConnectionError(f"the server left: {exc or 'before the end of its answer'}"))
+        self.fail(ConnectionError(f"the server closed the connection: {exc or 'early'}"))
 
     # What the parser tells -----------------------------------------------------------------
 

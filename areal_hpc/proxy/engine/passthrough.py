@@ -72,7 +72,7 @@ class GeneratePassthrough:
         except msgspec.DecodeError as error:
             raise RequestError(400, str(error)) from error
         if request.stream:
-            raise RequestError(400, "replies are passed on whole", key="stream")
+            raise RequestError(400, "streaming is not supported on /generate", key="stream")
         # SGLang dies of an id outside its vocabulary.
         if not request.input_ids or max(request.input_ids) >= self._vocab_size:
             message = f"expected ids below {self._vocab_size}, and one at least"

@@ -90,7 +90,7 @@ class Router:
         while not self._serving:
             remaining_s = give_up_at - time.monotonic()
             if remaining_s <= 0:
-                raise RequestError(503, "no server of the model answers now")
+                raise RequestError(503, "no replica is available")
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._refreshed.wait(), remaining_s)
         home = self._home.get(session_id)

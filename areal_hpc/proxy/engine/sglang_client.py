@@ -149,7 +149,7 @@ class SGLangClient:
             return await call
         except TimeoutError:
             self.abort(base_url, rid)
-            raise RequestError(504, f"the model did not answer within {timeout_s:.0f} s") from None
+            raise RequestError(504, f"no reply from the model within {timeout_s:.0f} s") from None
         except asyncio.CancelledError:
             self.abort(base_url, rid)
             raise
@@ -196,7 +196,7 @@ def _check(base_url: str, status: int, answer: bytes) -> None:
     if status >= 500:
         raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
     if status >= 400:
-        raise RequestError(400, f"the model server refused: {extract_error_text(answer)}")
+        raise RequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 
 
 async def _events(answer: Connection) -> AsyncIterator[bytes]:

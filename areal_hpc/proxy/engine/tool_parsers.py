@@ -70,7 +70,7 @@ class ToolParsers:
             if not first:
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
-                raise ParserLostError("SGLang's parsers do not start; the log says why")
+                raise ParserLostError("the parser process does not start; see the log")
             self._process = process
             self._reader = asyncio.ensure_future(self._read(process.stdout))
 
@@ -193,7 +193,7 @@ class ReplyReader:
             reply = await self._asked_again(again)
         self._opening = None
         if reply.error:
-            log.warning("a reply that SGLang's parsers fail on stays text: %s", reply.error)
+            log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)
         calls = [
             ToolCallDelta(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
         ]

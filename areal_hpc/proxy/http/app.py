@@ -188,7 +188,7 @@ class ProxyApp:
         await send({"type": "http.response.body", "body": content})
 
     def _too_large(self) -> RequestError:
-        return RequestError(413, f"a request may have {self._max_request_bytes} bytes at most")
+        return RequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
 
     async def _body(self, receive: Receive) -> bytes:
         body = b""
@@ -207,19 +207,19 @@ class ProxyApp:
 
     def _require_admin(self, key: str) -> None:
         if not hmac.compare_digest(key.encode("latin-1"), self._admin_key):
-            raise RequestError(401, "this route needs the run's admin key")
+            raise RequestError(401, "this route requires the admin key")
 
     def _session(self, key: str) -> Session:
         session = self._book.session_of_key(key)
         if session is None:
-            raise RequestError(401, "this key opens no session")
+            raise RequestError(401, "invalid session key")
         session.touch()
         return session
 
     def _held(self, opened: Session | None) -> Session:
         """The session that a key opened, unless it went while the body came."""
         if opened is None or self._book.sessions.get(opened.session_id) is not opened:
-            raise RequestError(401, "this key opens no session")
+            raise RequestError(401, "invalid session key")
         return opened
 
     def _open_session(self, opened: Session | None) -> Session:
@@ -347,4 +347,4 @@ def _refusal(caught: Exception) -> RequestError:
     if isinstance(caught, RequestError):
         return caught
     log.error("a request failed", exc_info=caught)
-    return RequestError(500, "the proxy failed; see its log")
+    return RequestError(500, "internal error of the proxy; see its log")

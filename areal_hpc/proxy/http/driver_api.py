@@ -92,7 +92,7 @@ class DriverApi:
         key = self._free_key(request.api_key) if request.api_key else generate_key()
         sessions, most = self._book.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
-            raise RequestError(429, f"{most} sessions are open, as many as may be")
+            raise RequestError(429, f"too many open sessions (limit {most})")
         if self._visits is None or request.ref is not None or request.disposable:
             return msgspec.json.encode(StartSessionReply(self._open(request, key), key))
         offer = self._visits.take()
@@ -110,7 +110,7 @@ class DriverApi:
         """Wait for a program that plays an episode of a ticket."""
         request = _decode(body, OfferEpisodeRequest)
         if self._visits is None:
-            raise RequestError(404, "this proxy serves no online run")
+            raise RequestError(404, "this proxy has no online mode")
         return msgspec.json.encode(OfferEpisodeReply(await self._visits.offer(request)))
 
     async def await_session(self, body: bytes) -> bytes:
@@ -131,11 +131,13 @@ class DriverApi:
     def _free_key(self, key: str) -> str:
         if len(key) < MIN_KEY_CHARS:
             raise RequestError(
-                400, f"a session key has {MIN_KEY_CHARS} characters at least", key="api_key"
+                400, f"session keys need at least {MIN_KEY_CHARS} characters", key="api_key"
             )
         session = self._book.session_of_key(key)
         if session is not None and not session.ended:
-            raise RequestError(409, f"the key opens session {session.session_id!r}", key="api_key")
+            raise RequestError(
+                409, f"this key already opens session {session.session_id!r}", key="api_key"
+            )
         return key
 
     def grant_capacity(self, body: bytes) -> bytes:
@@ -160,7 +162,9 @@ class DriverApi:
             raise RequestError(404, f"there is no session {session_id!r}", key="session_id")
         if session.request.ref is not None:
             raise RequestError(
-                409, f"session {session_id!r} belongs to a ticket of the run", key="session_id"
+                409,
+                f"session {session_id!r} belongs to a ticket and cannot be exported",
+                key="session_id",
             )
         return session
 
@@ -231,7 +235,9 @@ class DriverApi:
     def _discard(self, ref: TicketRef, rows: int | None) -> int:
         """Forget what a filtered ticket's episodes said."""
         if rows is not None:
-            raise RequestError(409, f"{ref} is finished: its rows are kept", key="discard")
+            raise RequestError(
+                409, f"{ref} is finished; its rows cannot be discarded", key="discard"
+            )
         for session in [*self._book.sessions.values()]:
             if session.request.ref == ref:
                 self._recorder.record(SessionDropped(session.session_id))
@@ -268,7 +274,7 @@ class DriverApi:
 
     def _of_run(self) -> Sealer:
         if self._sealer is None:
-            raise RequestError(404, "this proxy serves no run: it has no tickets")
+            raise RequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer
 
     def health(self) -> bytes:

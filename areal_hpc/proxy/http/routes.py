@@ -117,7 +117,7 @@ def render_openapi(routes: Routes) -> bytes:
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
-            "info": {"title": "The agent proxy of areal_hpc", "version": __version__},
+            "info": {"title": "areal_hpc agent proxy", "version": __version__},
             "paths": paths,
             "components": {
                 "schemas": {**components, "Refusal": _ERROR},
@@ -139,8 +139,8 @@ def _operation(
         "x-opened-by": route.opened_by,
         "responses": {
             "200": {"description": "The answer.", "content": answer},
-            "4XX": {"description": "The request is at fault.", "content": refusal},
-            "5XX": {"description": "The moment is at fault.", "content": refusal},
+            "4XX": {"description": "Client error: the request is invalid.", "content": refusal},
+            "5XX": {"description": "Server error: try again later.", "content": refusal},
         },
     }
     if route.opened_by != "anyone":

@@ -54,7 +54,7 @@ class OnlineSlots:
         free = [offer for offer in self._free if not offer.taken.done()]  # its driver has gone
         if not free:
             raise RequestError(
-                429, "the run waits for no episode at the moment", hint="repeat the request"
+                429, "no episode is waiting for an external program now", hint="repeat the request"
             )
         offer = min(free, key=lambda one: one.rank)
         self._free.discard(offer)

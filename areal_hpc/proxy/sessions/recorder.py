@@ -100,7 +100,7 @@ class JournaledRecorder:
             count += 1
         if count:
             log.info(
-                "replayed %d events in %.2f s: %d sessions, %d finished tickets",
+                "replayed %d journal events in %.2f s: %d sessions, %d finished tickets",
                 count,
                 time.monotonic() - began,
                 len(self.book.sessions),

@@ -76,7 +76,7 @@ class Sealer:
             if (ref.ticket_id, ref.attempt) in indexed
         ]
         if found:
-            log.info("%d tickets were sealed before the restart", len(found))
+            log.info("%d tickets had been sealed before the restart", len(found))
             self._recorder.record(TicketsSealed(found))
 
     def wake(self) -> None:
@@ -112,7 +112,7 @@ class Sealer:
         try:
             await self._settle()
         except ClusterError as error:
-            log.warning("sealed, will be settled later: %s", error)
+            log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
         return count
 
     def _is_due(self) -> bool:
@@ -164,7 +164,7 @@ class Sealer:
                 return
             ledger = rendezvous.find_endpoint(self._layout.rendezvous_dir, rendezvous.LEDGER)
             if ledger is None:
-                raise ClusterError("the ledger has not been published")
+                raise ClusterError("the ledger has no endpoint file yet")
             if tickets:
                 settle = SettleRequest(self._cell, tickets)
                 await self._ledger.call(f"{ledger.url}/settle", settle, Acknowledged)

@@ -125,7 +125,7 @@ class SessionStore:
     def __init__(self) -> None:
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, FinishedTicket] = {}
-        """Finished, not sealed."""
+        """Finished tickets that are not sealed yet."""
         self.sealed: dict[TicketRef, SettledTicket] = {}
         """Sealed, not yet acknowledged by the ledger."""
         self.dropped: dict[TicketRef, str] = {}

@@ -29,7 +29,7 @@ class InferenceConfig(BaseConfig):
     max_total_tokens: Annotated[int, Field(ge=256)] | None = None
     """Tokens the KV cache holds; SGLang decides from the free memory when null."""
     context_length: Annotated[int, Field(ge=16)] | None = None
-    """Longest prompt plus reply; the model's own limit when null."""
+    """Maximum prompt plus reply, in tokens; null: the model's limit."""
     mem_fraction_static: Annotated[float, Field(gt=0, lt=1)] = 0.85
     """Share of GPU memory for weights and KV cache."""
     tool_call_parser: str | None = None
@@ -41,9 +41,9 @@ class InferenceConfig(BaseConfig):
     startup_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """A replica that is not ready by then is restarted."""
     health_timeout_s: Annotated[float, Field(ge=6)] = 60.0
-    """A replica that gives no sign of life for so long, but for updates, is restarted."""
+    """Restart a replica that is unresponsive for this long (updates excluded)."""
     max_restarts: Annotated[int, Field(ge=0)] = 20
-    """Crashes of one replica after which its cell gives up; ten minutes without one cancel them."""
+    """Crashes of one replica before its cell fails; reset after ten minutes without a crash."""
 
     @model_validator(mode="after")
     def _ranks_fill_nodes(self) -> Self:

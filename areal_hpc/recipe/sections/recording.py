@@ -14,9 +14,9 @@ class ShardConfig(BaseConfig):
     """Journal and sealed shards."""
 
     target_bytes: Annotated[int, Field(ge=4096)] = 128 * 1024 * 1024
-    """Seal once the journal holds this much. Large files are kind to Lustre metadata servers."""
+    """Seal a shard when the journal reaches this size; large files reduce Lustre metadata load."""
     seal_after_s: Annotated[float, Field(gt=0)] = 30.0
-    """Seal this long after the first finished ticket, full or not."""
+    """Seal at the latest this long after the first finished ticket."""
     sync_interval_s: Annotated[float, Field(ge=0)] = 0.05
     """Group journal records into one fdatasync at most this far apart."""
     journal_dir: Path | None = None
@@ -29,7 +29,7 @@ class ProxyConfig(BaseConfig):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Longest time one model call may take, waiting for a replica included."""
     session_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """A session is dropped when it, and all others of its ticket, are idle for longer."""
+    """Drop a session after this idle time, if all sessions of its ticket are idle."""
     max_sessions: Annotated[int, Field(ge=1)] = 65536
     """Sessions open at once; further ones are refused with status 429."""
     max_calls: Annotated[int, Field(ge=1)] = 8192
@@ -39,4 +39,4 @@ class ProxyConfig(BaseConfig):
     max_request_bytes: Annotated[int, Field(ge=1024)] = 32 * 1024 * 1024
     """Larger requests are refused with status 413."""
     message_normalizer: str | None = None
-    """`package.module:function` that each message passes before it is compared and rendered."""
+    """`package.module:function` that normalizes each message before comparison and rendering."""

@@ -22,24 +22,24 @@ class SamplingConfig(BaseConfig):
     top_k: int = -1
     """-1 keeps all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
-    """Longest reply of one model call."""
+    """Maximum tokens of one reply."""
 
 
 class AgentExecutionConfig(BaseConfig):
     """Where the agent runs, and how an episode's interactions become training rows."""
 
     mode: Literal["inline", "subproc", "online"] = "inline"
-    """`inline`: in the driver; `subproc`: in processes; `online`: programs elsewhere come."""
+    """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     export_style: Literal["concat", "individual"] = "concat"
     """`concat`: a row per branch of the conversation; `individual`: a row per model call."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """What a turn keeps of the reward of the turns that follow it."""
+    """Discount per turn: the share of a later turn's reward that an earlier turn gets."""
     credit: Literal["tree", "chronological"] = "tree"
     """Who shares a reward: `tree`: the turns that led to it; `chronological`: all earlier calls."""
     drop_retry_orphans: bool = True
-    """Leave out unused replies to a request that was sent again; false if the agent resamples."""
+    """Drop unused replies to a retried request; false if the agent resamples on purpose."""
 
     def export_settings(self, is_discounted: bool) -> ExportSettings:
         """How rows are made; `is_discounted` if the agent has passed rewards back itself."""
@@ -68,21 +68,21 @@ class RolloutConfig(BaseConfig):
     n_samples: Annotated[int, Field(ge=1)] = 8
     """Episodes per task: the group whose rewards are compared."""
     extra_samples: Annotated[int, Field(ge=0)] = 0
-    """Episodes more per task; the first `n_samples` that end well (the short ones) are trained."""
+    """Additional episodes per task; the first `n_samples` to finish are trained."""
     min_samples: Annotated[int | None, Field(ge=2)] = None
-    """A group of so many is trained when its other episodes failed for good; `None`: all."""
+    """Train a group with at least this many episodes when the others failed; null: all."""
     filter_same_reward: bool = False
     """Leave groups whose final rewards are all equal out of training; they teach nothing."""
     should_accept: str = ""
-    """`package.module:function`: given `{"rewards": array, "task": row}`, says if to train it."""
+    """`package.module:function` of `{"rewards": array, "task": row}`: whether to train it."""
     curriculum: str = ""
-    """`package.module:function`: weighs the tasks by how they went; empty: each in its turn."""
+    """`package.module:function` that weights tasks by their past rewards; empty: in order."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)] = 64
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
-    """How many versions old the oldest weights of a trained batch may be; 0 is synchronous."""
+    """Maximum age, in versions, of the weights that sampled a token; 0 is synchronous."""
     stale_groups: StaleGroups = "train_with_correction"
-    """A group older than that when its batch forms; `drop` and `requeue` starve long episodes."""
+    """What to do with a group over that limit; `drop`, `requeue` bias against long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""
     limits: LimitsConfig = LimitsConfig()
@@ -90,7 +90,7 @@ class RolloutConfig(BaseConfig):
     episode_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """An episode that takes longer has failed."""
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
-    """An episode that failed this often failed for good (see `min_samples`)."""
+    """Attempts per episode before it counts as failed (see `min_samples`)."""
 
     @property
     def episodes_per_ticket(self) -> int:
@@ -113,8 +113,8 @@ class EvaluationConfig(BaseConfig):
     sampling: SamplingConfig = SamplingConfig(temperature=0.0)
     """Generation parameters; greedy unless changed."""
     workflow: str = ""
-    """Dotted path of another agent that plays held-out tasks; empty: `rollout.workflow`."""
+    """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
     separate_cell: bool = False
-    """A job like that of a cell plays them, and training does not wait for it."""
+    """Evaluate in an additional cell, in parallel with training."""

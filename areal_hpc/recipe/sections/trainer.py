@@ -123,7 +123,7 @@ class TrainerConfig(BaseConfig):
     optimizer: AdamConfig = AdamConfig()
     """AdamW."""
     objective: ObjectiveConfig = ObjectiveConfig()
-    """What is maximised."""
+    """Training objective (clipped policy gradient)."""
     checkpoint_every_steps: Annotated[int, Field(ge=1)] = 5
     """Steps between checkpoints: the most that a kill can cost."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2

@@ -13,18 +13,18 @@ class WeightsConfig(BaseConfig):
     """From trainer ranks into SGLang."""
 
     transport: Literal["broadcast", "disk"] = "broadcast"
-    """`disk` writes the weights into the run directory, from where replicas load them."""
+    """`broadcast`: NCCL (gloo on CPU); `disk`: through files in the run directory."""
     bucket_bytes: Annotated[int, Field(ge=4096)] = 64 * 2**20
     """Size of the buckets in which parameters travel, and of the files when they go by disk."""
     replicas_per_group: Annotated[int, Field(ge=1)] = 1
-    """Replicas that share one process group, and so one failure."""
+    """Replicas per update process group; one failing replica fails its group."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
     # of a group, one bucket (64 MiB take 2 s even at 250 Mbit/s) or, from disk, all of them, and
     # the checksums of all weights, which a CPU takes at more than 1 GB/s.
     update_timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    """Deadline of each wait in an update: the slowest bucket (from disk: all), all checksums."""
+    """Timeout of each step of an update: one bucket (with disk: all), or all checksums."""
     verify_checksum: bool = True
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
 

@@ -147,7 +147,7 @@ async def _run_agent(
     if not done:
         raise TimeoutError
     if task.cancelled():
-        raise AgentError("the agent was cancelled from within")
+        raise AgentError("the agent cancelled itself")
     returned = task.result()
     if isinstance(returned, AgentError):
         raise returned

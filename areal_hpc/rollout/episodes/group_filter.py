@@ -59,4 +59,4 @@ class GroupFilter:
             raise AgentError(
                 f"{self._name} returned {answer!r:.200} ({type(answer).__name__}), expected a bool"
             )
-        return "" if answer else f"{self._name} refused the rewards {list(rewards)}"
+        return "" if answer else f"{self._name} rejected the rewards {list(rewards)}"

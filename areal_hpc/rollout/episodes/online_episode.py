@@ -41,7 +41,7 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
         if state.ended and state.reward is not None:
             return EpisodeOutcome("ok", session_id, reward=state.reward)
         if state.ended:
-            reason = "the program ended its session without a reward"
+            reason = "the external program ended its session without a reward"
             break
     return EpisodeOutcome("interrupted", session_id, reason=reason)
 

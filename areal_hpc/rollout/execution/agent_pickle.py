@@ -93,7 +93,7 @@ def pickle_by_value(thing: Any) -> bytes:
         raise RecipeError(
             f"the workflow cannot be pickled ({type(error).__name__}: {error})",
             key="rollout.workflow",
-            hint="open files, clients and locks within run, or name the workflow by its path",
+            hint="create files, clients and locks inside `run`, or name the agent by its path",
         ) from error
     return data
 

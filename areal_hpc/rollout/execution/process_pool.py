@@ -87,7 +87,7 @@ class _Process:
         except (EOFError, OSError) as error:
             self._child.join(1.0)
             raise WorkerLostError(
-                f"the process of the call died with exit code {self._child.exitcode}"
+                f"the worker process exited with code {self._child.exitcode} during the call"
             ) from error
         except Exception as error:  # boundary: the answer unpickles the user's classes
             raise AgentError(f"what the process answered cannot be read here: {error}") from error

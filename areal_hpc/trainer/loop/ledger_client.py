@@ -105,7 +105,7 @@ class LedgerClient:
                 give_up_at = min(give_up_at, time.monotonic() + UNREACHABLE_TIMEOUT_S)
                 if time.monotonic() >= give_up_at or self._is_stopping():
                     raise
-                logger.info("looking for the ledger again: %s", error)
+                logger.info("reconnecting to the ledger: %s", error)
                 self._url = ""
 
     def _find(self) -> str:

@@ -171,7 +171,7 @@ class LedgerSource(BatchSource):
             seconds=report.seconds,
         )
         for key, error in report.failed.items():
-            logger.warning("%s did not get version %s: %s", key, version, error)
+            logger.warning("%s did not receive version %s: %s", key, version, error)
 
     def describe_updates(self) -> FlatRow:
         """What the newest update cost those who generate."""
@@ -205,10 +205,10 @@ class LedgerSource(BatchSource):
             left_out=left_out,
         )
         if given_up:
-            logger.warning("the evaluation of %s is given up: its weights are lost", given_up)
+            logger.warning("evaluation of %s abandoned: its weights are gone", given_up)
         if left_out:
             logger.warning(
-                "step %d is evaluated in the place of %s: the evaluation cell was busy or away",
+                "step %d is evaluated instead of %s: the evaluation cell was busy or away",
                 version.step,
                 ", ".join(map(str, left_out)),
             )
@@ -230,7 +230,7 @@ class LedgerSource(BatchSource):
             self._logged_at = time.monotonic()
             under_way = evaluation.under_way
             what = f"has {under_way} to judge" if under_way else "is not there"
-            logger.info("all steps are trained; the evaluation cell is waited for: it %s", what)
+            logger.info("training is complete; waiting for the evaluation cell, which %s", what)
         self._stop.wait(NO_REPLICA_PAUSE_S)
         return False
 

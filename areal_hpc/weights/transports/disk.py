@@ -124,7 +124,7 @@ def _age(name: str) -> list[int]:
 
 def _refused(path: Path, error: OSError) -> WeightStorageError:
     return WeightStorageError(
-        f"the storage did not take the weights: {error}",
+        f"the weights could not be written to shared storage: {error}",
         key=str(path),
         hint="make room on the shared storage, or set weights.transport=broadcast",
     )

@@ -114,7 +114,7 @@ class BroadcastSession(UpdateSession):
             try:
                 member.leave_group(self._group.name)
             except WeightSyncError as error:
-                log.info("not told to leave its update group: %s", error)
+                log.info("could not remove the replica from its process group: %s", error)
                 return False
             return True
 

@@ -67,7 +67,7 @@ class UpdateProcessGroup:
         self._await(
             lambda wait_s: not wait([forming], wait_s).not_done,
             refused,
-            "the group did not form",
+            "the process group did not form",
             _LOOK_S,
         )
         try:
@@ -131,7 +131,7 @@ class UpdateProcessGroup:
         give_up_at = time.monotonic() + self._timeout_s
         while not done(look_s):
             if refused():
-                raise WeightSyncError(f"{trouble}: a member refused (group {self.name})")
+                raise WeightSyncError(f"{trouble}: a member reported failure (group {self.name})")
             if time.monotonic() >= give_up_at:
                 raise WeightSyncError(
                     f"{trouble} within {self._timeout_s:.0f} s (group {self.name})"

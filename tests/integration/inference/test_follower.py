@@ -98,7 +98,7 @@ def test_a_lost_part_costs_the_whole_incarnation(pair: Pair) -> None:
     (lost,) = pair.running()
     lost.kill()
     pair.tick_until(lambda: pair.is_ready(2) and len(pair.parts) == 2)
-    assert "lost its part on node 1" in (pair.folder / "events.jsonl").read_text()
+    assert "lost its process on node 1" in (pair.folder / "events.jsonl").read_text()
     assert [incarnation for incarnation, _ in pair.parts] == [1, 2]
     assert len(pair.running()) == 1
 

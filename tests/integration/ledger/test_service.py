@@ -239,7 +239,7 @@ def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
     (first, second) = [grant.ref for grant in lease(1, []).grants]
     again = [grant.ref for grant in lease(2, []).grants]
     assert {ref.ticket_id for ref in again} == {first.ticket_id, second.ticket_id}
-    with pytest.raises(HttpStatusError, match="start 1 of cell-0 was superseded by start 2"):
+    with pytest.raises(HttpStatusError, match="restart 1 of cell-0 was replaced by restart 2"):
         lease(1, [first, second])
     assert lease(2, again).grants == []
     assert ledger.status().leased == 2

@@ -206,7 +206,7 @@ class StandInProxy(Service):
         session = self.session_of(request)
         if not self.has_replica:
             self.unserved_calls += 1
-            raise web.HTTPServiceUnavailable(text="no server of the model answers now")
+            raise web.HTTPServiceUnavailable(text="no replica is available")
         await request.read()
         name = f"chatcmpl-{len(session.interactions)}"
         session.interactions.append(name)

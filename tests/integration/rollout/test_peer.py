@@ -15,7 +15,7 @@ from areal_hpc.wire.ledger import Acknowledged, Empty
 
 
 async def refuse(request: web.Request) -> web.Response:
-    return web.json_response({"error": "this key opens no session"}, status=401)
+    return web.json_response({"error": "invalid session key"}, status=401)
 
 
 @pytest.mark.asyncio

@@ -32,7 +32,7 @@ def test_nodes_run_what_was_begun_and_nothing_after_its_end() -> None:
 def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: MultiNodeReplica) -> None:
     assert span.loss(0.1) == ""
     assert span.follow(NodePartRequest(2, 0), 0.2) == NOTHING
-    assert span.loss(0.2) == "lost its part on node 2 of the cell"
+    assert span.loss(0.2) == "lost its process on node 2 of the cell"
     span.begin(5, "10.0.0.1:5000")
     assert span.loss(0.3) == ""
     assert span.follow(NodePartRequest(1, 4), 0.3) == NodePartReply(5, "10.0.0.1:5000")
@@ -41,7 +41,7 @@ def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: MultiNodeReplica
 def test_a_silent_node_is_lost_in_bounded_time(span: MultiNodeReplica) -> None:
     span.follow(NodePartRequest(2, 4), 10.0)
     assert span.loss(NODE_TIMEOUT_S) == ""
-    assert span.loss(NODE_TIMEOUT_S + 0.1) == "has not heard of node 1 for 15 s"
+    assert span.loss(NODE_TIMEOUT_S + 0.1) == "node 1 has been silent for 15 s"
 
 
 def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:

@@ -81,7 +81,7 @@ def test_a_stale_group_is_trained_and_counted_unless_the_recipe_says_otherwise()
 def test_a_stale_group_is_dropped_if_the_recipe_says_so() -> None:
     tickets, ref = overtaken("drop", steps=2)
     (drop,) = find_stale_tickets(tickets, 1, [])
-    assert drop == DroppedTicket(ref, "sampled 2 steps ago, at most 1", "stale")
+    assert drop == DroppedTicket(ref, "sampled 2 steps ago; the limit is 1", "stale")
     tickets.set_aside(drop)
     assert tickets.state_of(ref.ticket_id) == "dropped"
     manifest = fill(tickets)

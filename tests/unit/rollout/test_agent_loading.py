@@ -155,7 +155,9 @@ def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package:
         assert load_agent(given, {"depth": 2}).depth == 2  # type: ignore[attr-defined]
     for given in (module.solver, f"{package}.solver.solver"):
         assert load_agent(given, {}) is module.solver
-        with pytest.raises(RecipeError, match=r"is an instance, so \{'depth': 2\} come too late"):
+        with pytest.raises(
+            RecipeError, match=r"is already an instance; \{'depth': 2\} cannot be applied"
+        ):
             load_agent(given, {"depth": 2})
     with pytest.raises(RecipeError, match=r"'builtins\.int' has no method `run`"):
         load_agent(int, {})

@@ -177,7 +177,7 @@ def _conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     if messages[-1].role == "assistant":
         raise RequestError(
             400,
-            "the last message is the assistant's: a reply cannot be begun for the model",
+            "assistant prefill is not supported: the last message must not be from the assistant",
             key=f"messages[{len(messages) - 1}]",
         )
 
@@ -245,7 +245,7 @@ def _misplaced(message: _InputMessage, i: int, j: int) -> RequestError:
     kind = type(message.content[j]).__struct_config__.tag
     return RequestError(
         400,
-        f"a message of the {message.role} cannot hold a block of type {kind!r}",
+        f"a {message.role} message cannot contain a {kind!r} block",
         key=f"messages[{i}].content[{j}].type",
     )
 

@@ -53,11 +53,11 @@ def parse(
     request = decode(_decoder, body)
     check_consistency(request, model)
     if request.echo:
-        raise RequestError(400, "a reply does not repeat its prompt", key="echo")
+        raise RequestError(400, "echo is not supported", key="echo")
     if request.suffix:
-        raise RequestError(400, "nothing can be put after a reply", key="suffix")
+        raise RequestError(400, "suffix is not supported", key="suffix")
     if request.best_of not in (None, request.n or 1):
-        raise RequestError(400, "all replies are returned: best_of is n", key="best_of")
+        raise RequestError(400, "best_of must equal n", key="best_of")
     return request, ModelCall(
         messages=(),
         tools=None,
@@ -78,8 +78,8 @@ def _prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
     if isinstance(prompt, str):
         return prompt
     if any(isinstance(part, str | list) for part in prompt):
-        raise RequestError(400, "one prompt a request, please", key="prompt")
+        raise RequestError(400, "only one prompt per request is supported", key="prompt")
     if any(type(part) is not int for part in prompt):
-        raise RequestError(400, "a prompt is a text or token ids", key="prompt")
+        raise RequestError(400, "prompt must be a string or a list of token ids", key="prompt")
     check_token_ids(model, "prompt", prompt)
     return prompt

@@ -82,7 +82,7 @@ def check_consistency(request: CompletionSampling, model: ServedModel) -> None:
         RequestError: 400, naming the parameter.
     """
     if request.stream_options is not None and not request.stream:
-        raise RequestError(400, "stream_options needs stream", key="stream_options")
+        raise RequestError(400, "stream_options requires stream=true", key="stream_options")
     form = request.response_format
     if form is not None and form.type == "json_schema" and form.json_schema is None:
         raise RequestError(400, "the schema is missing", key="response_format.json_schema")

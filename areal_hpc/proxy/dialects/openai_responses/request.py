@@ -130,7 +130,7 @@ def parse(
     check_tools_supported(model, tools.schemas, choice)
     messages = [*_instructions(request), *_previous(request, session), *_input(request)]
     if not messages:
-        raise RequestError(400, "there is nothing to answer", key="input")
+        raise RequestError(400, "input is empty", key="input")
     variables = effort_variables(request.reasoning.effort, model) if request.reasoning else None
     return (
         request,
@@ -150,12 +150,12 @@ def parse(
 
 def _refuse_contradictions(request: ResponsesRequest) -> None:
     if request.background:
-        raise RequestError(400, "a reply is answered at once", key="background")
+        raise RequestError(400, "background=true is not supported", key="background")
     if request.top_logprobs and not request.with_logprobs:
         raise RequestError(400, f"top_logprobs needs {LOGPROBS} in include", key="top_logprobs")
     options = request.stream_options
     if options is not None and (options.include_obfuscation or not request.stream):
-        problem = "only include_obfuscation: false of a stream can be honoured"
+        problem = "stream_options supports only include_obfuscation=false"
         raise RequestError(400, problem, key="stream_options")
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and form.schema is None:
