@@ -136,7 +136,7 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
         (Raises(ValueError("no luck")), "the agent raised ValueError: no luck"),
         (Raises(SystemExit(3)), "the agent raised SystemExit: 3"),
         (Raises(ValueError("half an emoji: \ud83d")), "half an emoji: \\ud83d"),
-        (Raises(asyncio.CancelledError()), "cancelled from within"),
+        (Raises(asyncio.CancelledError()), "the agent cancelled itself"),
         (Raises(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
     ],
 )

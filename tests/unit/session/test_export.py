@@ -165,7 +165,7 @@ def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() 
 def test_a_session_without_reward_is_refused() -> None:
     tree = InteractionTree()
     chain(tree, "one")
-    with pytest.raises(ValueError, match="without any reward"):
+    with pytest.raises(ValueError, match="without rewards"):
         export_rows(tree, KEY)
 
 
