@@ -139,7 +139,7 @@ def test_by_arrival_the_order_of_requests_alone_decides() -> None:
 
 def test_wrong_rewards_are_refused() -> None:
     async def body(client: ArealOpenAI) -> None:
-        with pytest.raises(RuntimeError, match="no interaction"):
+        with pytest.raises(RuntimeError, match="no completed interaction"):
             client.set_last_reward(1.0)
         first, second = await two_turns(client)
         with pytest.raises(KeyError, match=f"'resp-1' .* it has: {first}, {second}"):

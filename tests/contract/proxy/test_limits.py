@@ -81,7 +81,7 @@ def test_a_conversation_may_be_only_so_long(small_stage: Stage) -> None:
     refused = small_stage.chat(key, messages)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "messages"
-    assert "5 messages at most" in refused.json()["error"]["message"]
+    assert "too many messages: 6 (limit 5)" in refused.json()["error"]["message"]
     assert small_stage.chat(key, messages[1:]).status_code == 200
     small_stage.post("/rl/end_session", {}, key)
 

@@ -184,7 +184,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
 
 def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
     for out in (recorded.root, recorded.root / "again"):
-        with pytest.raises(RecipeError, match="only read"):
+        with pytest.raises(RecipeError, match="read-only"):
             ReplayRun(recorded, 5, 6, (), RunPaths(out))
 
 

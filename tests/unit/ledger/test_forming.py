@@ -120,7 +120,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     tickets.expire(100.0)
     second = tickets.lease("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.set_aside(DroppedTicket(ref, "too old", "requeued"))
+    tickets.set_aside(DroppedTicket(ref, "as stale", "requeued"))
     assert tickets.lease("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
@@ -160,7 +160,8 @@ def test_a_group_of_unknown_age_is_not_stale() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("filtered", "filtered out"), ("stale", "too old"), ("requeued", "too old")]
+    ("kind", "said"),
+    [("filtered", "filtered out"), ("stale", "as stale"), ("requeued", "as stale")],
 )
 def test_setbacks_without_end_are_an_error_that_names_the_key(kind: str, said: str) -> None:
     tickets = tickets_of()

@@ -79,7 +79,7 @@ def test_a_shard_that_shrinks_under_its_reader_is_an_error(layout: RunPaths) -> 
     path = layout.shards_dir / shard.file
     reader = ShardReader(path)
     os.truncate(path, shard.bytes // 2)
-    with pytest.raises(ShardError, match="cannot be read: the file ends"):
+    with pytest.raises(ShardError, match="cannot be read: the file is"):
         reader.read_rows([0, 1, 2, 3], with_meta=False)
 
 
