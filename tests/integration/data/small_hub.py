@@ -84,4 +84,4 @@ def _headers(body: bytes) -> dict[str, str]:
     large = len(body) > 64
     git = hashlib.sha1(b"blob %d\0" % len(body) + body)
     etag = hashlib.sha256(body).hexdigest() if large else git.hexdigest()
-    return {"ETag": f'"{etag}"', "X-Repo-Checkpoint": COMMIT}
+    return {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}

@@ -74,7 +74,7 @@ CASES = [
     ),
     (
         "cluster.serve.python=/no/such/python",
-        "no Python for the role serve at /no/such/python",
+        "no Python interpreter for role serve at /no/such/python",
         "make setup",
     ),
     (
