@@ -10,6 +10,9 @@ import msgspec
 import pytest
 import torch
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
