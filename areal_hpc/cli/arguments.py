@@ -14,7 +14,7 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 class CommandGroup:
-    """CommandGroup that `areal-hpc --help` lists together.
+    """Group of commands that `areal-hpc --help` lists together.
 
     Args:
         subparsers: Where the parsers of all commands are.

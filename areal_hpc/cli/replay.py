@@ -35,7 +35,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _replay(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.replay import ReplayRun, parse_steps
-    from areal_hpc.launch.run import INTERRUPTED_EXIT_CODE, STOPPING, stop_on_signals
+    from areal_hpc.launch.run import STOPPING, stop_on_signals
     from areal_hpc.view.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
@@ -48,8 +48,8 @@ def _replay(arguments: argparse.Namespace) -> int:
     try:
         with stop_on_signals(STOPPING) as stop:
             replay.carry_out(reporter, stop)
-    except errors.RunInterruptedError:
+    except errors.RunInterruptedError as interrupted:
         print("stopped; the same command continues the replay")
-        return INTERRUPTED_EXIT_CODE
+        return interrupted.exit_code
     print(layout.root)
     return 0

@@ -1,4 +1,4 @@
-"""What an in-process client generates with, and the parts of a proxy that it does without."""
+"""In-process engine: the SGLang endpoint that a client generates with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much GPU memory a recipe takes: estimates from the model's sizes. Pure.
+"""Estimate of the GPU memory of trainer and servers, from the model's sizes. Pure.
 
 Counted are the things whose size follows from shapes; kernels' workspace and fragmentation are
 covered by `RESERVE_BYTES`, which is an assumption. Sources:

@@ -28,7 +28,6 @@ from areal_hpc.view.run_state import read_run_state
 from areal_hpc.view.summary import summarize
 
 FRESH_HINT = "use --fresh to start over"
-INTERRUPTED_EXIT_CODE = 130
 STOPPING = "\nstopping; jobs have a moment to save a checkpoint"
 
 
@@ -53,7 +52,7 @@ class RunResult:
     @property
     def exit_code(self) -> int:
         """The exit code of the command."""
-        return INTERRUPTED_EXIT_CODE if self.exit_reason == "interrupted" else 0
+        return errors.RunInterruptedError.exit_code if self.exit_reason == "interrupted" else 0
 
 
 def run(

@@ -1,4 +1,4 @@
-"""How many tickets may be leased now: one pure function of where the tickets are.
+"""Admission control: the number of tickets that may be leased now, from their states. Pure.
 
 The rule is that of AReaL (arXiv 2505.24298, section 5.1; `areal/infra/staleness_manager.py`).
 Every count is that of a state in which tickets are now, none that of an event: a ticket that was

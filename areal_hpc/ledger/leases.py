@@ -1,4 +1,4 @@
-"""Who holds which ticket, and when it was last heard of. Pure: time is passed in."""
+"""Ticket leases and cell heartbeats. Pure: time is passed in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who shares a reward: credit passes back from what followed to what led to it.
+"""Credit assignment: rewards pass back from a reply to the turns that led to it.
 
 What an interaction earns is its own reward plus `turn_discount` times what its followers earn, the
 mean of them if there are several. Two rules say who follows whom:

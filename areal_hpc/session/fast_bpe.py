@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 LEARNT_TOKENS = 1 << 15
 """Looked at in advance; takes about 0.1 s."""
-MOST_WORDS = 1 << 16
+MAX_WORDS = 1 << 16
 """Remembered at once; about 20 MB."""
-LONGEST_WORD = 64
+MAX_WORD_CHARS = 64
 """Longer ones are rarely seen again."""
 GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 """What the pre-tokenizer `ByteLevel` uses by itself."""
@@ -88,8 +88,8 @@ class WordEncoder(dict[str, tuple[int, ...]]):
     def __missing__(self, word: str) -> tuple[int, ...]:
         spelled = "".join(map(_BYTE_LETTERS.__getitem__, word.encode()))
         ids = tuple(token.id for token in self._model.tokenize(spelled))
-        if len(word) <= LONGEST_WORD:
-            if len(self) >= MOST_WORDS:
+        if len(word) <= MAX_WORD_CHARS:
+            if len(self) >= MAX_WORDS:
                 self.clear()
             self[word] = ids
         return ids

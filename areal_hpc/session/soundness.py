@@ -1,4 +1,4 @@
-"""What a recorded model call must satisfy before it is journaled.
+"""Soundness check of a recorded model call, made before it is journaled.
 
 A call that a client recorded by itself reaches the proxy as plain data. One whose lengths disagree
 makes a session that cannot become rows; an id outside the vocabulary, or a log-probability that is

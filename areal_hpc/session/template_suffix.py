@@ -1,4 +1,4 @@
-"""What a chat template writes after a reply: the only part of a spliced prompt that is tokenized.
+"""What a chat template writes after a reply: the only part of a reused prompt that is tokenized.
 
 The whole conversation is rendered with a placeholder for the reply. What comes after the
 placeholder is right for every template that prints the reply's content once, whatever the

@@ -30,8 +30,6 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("name", areal_hpc.__all__)
 def test_every_name_is_there(name: str) -> None:
-    if name == "ArealOpenAI":
-        pytest.importorskip("openai")
     assert getattr(areal_hpc, name) is not None
     assert name in dir(areal_hpc)
 

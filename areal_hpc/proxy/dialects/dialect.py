@@ -1,4 +1,4 @@
-"""What a dialect is to the routes that serve it."""
+"""Interface of a dialect, as the routes use it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.Mon
     by_words = WordEncoder.of(tokenizer("qwen"))
     assert by_words is not None
     by_words.clear()
-    monkeypatch.setattr(fast_bpe, "MOST_WORDS", 10)
+    monkeypatch.setattr(fast_bpe, "MAX_WORDS", 10)
     texts = [f"word{letter} more{letter}" for letter in "abcdefghij"] + ["x" * 1000]
     for text in texts:
         assert by_words.encode(text) == expected("qwen", text)
