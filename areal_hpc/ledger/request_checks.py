@@ -46,7 +46,7 @@ def require_newest_cell(cell: str, job_start: int, newest: int) -> None:
         raise LedgerRequestError(
             409,
             f"restart {job_start} of {cell} was replaced by restart {newest}",
-            hint="stop this driver: another one took over",
+            hint="stop this driver: a newer one has taken over",
         )
 
 

@@ -52,7 +52,7 @@ class GroupUpdate(Generic[SessionT]):
                 step.result(max(0.0, self._step_ends_at - time.monotonic()))
             except TimeoutError:
                 failures[swap] = WeightSyncError(
-                    f"{self._step_name} took longer than {self._step_s:.0f} s"
+                    f"{self._step_name} took longer than {self._step_s:g} s"
                 )
             except WeightSyncError as error:
                 failures[swap] = error

@@ -158,7 +158,7 @@ def test_a_restarted_ledger_grants_nothing_before_the_trainer_says_where_it_resu
     ledger.publish(1)
     claim_next_number(ledger.layout.generations_dir)
     ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
-    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+    with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.batch(2, generation=1)
     time.sleep(SHORT_TIMEOUT_S / 3)
     assert ledger.lease(wait_s=1.0).grants == []
@@ -210,7 +210,7 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
         with pytest.raises(HttpStatusError) as caught:
             call()
         assert caught.value.status == 409
-        assert "another one took over" in caught.value.body
+        assert "a newer one has taken over" in caught.value.body
 
 
 def test_a_trainer_that_waits_for_a_batch_is_refused_as_soon_as_another_takes_over(
@@ -233,7 +233,7 @@ def test_a_zombie_cannot_form_a_batch_once_a_newer_generation_is_on_disk(
     ledger.open_generation(1)
     ledger.settle(ledger.seal([grant.ref for grant in ledger.grants()]))
     claim_next_number(ledger.layout.generations_dir)
-    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+    with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.batch(1, generation=1)
     assert not ledger.layout.manifest(1).exists()
 
@@ -244,7 +244,7 @@ def test_a_zombie_cannot_overwrite_the_state_of_a_newer_ledger(ledger: LedgerPro
     form_batch(ledger, 1)
     claim_next_number(ledger.layout.generations_dir)
     before = ledger.layout.ledger_state.read_bytes()
-    with pytest.raises(HttpStatusError, match="superseded by generation 2"):
+    with pytest.raises(HttpStatusError, match="was replaced by 2"):
         ledger.publish(1, generation=1)
     assert ledger.layout.ledger_state.read_bytes() == before
 

@@ -67,7 +67,7 @@ def test_a_reward_that_raises_is_tried_again(tmp_path: Path) -> None:
 
 def test_a_reward_whose_process_dies_is_tried_again(tmp_path: Path) -> None:
     assert reward(functions.dies, str(tmp_path / "a"), 1) == 0.5
-    with pytest.raises(WorkerLostError, match="exit code 3"):
+    with pytest.raises(WorkerLostError, match="exited with code 3"):
         reward(functions.dies, str(tmp_path / "b"), 9, options={"max_retries": 2})
 
 

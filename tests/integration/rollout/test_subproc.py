@@ -92,7 +92,7 @@ def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path)
     tasks = [{"then": then} for then in ("hang", "crash", "raise", "exit", None, None, None)]
     outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 2), *tasks))
     assert [one.status for one in outcomes] == ["timed_out", *["failed"] * 3, *["ok"] * 3]
-    assert "died with exit code 7" in outcomes[1].reason
+    assert "exited with code 7" in outcomes[1].reason
     assert "the agent raised ValueError: no idea" in outcomes[2].reason
     assert "process_agents.py" in outcomes[2].reason
     assert "SystemExit: 2" in outcomes[3].reason

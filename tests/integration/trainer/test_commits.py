@@ -101,7 +101,7 @@ def test_a_checkpoint_outlives_its_writer(ranks: RankServer, layout: RunPaths) -
 def test_a_checkpoint_whose_writers_keep_dying_fails(ranks: RankServer, layout: RunPaths) -> None:
     found = found_by(ranks, layout, "writers_keep_dying")
     assert found["kind"] == "ClusterError"
-    assert "died 2 times, last exit code -9" in found["error"]
+    assert "died 2 times, at last with exit code -9" in found["error"]
     assert found["visible"] == FIRST
 
 

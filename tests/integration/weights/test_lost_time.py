@@ -71,5 +71,5 @@ def test_a_group_that_is_late_for_a_step_is_left_out(lost: list[ReplicaKey]) -> 
         is_over.set()
     assert update.live == [punctual]
     assert [*update.failed] == [lost[1]]
-    assert "to doze took longer than" in str(update.failed[lost[1]])
+    assert "doze took longer than 0.5 s" in str(update.failed[lost[1]])
     punctual.abandon()
