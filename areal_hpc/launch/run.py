@@ -19,9 +19,8 @@ from omegaconf import OmegaConf
 from areal_hpc import errors
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
-from areal_hpc.recipe.loading import build_recipe, load_recipe
+from areal_hpc.recipe.loading import build_recipe, load_recipe, read_overrides
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.yaml_tree import read_overrides
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.run_state import read_run_state

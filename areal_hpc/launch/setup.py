@@ -20,8 +20,8 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.yaml_tree import flatten_keys
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
