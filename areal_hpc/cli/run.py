@@ -60,13 +60,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.memory_report import render_memory_table
-    from areal_hpc.launch.plan import LaunchFacts, plan_run
+    from areal_hpc.launch.memory import render_memory_table
+    from areal_hpc.launch.plan import plan_run
     from areal_hpc.recipe.loading import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    layout = RunPaths(recipe.run_dir)
-    for stage in plan_run(recipe, layout, LaunchFacts.before_setup(recipe)).stages:
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         print(f"stage {stage.name}: done when {stage.done_marker} exists")
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")

@@ -83,10 +83,7 @@ def run(
     if not fresh and is_already_finished(recipe, layout, new_run_hint):
         return _read_result(layout, "finished")
     try:
-        with (
-            stop_on_signals(STOPPING) as stop,
-            show_progress(recipe, layout) as reporter,
-        ):
+        with stop_on_signals(STOPPING) as stop, show_progress(recipe, layout) as reporter:
             for note in (*notes, f"run      {layout.root}"):
                 reporter.say(note)
             local_launcher.run(
@@ -216,9 +213,8 @@ def draw_learning_curve(layout: RunPaths) -> None:
 
     snapshot = read_run_state(layout)
     if snapshot.steps:
-        plot_learning_curve(
-            snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.learning_curve
-        )
+        title = f"{layout.root.parent.name} / {layout.root.name}"
+        plot_learning_curve(snapshot, title, layout.learning_curve)
 
 
 def get_program_name() -> str:
