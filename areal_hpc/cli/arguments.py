@@ -1,8 +1,9 @@
-"""Arguments shared by several commands."""
+"""Commands, and the arguments that several of them share."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -11,23 +12,65 @@ from areal_hpc.rundir.paths import RECIPE, RunPaths
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What `add_subparsers` returns. argparse has no public name for it."""
+Command: TypeAlias = Callable[[argparse.Namespace], int]
+"""What a command does; its exit code."""
+
+SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "run": {"type": Path, "help": "a run directory"},
+    "recipe": {"type": Path},
+    "overrides": {"nargs": "*", "metavar": "key=value", "help": "such as trainer.total_steps=10"},
+    "--site": {
+        "type": Path,
+        "metavar": "FILE",
+        "help": "site file: defaults for `cluster.*`; the recipe takes precedence",
+    },
+    "--fresh": {
+        "action": "store_true",
+        "help": "move an existing run directory away and start over",
+    },
+}
 
 
 class CommandGroup:
-    """Group of commands that `areal-hpc --help` lists together.
+    """Group of commands that help lists together.
 
     Args:
-        subparsers: Where the parsers of all commands are.
+        subparsers: Where the parsers of the commands are.
+        tells_help: Leave the list to argparse, which knows no groups.
     """
 
-    def __init__(self, subparsers: Subparsers) -> None:
+    def __init__(self, subparsers: Subparsers, *, tells_help: bool = False) -> None:
         self._subparsers = subparsers
+        self._tells_help = tells_help
         self.help_by_command: dict[str, str] = {}
         """In the order in which they were added."""
 
-    def add_parser(self, name: str, *, help: str, **options: Any) -> argparse.ArgumentParser:  # noqa: A002
-        """The parser of a new command; see `argparse.ArgumentParser` for its options."""
-        self.help_by_command[name] = help
+    def add(
+        self, name: str, command: Command, shared: Sequence[str] = (), **options: Any
+    ) -> argparse.ArgumentParser:
+        """The parser of a new command.
+
+        Args:
+            name: As it is called.
+            command: What it does.
+            shared: Those of `SHARED_ARGUMENTS` that it takes, in their order.
+            **options: Of `argparse.ArgumentParser`, and its `help`.
+        """
+        parser = self._add_parser(name, options)
+        for argument in shared:
+            parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
+        parser.set_defaults(command=command)
+        return parser
+
+    def add_family(self, name: str, **options: Any) -> CommandGroup:
+        """The commands of `areal-hpc NAME ACTION`; options as for `add`."""
+        actions = self._add_parser(name, options).add_subparsers(required=True, metavar="ACTION")
+        return CommandGroup(actions, tells_help=True)
+
+    def _add_parser(self, name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
+        self.help_by_command[name] = options["help"]
+        if not self._tells_help:
+            del options["help"]
         return self._subparsers.add_parser(name, **options)
 
 

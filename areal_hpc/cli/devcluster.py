@@ -17,14 +17,13 @@ UNHEALTHY_EXIT_CODE = 1
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    family = commands.add_parser(
+    actions = commands.add_family(
         "devcluster",
         help="run a local multi-node Slurm for development and tests",
         description="A real Slurm of several nodes on this machine, from the distribution's "
         "packages (make slurm). As root every node has a network, a host name and processes of "
         "its own; otherwise nodes share the loopback address.",
     )
-    actions = family.add_subparsers(required=True, metavar="ACTION")
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
         "--state-dir",
@@ -39,59 +38,28 @@ def add_commands(commands: CommandGroup) -> None:
     )
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument("node", help="such as n01")
-
-    up = actions.add_parser(
-        "up", parents=[place, patience], help="start the cluster, or what is missing of it"
-    )
-    _add_settings(up)
-    up.set_defaults(command=_up)
-
-    down = actions.add_parser(
-        "down", parents=[place], help="stop the cluster and remove all of its files"
-    )
-    down.set_defaults(command=_down)
-
-    env = actions.add_parser(
-        "env",
-        parents=[place],
-        help='print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"',
-    )
-    env.set_defaults(command=_env)
-
-    kill = actions.add_parser(
-        "kill-node", parents=[place, named], help="disconnect a node and kill its processes"
-    )
-    kill.add_argument(
-        "--only-slurmd",
-        action="store_true",
-        help="kill slurmd only; jobs keep running, unseen by Slurm",
-    )
-    kill.set_defaults(command=_kill_node)
-
-    restore = actions.add_parser(
-        "restore-node", parents=[place, named, patience], help="start a node anew"
-    )
-    restore.set_defaults(command=_restore_node)
-
-    status = actions.add_parser(
-        "status", parents=[place], help="show the health of every daemon and node"
-    )
-    status.set_defaults(command=_status)
-
-
-def _add_settings(up: argparse.ArgumentParser) -> None:
+    help_ = "start the cluster, or what is missing of it"
+    up = actions.add("up", _up, parents=[place, patience], help=help_)
+    help_ = "stop the cluster and remove all of its files"
+    actions.add("down", _down, parents=[place], help=help_)
+    help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
+    actions.add("env", _env, parents=[place], help=help_)
+    help_ = "disconnect a node and kill its processes"
+    kill = actions.add("kill-node", _kill_node, parents=[place, named], help=help_)
+    help_ = "kill slurmd only; jobs keep running, unseen by Slurm"
+    kill.add_argument("--only-slurmd", action="store_true", help=help_)
+    parents = [place, named, patience]
+    actions.add("restore-node", _restore_node, parents=parents, help="start a node anew")
+    help_ = "show the health of every daemon and node"
+    actions.add("status", _status, parents=[place], help=help_)
     # Absent when not given: a cluster that is up keeps the values it was started with.
     add = partial(up.add_argument, default=argparse.SUPPRESS)
     add("--nodes", type=int, metavar="N", help="4 when not given")
     add("--gpus-per-node", type=int, metavar="N", help="fake GPUs per node (8)")
     add("--cpus-per-node", type=int, metavar="N", help="CPUs that each node reports (16)")
     add("--grace-s", type=int, metavar="S", help="preemption grace period in seconds (15)")
-    add(
-        "--no-accounting",
-        dest="accounting",
-        action="store_false",
-        help="without slurmdbd and sacct",
-    )
+    no_accounting = "without slurmdbd and sacct"
+    add("--no-accounting", dest="accounting", action="store_false", help=no_accounting)
     add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
 
 
@@ -101,7 +69,12 @@ def _up(arguments: argparse.Namespace) -> int:
     names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
     asked = {name: getattr(arguments, name) for name in names if name in arguments}
     start_cluster(_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True))
-    print(f"""to use it: eval "$(areal-hpc devcluster env{_state_option(arguments)})\"""")
+    root, given = (
+        get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR")),
+        arguments.state_dir,
+    )
+    option = "" if given == root else f" --state-dir {shlex.quote(str(given))}"
+    print(f"""to use it: eval "$(areal-hpc devcluster env{option})\"""")
     return 0
 
 
@@ -164,9 +137,3 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _paths(arguments: argparse.Namespace) -> DevclusterPaths:
     return DevclusterPaths(arguments.state_dir.absolute())
-
-
-def _state_option(arguments: argparse.Namespace) -> str:
-    root = get_default_root(os.geteuid(), os.environ.get("XDG_RUNTIME_DIR"))
-    given: Path = arguments.state_dir
-    return "" if given == root else f" --state-dir {shlex.quote(str(given))}"

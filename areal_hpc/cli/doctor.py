@@ -19,24 +19,20 @@ FAILED_CHECK_EXIT_CODE = 1
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    doctor = commands.add_parser(
+    doctor = commands.add(
         "doctor",
+        _doctor,
         help="check a cluster, and a recipe, before submitting",
         description="Check from the login node what a run needs: Slurm commands and partitions, "
         "shared storage, the Python of each role, and what the recipe refers to. Exits with 1 if "
         "a check failed.",
     )
-    doctor.add_argument(
-        "recipe", type=Path, nargs="?", help="recipe whose files and settings are checked as well"
-    )
+    recipe = "recipe whose files and settings are checked as well"
+    doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
     doctor.add_argument("overrides", nargs="*", metavar="key=value")
     doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
-    doctor.add_argument(
-        "--check-node",
-        action="store_true",
-        help="submit a one-minute job that checks whether the file root is shared",
-    )
-    doctor.set_defaults(command=_doctor)
+    check_node = "submit a one-minute job that checks whether the file root is shared"
+    doctor.add_argument("--check-node", action="store_true", help=check_node)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`areal-hpc status`, `why`, `logs`, `list` and `audit`: look at runs."""
+"""`areal-hpc status`, `why`, `logs`, `list`, `audit` and `shards`: look at runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
     from areal_hpc.rundir.checkpoints import UntrainedRecord
 
 UNHEALTHY_EXIT_CODE = 1
-DEFAULT_LOG_LINES = 40
-"""What `logs` shows when it is not told how much."""
 MAX_NAMED_TICKETS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
 COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
@@ -25,59 +24,62 @@ COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    place = argparse.ArgumentParser(add_help=False)
-    place.add_argument("run", type=Path, help="a run directory")
-
-    status = commands.add_parser(
+    commands.add(
         "status",
-        parents=[place],
+        _status,
+        ["run"],
         help="show progress and the jobs of a run",
         description="Show the progress of a run and the Slurm state of its jobs. Calls Slurm "
         "once; `watch -n 30 areal-hpc status RUN` is safe to leave running.",
     )
-    status.set_defaults(command=_status)
-
-    why = commands.add_parser(
+    commands.add(
         "why",
-        parents=[place],
+        _why,
+        ["run"],
         help="explain why a run failed or waits",
         description="Explain the last failure: Slurm states, exit codes, signals, memory, nodes, "
         "and the first traceback of all ranks. Exits with 1 if you have to act.",
     )
-    why.set_defaults(command=_why)
-
-    logs = commands.add_parser(
-        "logs", parents=[place], help="show the latest log lines of all processes, merged by time"
+    logs = commands.add(
+        "logs",
+        _logs,
+        ["run"],
+        help="show the latest log lines of all processes, merged by time",
     )
-    logs.add_argument(
-        "names", nargs="*", help="jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
-    )
+    names = "jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
+    logs.add_argument("names", nargs="*", help=names)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
-    logs.add_argument(
-        "-n", "--lines", type=int, default=DEFAULT_LOG_LINES, help="default %(default)s"
-    )
+    logs.add_argument("-n", "--lines", type=int, default=40, help="default %(default)s")
     logs.add_argument("--attempt", type=int, help="number of an earlier launch")
-    logs.set_defaults(command=_logs)
-
-    listing = commands.add_parser(
+    listing = commands.add(
         "list",
+        _list,
         help="compare runs: states, results, and recipe differences",
         description="Compare the runs of a file root or an experiment.",
     )
-    listing.add_argument(
-        "place", type=Path, nargs="?", default=Path("runs"), help="default %(default)s"
-    )
-    listing.set_defaults(command=_list)
-
-    audit = commands.add_parser(
+    place = "default %(default)s"
+    listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
+    audit = commands.add(
         "audit",
-        parents=[place],
+        _audit,
+        ["run"],
         help="check that every ticket was trained exactly once, or why not",
         description="Check every ticket of a run from its files alone (finished, stopped or "
         "running). Exits with 65 if a ticket was lost or trained twice.",
     )
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
-    audit.set_defaults(command=_audit)
+    verbs = commands.add_family("shards", help="inspect recorded trajectories")
+    help_ = "one line per sealed shard"
+    listing = verbs.add("ls", _shards_ls, ["run"], help=help_)
+    listing.add_argument("--json", action="store_true", help="one JSON object per shard")
+    show = verbs.add("show", _shards_show, help="one trajectory, token by token")
+    show.add_argument("run", type=Path, help="a run directory, or one shard file")
+    which = show.add_mutually_exclusive_group(required=True)
+    row = "row, counted over the run's shards (or in the file)"
+    which.add_argument("row", type=int, nargs="?", help=row)
+    which.add_argument("--ticket", type=int, help="every row of this ticket")
+    help_ = "verify all digests; list damaged files"
+    verbs.add("verify", _shards_verify, ["run"], help=help_)
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -166,7 +168,6 @@ def _list(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from areal_hpc.errors import ShardError
     from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
 
     audit = audit_run(parse_run_dir(arguments.run))
@@ -199,3 +200,58 @@ def _show(lines: Sequence[str], most: int | None) -> None:
         print(line)
     if most is not None and len(lines) > most:
         print(f"... and {len(lines) - most} more: --tickets lists all")
+
+
+def _shards_ls(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.shard_report import format_shards_json, list_shards
+
+    write = format_shards_json if arguments.json else list_shards
+    print(write(parse_run_dir(arguments.run), _version_text))
+    return 0
+
+
+def _shards_show(arguments: argparse.Namespace) -> int:
+    from areal_hpc.view.shard_report import find_ticket_rows, show_trajectory
+
+    path = arguments.run.resolve()
+    run_dir = path.parent.parent if path.is_file() else path
+    rows = [arguments.row] if arguments.ticket is None else find_ticket_rows(path, arguments.ticket)
+    tokenizer = _tokenizer_of(RunPaths(run_dir))
+    print("\n\n".join(show_trajectory(path, row, tokenizer, _version_text) for row in rows))
+    return 0
+
+
+def _shards_verify(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from areal_hpc.shards.verify import verify_run
+    from areal_hpc.view.shard_report import format_verification
+
+    layout = parse_run_dir(arguments.run)
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("verifying", total=None)
+        report = verify_run(
+            layout, lambda done, total: progress.update(task, completed=done, total=total)
+        )
+    print(format_verification(report))
+    return ShardError.exit_code if report.problems else 0
+
+
+def _version_text(packed: int) -> str:
+    from areal_hpc.wire.weight_version import WeightVersion
+
+    return str(WeightVersion.unpack(packed))
+
+
+def _tokenizer_of(layout: RunPaths) -> Path | None:
+    """The tokenizer file of the model that a run trains, if it can be found."""
+    from areal_hpc.recipe.loading import load_recipe
+
+    folders = [layout.sft_export, layout.tiny_model_dir]
+    if layout.recipe.exists():
+        named = load_recipe(layout.recipe).model.path
+        folders += [named] if named else []
+    files = (folder / "tokenizer.json" for folder in folders)
+    return next((file for file in files if file.is_file()), None)

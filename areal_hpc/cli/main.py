@@ -4,32 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import (
-    bench,
-    cancel_resume,
-    devcluster,
-    doctor,
-    export,
-    inspect,
-    migrate,
-    models,
-    proxy,
-    replay,
-    run,
-    shards,
-    submit,
-)
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli import devcluster, develop, doctor, inspect, operate, prepare, run
+from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, submit, doctor, models, migrate),
-    "inspect": (inspect, shards),
-    "operate": (cancel_resume, export, replay),
-    "develop": (proxy, devcluster, bench),
+    "run": (run, doctor, prepare),
+    "inspect": (inspect,),
+    "operate": (operate,),
+    "develop": (devcluster, develop),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
 LIST_ARGUMENTS = ("overrides", "names")
@@ -39,11 +25,13 @@ LIST_ARGUMENTS = ("overrides", "names")
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
     arguments = _arguments(argv)
-    command: Callable[[argparse.Namespace], int] = arguments.command
+    command: Command = arguments.command
     try:
         sys.exit(command(arguments))
     except ArealError as error:
-        print(_as_message(error), file=sys.stderr)
+        count = len(error.problems)
+        head = "error: " if count == 1 else f"{count} errors:\n"
+        print(f"{head}{error}", file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
@@ -59,12 +47,6 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     if taking is not None:
         setattr(arguments, taking, [*getattr(arguments, taking), *rest])
     return arguments
-
-
-def _as_message(error: ArealError) -> str:
-    count = len(error.problems)
-    head = "error:" if count == 1 else f"{count} errors:"
-    return f"{head} {error}" if count == 1 else f"{head}\n{error}"
 
 
 def _parser() -> argparse.ArgumentParser:

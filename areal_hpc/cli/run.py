@@ -1,14 +1,16 @@
-"""`areal-hpc run`, `plan` and `keys`; the work itself is in launch/run.py."""
+"""`areal-hpc run`, `plan`, `recipe-keys` and `submit`; the work itself is in launch/run.py."""
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -18,27 +20,34 @@ if TYPE_CHECKING:
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    run = commands.add_parser(
+    commands.add(
         "run",
+        _run,
+        ["recipe", "overrides", "--fresh"],
         help="train a recipe on this machine",
         description="Train a recipe on this machine. Run the same command again to resume.",
     )
-    run.add_argument("recipe", type=Path)
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="trainer.total_steps=10")
-    run.add_argument(
-        "--fresh", action="store_true", help="move an existing run directory away and start over"
+    help_ = "show the jobs and GPU memory of a recipe; start nothing"
+    commands.add("plan", _plan, ["recipe", "overrides"], help=help_)
+    commands.add("recipe-keys", _keys, help="print the reference table of all recipe keys")
+    submit = commands.add(
+        "submit",
+        _submit,
+        ["recipe", "overrides", "--site", "--fresh"],
+        help="submit a recipe to Slurm",
+        description="Set up the run directory, submit all jobs, and return. Jobs restart by "
+        "themselves. Submit again to resume a run whose jobs have ended.",
     )
-    run.set_defaults(command=_run)
-
-    plan = commands.add_parser(
-        "plan", help="show the jobs and GPU memory of a recipe; start nothing"
-    )
-    plan.add_argument("recipe", type=Path)
-    plan.add_argument("overrides", nargs="*", metavar="key=value")
-    plan.set_defaults(command=_plan)
-
-    keys = commands.add_parser("recipe-keys", help="print the reference table of all recipe keys")
-    keys.set_defaults(command=_keys)
+    for option, help_ in (
+        ("--dry-run", "print all sbatch scripts and the cost; change nothing"),
+        ("--no-submit", "set up everything but do not call sbatch"),
+        ("--wait", "show progress until the run ends; Ctrl-C detaches"),
+    ):
+        submit.add_argument(option, action="store_true", help=help_)
+    help_ = "start after this job has succeeded (repeatable)"
+    submit.add_argument("--after", action="append", default=[], metavar="JOBID", help=help_)
+    help_ = "sweep: one run per value, as job arrays, each with its own trial_name"
+    submit.add_argument("--sweep", metavar="KEY=V1,V2,...", help=help_)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -51,13 +60,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.memory_report import render_memory_table
-    from areal_hpc.launch.plan import LaunchFacts, plan_run
+    from areal_hpc.launch.memory import render_memory_table
+    from areal_hpc.launch.plan import plan_run
     from areal_hpc.recipe.loading import load_recipe
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
-    layout = RunPaths(recipe.run_dir)
-    for stage in plan_run(recipe, layout, LaunchFacts.before_setup(recipe)).stages:
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         print(f"stage {stage.name}: done when {stage.done_marker} exists")
         for job in stage.jobs:
             print(f"  job {job.name}: {job.tasks} task{'s' if job.tasks > 1 else ''}")
@@ -72,7 +80,6 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _gpus_here(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.errors import RecipeError
     from areal_hpc.jobs.gpus import visible_gpus
     from areal_hpc.launch.devices import assign, describe
 
@@ -90,4 +97,62 @@ def _keys(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.reference import render_key_table
 
     print(render_key_table(), end="")
+    return 0
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch.run import is_already_finished, say, submit
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.dry_run import format_requests
+
+    if arguments.sweep:
+        return _submit_sweep(arguments)
+    recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
+    layout = RunPaths(recipe.run_dir.resolve())
+    if arguments.dry_run:
+        requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
+        print(format_requests(layout, requests), end="")
+        return 0
+    if arguments.no_submit:
+        if not arguments.fresh and is_already_finished(recipe, layout):
+            return 0
+        say(f"run      {layout.root}")
+        scripts = slurm_launcher.write_scripts(
+            recipe, command_line=sys.argv, say=say, fresh=arguments.fresh
+        )
+        print("\n".join(f"sbatch   {script}" for script in scripts))
+        return 0
+    result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)
+    return result.exit_code
+
+
+def _submit_sweep(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.launch.sweep import build_array_requests, read_sweep, submit_sweep
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.view.dry_run import format_requests
+
+    for option in ("wait", "no_submit"):
+        if getattr(arguments, option):
+            shown = option.replace("_", "-")
+            raise RecipeError(
+                f"--{shown} works for a single run, not with --sweep", hint="leave one out"
+            )
+
+    def read(further: Sequence[str]) -> Recipe:
+        return load_recipe(arguments.recipe, [*arguments.overrides, *further], arguments.site)
+
+    sweep = read_sweep(read, arguments.sweep)
+    if arguments.dry_run:
+        requests = build_array_requests(sweep, Path.cwd(), arguments.after)
+        print(format_requests(sweep.layout, requests, len(sweep.runs)), end="")
+        return 0
+    for run in sweep.runs:
+        print(f"run      {run.run_dir.resolve()}", flush=True)
+    submit_sweep(
+        sweep, command_line=sys.argv, say=say, after=arguments.after, fresh=arguments.fresh
+    )
+    first = sweep.runs[0].run_dir.resolve()
+    print(f"next     squeue --me\n         {get_program_name()} status {first}")
     return 0

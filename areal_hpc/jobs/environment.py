@@ -1,19 +1,14 @@
-"""Environment of a job's processes: variables, interpreter, log folder, file limit."""
+"""Environment of a job's processes: interpreter, logging, file limit."""
 
 from __future__ import annotations
 
 import logging
 import resource
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.jobs.topology import find_interface, find_reachable_host, get_slurm_restart_count
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import (
-    LaunchFile,
-)
-from areal_hpc.rundir.paths import ROLES, format_restart_dir
+from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.container import get_image_python
 
 
@@ -40,36 +35,6 @@ def get_interpreter(role: str, configured: str) -> str:
     checkout = Path(__file__).resolve().parents[2]
     candidate = checkout / ".venvs" / role / "bin" / "python"
     return str(candidate) if candidate.exists() else sys.executable
-
-
-def get_log_dir(launch: LaunchFile, environ: Mapping[str, str]) -> Path:
-    """Where this start of the job logs: under Slurm each restart has a folder of its own."""
-    folder = Path(launch.log_dir) / launch.job.name
-    if launch.slurm is None:
-        return folder
-    return folder / format_restart_dir(get_slurm_restart_count(environ))
-
-
-def format_log_header(environ: Mapping[str, str]) -> str:
-    """The first line of every log under Slurm."""
-    job_id, restart = environ["SLURM_JOB_ID"], get_slurm_restart_count(environ)
-    return f"node {environ['SLURMD_NODENAME']} job {job_id} restart {restart}"
-
-
-def build_task_environment(launch: LaunchFile, environ: Mapping[str, str]) -> dict[str, str]:
-    """What processes must know of the node under Slurm: their address, and gloo's interface.
-
-    gloo listens where the host's name leads, which may be nowhere.
-
-    Raises:
-        RecipeError: The interface that the site names does not exist here.
-    """
-    if launch.slurm is None:
-        return {}
-    host = find_reachable_host(launch.slurm.interface, environ)
-    interface = find_interface(host)
-    gloo = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-    return {**gloo, "AREAL_HPC_HOST": host}
 
 
 def set_up_logging(level: int = logging.INFO) -> None:

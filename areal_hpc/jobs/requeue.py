@@ -14,17 +14,11 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
-from msgspec import Struct
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
-from areal_hpc.jobs.restart_policy import SLURM_POLICY, count_failures_without_progress
+from areal_hpc.jobs.restart_policy import SLURM_POLICY
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.jobs import (
-    LaunchFile,
-    SlurmLaunchInfo,
-    TaskExit,
-    list_held_jobs,
-)
+from areal_hpc.rundir.jobs import LaunchFile, SlurmLaunchInfo, TaskExit, list_held_jobs
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
@@ -40,10 +34,6 @@ _ABOUT_TO_BE_HELD = (scontrol.RUNNING, "COMPLETING")
 RequeueResult = Literal[
     "requeued", "held", "resubmitted", "cancelled", "ended by Slurm", "without Slurm"
 ]
-
-
-class _ProgressRecord(Struct, frozen=True):
-    failures: int
 
 
 class ProgressTracker:
@@ -67,14 +57,17 @@ class ProgressTracker:
             return 0
 
     def close(self, outcomes: Sequence[TaskExit]) -> int:
-        """Count this start; failures in a row without progress."""
+        """Count this start; failures in a row without progress. A stop counts for nothing."""
         lived_s = time.monotonic() - self._began_at
         made_progress = self._bytes() > self._began_bytes or lived_s >= SLURM_POLICY.healthy_s
         before = 0
         if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=_ProgressRecord).failures
-        failures = count_failures_without_progress(before, outcomes, made_progress=made_progress)
-        write_atomic(self._path, msgspec.json.encode(_ProgressRecord(failures)))
+            before = msgspec.json.decode(self._path.read_bytes(), type=dict[str, int])["failures"]
+        has_failed = any(one.is_crash and not one.faulty_node for one in outcomes)
+        failures = SLURM_POLICY.count_failures(
+            before, made_progress=made_progress, has_failed=has_failed
+        )
+        write_atomic(self._path, msgspec.json.encode({"failures": failures}))
         return failures
 
 
@@ -167,37 +160,19 @@ def release_held(jobs_dir: Path) -> list[str]:
     released = []
     for note in (job.hold_note for job in list_held_jobs(jobs_dir)):
         try:
-            if _release(note.read_text()):
-                released.append(note.name)
-                note.unlink(missing_ok=True)
+            job_id = note.read_text()
+            if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
+                continue
+            scontrol.release(job_id)
+            released.append(note.name)
+            note.unlink(missing_ok=True)
         except SlurmCommandError as refusal:  # it was cancelled, or is an administrator's
-            log.warning(
-                "cannot release %s: Slurm refused, it may be cancelled or held by an "
-                "administrator (%s)",
-                note.name,
-                refusal,
-            )
+            reason = "Slurm refused, it may be cancelled or held by an administrator"
+            log.warning("cannot release %s: %s (%s)", note.name, reason, refusal)
             note.unlink(missing_ok=True)
         except ClusterError as error:
             log.warning("%s cannot be released yet: %s", note.name, error)
     return released
-
-
-def _release(job_id: str) -> bool:
-    """Release one job; false if it is not held yet.
-
-    Raises:
-        SlurmNotFoundError, SlurmTimeoutError, SlurmCommandError: As their names say.
-    """
-    if scontrol.show_job(job_id).state in _ABOUT_TO_BE_HELD:
-        return False
-    scontrol.release(job_id)
-    return True
-
-
-def clear_hold(job: JobPaths) -> None:
-    """The job runs: nobody need release it."""
-    job.hold_note.unlink(missing_ok=True)
 
 
 def _repeat(command: Callable[[], None], times: int = 3) -> None:

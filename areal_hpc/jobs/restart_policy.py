@@ -85,23 +85,13 @@ def decide_restart(outcomes: Sequence[TaskExit], failures: int) -> RestartDecisi
     return SLURM_POLICY.decide(crashes, failures)
 
 
-def count_failures_without_progress(
-    before: int, outcomes: Sequence[TaskExit], *, made_progress: bool
-) -> int:
-    """The failures of a job under Slurm, when a start has ended. A stop counts for nothing."""
-    has_failed = any(outcome.is_crash and not outcome.faulty_node for outcome in outcomes)
-    return SLURM_POLICY.count_failures(before, made_progress=made_progress, has_failed=has_failed)
-
-
 def find_crash(job: str, outcomes: Sequence[TaskExit]) -> JobFailedError | None:
     """The crash that a job's outcomes tell of, if they do."""
     for outcome in outcomes:
         if outcome.is_crash:
             return JobFailedError(
-                (
-                    f"{outcome.process} of job {job} failed with exit code {outcome.exit_code}:\n"
-                    f"{outcome.reason}"
-                ),
+                f"{outcome.process} of job {job} failed with exit code {outcome.exit_code}:\n"
+                f"{outcome.reason}",
                 key=outcome.log,
                 hint="read that log; run the same command again to resume",
                 code=outcome.exit_code,

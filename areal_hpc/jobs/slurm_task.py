@@ -20,7 +20,6 @@ from areal_hpc.jobs.node_probe import NodeProblem, ReachabilityServer, probe_nod
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     ProgressTracker,
-    clear_hold,
     exclude_nodes,
     requeue_or_resubmit,
 )
@@ -28,6 +27,7 @@ from areal_hpc.jobs.restart_policy import decide_restart
 from areal_hpc.jobs.topology import (
     TaskPosition,
     expand_node_list,
+    find_interface,
     find_reachable_host,
     get_slurm_restart_count,
 )
@@ -81,8 +81,6 @@ class SlurmTask:
         self._is_superseded = self._is_preempted = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
-    # Beginning -----------------------------------------------------------------------------
-
     def start(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
@@ -126,7 +124,7 @@ class SlurmTask:
             self._restarts_dir, self._incarnation, self._node, address
         )
         self._ends_at = time_limit.read_end_time(environ)
-        clear_hold(self._paths)
+        self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
     def _blame_absent(self, start: restarts.Restart, nodes: list[str]) -> TaskExit | None:
@@ -163,10 +161,19 @@ class SlurmTask:
         )
 
     def build_environment(self) -> Mapping[str, str]:
-        """What the job's processes must know of this start."""
-        if self._start is None:
-            return {}
+        """What the job's processes must know of this start, and of the node: address, interface.
+
+        gloo listens where the host's name leads, which may be nowhere.
+
+        Raises:
+            RecipeError: The interface that the site names does not exist here.
+        """
+        assert self._start is not None
+        host = find_reachable_host(self._slurm.interface, os.environ)
+        interface = find_interface(host)
         return {
+            **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
+            "AREAL_HPC_HOST": host,
             "AREAL_HPC_START": str(self._start.number),
             restarts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
             **time_limit.get_checkpoint_time_variable(self._paths),
@@ -176,8 +183,6 @@ class SlurmTask:
     def _stop_note_path(self) -> Path:
         assert self._start is not None
         return restarts.stop_note_path(self._restarts_dir, self._start)
-
-    # Noticing ------------------------------------------------------------------------------
 
     def poll(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
@@ -200,28 +205,20 @@ class SlurmTask:
         if restarts.is_superseded(self._restarts_dir, start):
             self._is_superseded = True
             return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later restart of this job")
-        if self._is_work_done(now):
-            return TaskExit(0, reason="there is no work left")
+        if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
+            self._done_since = self._done_since or now
+            if now - self._done_since >= DONE_GRACE_S:
+                return TaskExit(0, reason="there is no work left")
         note = restarts.read_stop_note(self._stop_note_path)
         if note and not (note.exit_code == 0 and is_leading):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
-        if self._ends_at is not None and time.time() >= self._ends_at - self._stop_lead_s():
-            return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
+        if self._ends_at is not None:
+            lead_s = time_limit.compute_stop_lead_s(
+                self._launch.stop_grace_s, self._slurm.margin_s, self._paths
+            )
+            if time.time() >= self._ends_at - lead_s:
+                return TaskExit(STOPPED_EXIT_CODE, reason="close to the time limit")
         return None
-
-    def _is_work_done(self, now: float) -> bool:
-        if not self._slurm.done_marker or not Path(self._slurm.done_marker).exists():
-            return False
-        self._done_since = self._done_since or now
-        return now - self._done_since >= DONE_GRACE_S
-
-    def _stop_lead_s(self) -> float:
-        save_s = time_limit.read_checkpoint_time_s(self._paths)
-        return time_limit.compute_stop_lead_s(
-            self._launch.stop_grace_s, self._slurm.margin_s, save_s
-        )
-
-    # Leaving -------------------------------------------------------------------------------
 
     def begin_stop(self, outcome: TaskExit) -> float:
         """Tell the other tasks; seconds that this one's processes get to stop by themselves."""
@@ -301,12 +298,9 @@ class SlurmTask:
         give_up_at = self._kill_at + self._slurm.margin_s
         departure = requeue_or_resubmit(self._launch, give_up_at, hold=decision == "hold")
         self._events.record(
-            f"job_{departure.replace(' ', '_')}",
-            job_id=self._job_id,
-            node=self._node,
-            reason=decisive.reason,
-            excluded=faulty,
-        )
+            f"job_{departure.replace(' ', '_')}", job_id=self._job_id, node=self._node,
+            reason=decisive.reason, excluded=faulty,
+        )  # fmt: skip
         if departure == "without Slurm" and not crashes:
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over.

@@ -22,17 +22,15 @@ import msgspec
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs import gpus
 from areal_hpc.jobs.die_with_parent import die_with_parent
-from areal_hpc.jobs.environment import (
-    build_task_environment,
-    format_log_header,
-    get_log_dir,
-    set_up_logging,
-)
-from areal_hpc.jobs.local_task import LocalTask
+from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.signals import StopRequest
 from areal_hpc.jobs.slurm_task import SlurmTask
-from areal_hpc.jobs.topology import TaskPosition, detect_task_position
+from areal_hpc.jobs.topology import (
+    TaskPosition,
+    detect_task_position,
+    get_slurm_restart_count,
+)
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
@@ -40,8 +38,10 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     ProcessSpec,
     TaskExit,
+    write_task_exit,
 )
-from areal_hpc.rundir.paths import get_process_error
+from areal_hpc.rundir.lock import is_lock_held
+from areal_hpc.rundir.paths import format_restart_dir, get_process_error
 from areal_hpc.wire.backoff import Backoff
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,38 @@ def visible_gpus_of(spec: ProcessSpec, launch: LaunchFile, rank: int) -> dict[st
     if launch.gpus is None:
         return {}
     return {gpus.VARIABLE: ",".join(launch.gpus[rank] if spec.uses_gpus else ())}
+
+
+class LocalTask:
+    """The launcher's side of a supervisor on this machine: what `SlurmTask` is under Slurm."""
+
+    def __init__(self, launch: LaunchFile, position: TaskPosition) -> None:
+        self._launch = launch
+        self._position = position
+
+    def start(self) -> TaskExit | None:
+        """Nothing stands in the way."""
+        return None
+
+    def build_environment(self) -> Mapping[str, str]:
+        """Nothing to know."""
+        return {}
+
+    def poll(self, *, is_leading: bool) -> TaskExit | None:
+        """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
+        lock = self._launch.launcher_lock
+        if lock is None or is_lock_held(lock):
+            return None
+        return TaskExit(STOPPED_EXIT_CODE, reason="the launcher is gone")
+
+    def begin_stop(self, outcome: TaskExit) -> float:
+        """Seconds that processes get to stop by themselves."""
+        return self._launch.stop_grace_s
+
+    def finish(self, outcome: TaskExit) -> TaskExit:
+        """Tell the launcher."""
+        write_task_exit(self._launch.paths, self._position.rank, outcome)
+        return outcome
 
 
 class _ManagedProcess:
@@ -147,9 +179,11 @@ class _Supervisor:
         self._stop = stop
         self._task = task
         self._events = events
-        self._log_dir = get_log_dir(launch, os.environ)
+        self._log_dir = Path(launch.log_dir) / launch.job.name
+        if launch.slurm is not None:
+            self._log_dir /= format_restart_dir(get_slurm_restart_count(os.environ))
         self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._surroundings: dict[str, str] = {}
+        self._surroundings: Mapping[str, str] = {}
         self._children = [
             self._child(spec)
             for spec in launch.job.processes
@@ -162,8 +196,10 @@ class _Supervisor:
         config_path.write_bytes(msgspec.json.encode(spec.config))
         log_path = self._log_dir / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None:
+            node, job_id = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]
+            restart = get_slurm_restart_count(os.environ)
             with log_path.open("a") as stream:
-                stream.write(f"{format_log_header(os.environ)}\n")
+                stream.write(f"node {node} job {job_id} restart {restart}\n")
         return _ManagedProcess(spec, log_path, config_path)
 
     def run(self) -> TaskExit:
@@ -180,10 +216,7 @@ class _Supervisor:
     def _run(self) -> TaskExit:
         if (refusal := self._task.start()) is not None:
             return refusal
-        self._surroundings = {
-            **build_task_environment(self._launch, os.environ),
-            **self._task.build_environment(),
-        }
+        self._surroundings = self._task.build_environment()
         for child in self._children:
             self._start(child)
         while (outcome := self._poll()) is None:

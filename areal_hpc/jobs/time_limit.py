@@ -29,15 +29,15 @@ def read_end_time(environ: Mapping[str, str]) -> float | None:
         return None
 
 
-def compute_stop_lead_s(stop_grace_s: float, margin_s: float, save_s: float) -> float:
-    """How long before its end a job has to be told to stop.
+def compute_stop_lead_s(stop_grace_s: float, margin_s: float, job: JobPaths) -> float:
+    """How long before its end a job has to be told to stop: also for what its last save took.
 
     Args:
         stop_grace_s: For the step in flight and for all that must be put away.
         margin_s: Kept free, for the requeue and because Slurm's clock is coarse.
-        save_s: What the job's last save took.
+        job: Its folder.
     """
-    return stop_grace_s + margin_s + save_s
+    return stop_grace_s + margin_s + read_checkpoint_time_s(job)
 
 
 def get_checkpoint_time_variable(job: JobPaths) -> dict[str, str]:

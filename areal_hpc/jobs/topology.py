@@ -26,7 +26,6 @@ class TaskPosition:
     num_tasks: int
     local_rank: int
     node_rank: int
-    host: str
 
     @property
     def is_first(self) -> bool:
@@ -36,13 +35,19 @@ class TaskPosition:
 
 def get_task_position() -> TaskPosition:
     """This process's position, as its supervisor passed it on; a lone process is rank 0 of 1."""
-    environ = os.environ
+    names = ("RANK", "NUM_TASKS", "LOCAL_RANK", "NODE_RANK")
+    return _position(os.environ, *(f"AREAL_HPC_{name}" for name in names))
+
+
+def _position(
+    environ: Mapping[str, str], rank: str, num_tasks: str, local_rank: str, node_rank: str
+) -> TaskPosition:
+    """The position that variables of these names tell; a lone task's where they are absent."""
     return TaskPosition(
-        rank=int(environ.get("AREAL_HPC_RANK", "0")),
-        num_tasks=int(environ.get("AREAL_HPC_NUM_TASKS", "1")),
-        local_rank=int(environ.get("AREAL_HPC_LOCAL_RANK", "0")),
-        node_rank=int(environ.get("AREAL_HPC_NODE_RANK", "0")),
-        host=socket.gethostname(),
+        rank=int(environ.get(rank, "0")),
+        num_tasks=int(environ.get(num_tasks, "1")),
+        local_rank=int(environ.get(local_rank, "0")),
+        node_rank=int(environ.get(node_rank, "0")),
     )
 
 
@@ -74,7 +79,16 @@ def find_reachable_host(interface: str, environ: Mapping[str, str]) -> str:
     if host := environ.get("AREAL_HPC_HOST"):
         return host
     if interface:
-        return _address_of_interface(interface)
+        interfaces = psutil.net_if_addrs()
+        for found in interfaces.get(interface, ()):
+            if found.family == socket.AF_INET:
+                return str(found.address)
+        raise RecipeError(
+            f"{socket.gethostname()} has no interface {interface} with an IPv4 address, it has "
+            + ", ".join(sorted(interfaces)),
+            key="cluster.slurm.network.interface",
+            hint="name one of those that all nodes have, or leave it out",
+        )
     return (
         _other_than_loopback(socket.gethostname())
         or _node_address(environ.get("SLURMD_NODENAME", ""))
@@ -89,19 +103,6 @@ def find_interface(address: str) -> str:
         if any(found.address == address for found in addresses):
             return str(name)
     return ""
-
-
-def _address_of_interface(name: str) -> str:
-    interfaces = psutil.net_if_addrs()
-    for found in interfaces.get(name, ()):
-        if found.family == socket.AF_INET:
-            return str(found.address)
-    having = ", ".join(sorted(interfaces))
-    raise RecipeError(
-        f"{socket.gethostname()} has no interface {name} with an IPv4 address, it has {having}",
-        key="cluster.slurm.network.interface",
-        hint="name one of those that all nodes have, or leave it out",
-    )
 
 
 def _other_than_loopback(name: str) -> str:
@@ -152,20 +153,10 @@ def get_slurm_restart_count(environ: Mapping[str, str]) -> int:
 def detect_task_position(environ: Mapping[str, str]) -> TaskPosition:
     """This task's position as Slurm (or submitit's local executor) tells it."""
     if "SLURM_PROCID" in environ and "SUBMITIT_LOCAL_GLOBALID" not in environ:
-        return TaskPosition(
-            rank=int(environ["SLURM_PROCID"]),
-            num_tasks=int(environ["SLURM_NTASKS"]),
-            local_rank=int(environ["SLURM_LOCALID"]),
-            node_rank=int(environ["SLURM_NODEID"]),
-            host=socket.gethostname(),
-        )
-    return TaskPosition(
-        rank=int(environ.get("SUBMITIT_LOCAL_GLOBALID", "0")),
-        num_tasks=int(environ.get("SUBMITIT_LOCAL_NTASKS", "1")),
-        local_rank=int(environ.get("SUBMITIT_LOCAL_LOCALID", "0")),
-        node_rank=0,
-        host=socket.gethostname(),
-    )
+        prefix, names = "SLURM_", ("PROCID", "NTASKS", "LOCALID", "NODEID")
+    else:
+        prefix, names = "SUBMITIT_LOCAL_", ("GLOBALID", "NTASKS", "LOCALID", "NODEID")
+    return _position(environ, *(prefix + name for name in names))
 
 
 def expand_node_list(nodelist: str) -> list[str]:

@@ -10,11 +10,9 @@ from itertools import islice
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 
 Assignment = Mapping[str, list[list[str]]]
 """By the name of a job: the GPUs of each of its tasks, in the order of their ranks."""
@@ -43,9 +41,7 @@ def assign(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> Assignment:
 def shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
     """What `assign` would say of the stages of a run: no job's shape depends on the task sets."""
     problems: list[Problem] = []
-    for stage in plan_run(
-        recipe, RunPaths(recipe.run_dir), LaunchFacts.before_setup(recipe)
-    ).stages:
+    for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:
             assign(stage, visible, recipe)
         except RecipeError as error:
@@ -61,11 +57,15 @@ def describe(assignment: Assignment) -> Iterator[str]:
 
 
 def _shortage(stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe) -> Problem:
-    names = {job.name for job in stage.jobs}
-    keys = ["trainer.parallel"]
-    if any(job.is_task_a_node for job in stage.jobs):
+    keys, needs, inference = ["trainer.parallel"], [], recipe.inference
+    for job in stage.jobs:
+        shape = f"{job.tasks} ranks x 1"
+        if job.is_task_a_node:
+            shape = f"{inference.replicas_per_cell} replicas x tp {inference.tp}"
+        needs.append(f"{job.name} {shape} = {job.tasks * job.gpus_per_task}")
+    if stage.others:
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
-    if EVALUATION_CELL in names:
+    if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
     shown, least = len(visible.ids), len({job.is_task_a_node for job in stage.jobs})
     lower = f"lower these keys to {shown} in all, or use several nodes with areal-hpc submit"
@@ -75,16 +75,8 @@ def _shortage(stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe
     )
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
-        f"({', '.join(_need(job, recipe) for job in stage.jobs)}), "
+        f"({', '.join(needs)}), "
         f"this machine shows {shown} ({visible.source})",
         ", ".join(keys),
         lower if shown >= least else cannot,
     )
-
-
-def _need(job: JobSpec, recipe: Recipe) -> str:
-    gpus = job.tasks * job.gpus_per_task
-    if not job.is_task_a_node:
-        return f"{job.name} {job.tasks} ranks x 1 = {gpus}"
-    inference = recipe.inference
-    return f"{job.name} {inference.replicas_per_cell} replicas x tp {inference.tp} = {gpus}"

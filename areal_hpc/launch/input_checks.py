@@ -15,7 +15,6 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, parse_architecture
 
 MIN_FREE_BYTES = 256 * 1024 * 1024
@@ -24,35 +23,18 @@ MIN_FREE_BYTES = 256 * 1024 * 1024
 MAX_LOAD_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
-_LOAD_CURRICULUM = """
+_LOAD = """
 import json, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.recipe.user_functions import load_user_function
-request = json.load(sys.stdin)
-sys.path[:0] = request["sys_path"]
-try:
-    load_user_function(request["curriculum"], "rollout.curriculum")
-except ArealError as error:
-    problem = error.problems[0]
-    print(json.dumps([problem.message, problem.key, problem.hint]))
-    sys.exit(error.exit_code)
-"""
-
-_LOAD_AGENT = """
-import json, sys
-from areal_hpc.errors import ArealError
 from areal_hpc.rollout.agent import EXTRA_KWARGS, load_agent
-from areal_hpc.recipe.user_functions import load_user_function
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
 try:
-    extra_kwargs = EXTRA_KWARGS if request["mode"] == "inline" else ()
-    if request["workflow"]:
-        load_agent(request["workflow"], request["kwargs"], extra_kwargs)
-    if request["evaluation_workflow"]:
-        load_agent(request["evaluation_workflow"], request["evaluation_kwargs"], extra_kwargs)
-    if request["should_accept"]:
-        load_user_function(request["should_accept"], "rollout.should_accept")
+    for dotted, kwargs in request["agents"]:
+        load_agent(dotted, kwargs, EXTRA_KWARGS if request["mode"] == "inline" else ())
+    for key, dotted in request["functions"].items():
+        load_user_function(dotted, key)
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
@@ -64,31 +46,24 @@ def check_inputs(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """Everything wrong with the files, interpreters and names that a recipe mentions."""
-    problems = [*_interpreters(pythons), *_run_directory(recipe.run_dir)]
-    problems += _model(recipe)
+    problems = [
+        Problem(
+            f"no Python interpreter for role {role} at {python}",
+            f"cluster.{role}.python",
+            "run make setup, or set this key to the interpreter of the role",
+        )
+        for role, python in pythons.items()
+        if not (Path(python).exists() or shutil.which(python))
+    ]
+    problems += [*_run_directory(recipe.run_dir), *_model(recipe)]
     if (tiny := recipe.model.tiny) is not None:
         problems += _layout_fits(build_tiny_config(**tiny.model_dump()), "model.tiny", recipe)
-    for part, key in recipe.train_dataset.parts("train_dataset"):
-        problems += _dataset(part, key)
-    if recipe.valid_dataset is not None:
-        problems += _dataset(recipe.valid_dataset, "valid_dataset")
-    if recipe.sft is not None:
-        problems += _dataset(recipe.sft.dataset, "sft.dataset")
-    if Path(pythons["agents"]).exists():
-        problems += _agent(recipe, pythons["agents"], sys_path)
-    if Path(pythons["train"]).exists():
-        problems += _curriculum(recipe, pythons["train"], sys_path)
-    return problems
-
-
-def _interpreters(pythons: Mapping[str, str]) -> Iterator[Problem]:
-    for role, python in pythons.items():
-        if not (Path(python).exists() or shutil.which(python)):
-            yield Problem(
-                f"no Python interpreter for role {role} at {python}",
-                f"cluster.{role}.python",
-                "run make setup, or set this key to the interpreter of the role",
-            )
+    for part, key in recipe.task_sets:
+        try:
+            list_source_files(part, key)
+        except RecipeError as error:
+            problems += error.problems
+    return [*problems, *_user_code(recipe, pythons, sys_path)]
 
 
 def _run_directory(run_dir: Path) -> Iterator[Problem]:
@@ -172,43 +147,32 @@ def _layout_fits(config: Mapping[str, Any], where: str, recipe: Recipe) -> Itera
         )
 
 
-def _dataset(config: TaskSetConfig, key: str) -> Iterator[Problem]:
-    try:
-        list_source_files(config, key)
-    except RecipeError as error:
-        yield from error.problems
-
-
-def _agent(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
-    """Import the user's code and build the agent in its own environment, as the driver will."""
-    if not (recipe.rollout.workflow or recipe.rollout.should_accept):
-        return
-    request = {
-        "workflow": recipe.rollout.workflow,
-        "should_accept": recipe.rollout.should_accept,
-        "kwargs": recipe.rollout.workflow_kwargs,
-        "evaluation_workflow": recipe.evaluation.workflow,
-        "evaluation_kwargs": recipe.evaluation.workflow_kwargs,
-        "sys_path": sys_path,
-        "mode": recipe.rollout.agent.mode,
-    }
-    yield from _loads(python, _LOAD_AGENT, request, "rollout.workflow", "the agent")
-
-
-def _curriculum(recipe: Recipe, python: str, sys_path: tuple[str, ...]) -> Iterator[Problem]:
-    """Import the user's function in the ledger's environment."""
-    if recipe.rollout.curriculum:
-        request = {"curriculum": recipe.rollout.curriculum, "sys_path": sys_path}
-        yield from _loads(python, _LOAD_CURRICULUM, request, "rollout.curriculum", "the curriculum")
-
-
-def _loads(
-    python: str, program: str, request: Mapping[str, object], key: str, what: str
+def _user_code(
+    recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Run a program that imports the user's code; it prints what is wrong as its last line."""
+    """Import the user's code and build agents in the environment of who will: driver, ledger."""
+    rollout, evaluation = recipe.rollout, recipe.evaluation
+    agents = [
+        (rollout.workflow, rollout.workflow_kwargs),
+        (evaluation.workflow, evaluation.workflow_kwargs),
+    ]
+    asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode}
+    for python, named, name, key, what in (
+        (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
+        (pythons["train"], [], "curriculum", "rollout.curriculum", "the curriculum"),
+    ):
+        function = getattr(rollout, name)
+        asked["agents"] = [one for one in named if one[0]]
+        asked["functions"] = {f"rollout.{name}": function} if function else {}
+        if (asked["agents"] or asked["functions"]) and Path(python).exists():
+            yield from _load(python, asked, key, what)
+
+
+def _load(python: str, request: Mapping[str, Any], key: str, what: str) -> Iterator[Problem]:
+    """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
         answer = subprocess.run(
-            [python, "-c", program],
+            [python, "-c", _LOAD],
             input=json.dumps(request),
             capture_output=True,
             text=True,

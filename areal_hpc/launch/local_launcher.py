@@ -17,7 +17,7 @@ from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch import setup
 from areal_hpc.launch.devices import Assignment, assign, describe, shortages
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import prepare_run
+from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
@@ -52,15 +52,9 @@ def run(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
 ) -> None:
-    """Run a recipe from where it stands to its end.
+    """Run a recipe from where it stands to its end; `stop` stops all jobs.
 
-    Args:
-        recipe: What to run.
-        command_line: For the provenance record.
-        reporter: Where progress goes.
-        stop: Set it to stop all jobs.
-        fresh: Move an earlier run aside first.
-        sys_path: Folders from which the user's code is imported, beside the present one.
+    Further arguments are those of `prepare_run`.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong; all problems at once.
@@ -79,9 +73,7 @@ def run(
         for stage in ready.stages:
             if stop.is_set():
                 raise RunInterruptedError
-            LocalLauncher(recipe, ready.layout, ready.attempt, ready.pythons, reporter, stop).run(
-                stage
-            )
+            LocalLauncher(recipe, ready, reporter, stop).run(stage)
 
 
 def run_stage(
@@ -101,8 +93,9 @@ def run_stage(
         Interrupted: `stop` was set.
     """
     with hold_lock(layout.lock):
-        attempt = setup.create_attempt(layout)
-        LocalLauncher(recipe, layout, attempt, get_interpreters(recipe), reporter, stop).run(stage)
+        pythons = get_interpreters(recipe)
+        ready = PreparedRun(layout, setup.create_attempt(layout), pythons, (stage,))
+        LocalLauncher(recipe, ready, reporter, stop).run(stage)
 
 
 def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
@@ -144,19 +137,17 @@ class LocalLauncher:
     def __init__(
         self,
         recipe: Recipe,
-        layout: RunPaths,
-        attempt: int,
-        pythons: dict[str, str],
+        ready: PreparedRun,
         reporter: ProgressReporter,
         stop: threading.Event,
     ) -> None:
         self._recipe = recipe
-        self._layout = layout
-        self._attempt = attempt
-        self._pythons = pythons
+        self._layout = ready.layout
+        self._log_dir = ready.layout.log_dir(ready.attempt)
+        self._pythons = ready.pythons
         self._reporter = reporter
         self._stop = stop
-        self._events = EventLog(layout.events, "launcher")
+        self._events = EventLog(ready.layout.events, "launcher")
         self._jobs: list[_Job] = []
         self._gpus: Assignment = {}
 
@@ -182,7 +173,7 @@ class LocalLauncher:
         launch = LaunchFile(
             job=spec,
             job_dir=str(self._layout.job(spec.name).root),
-            log_dir=str(self._layout.log_dir(self._attempt)),
+            log_dir=str(self._log_dir),
             events=str(self._layout.events),
             pythons=self._pythons,
             variables={role: dict(getattr(cluster, role).variables) for role in ROLES},
@@ -230,11 +221,13 @@ class LocalLauncher:
         decision = POLICY.decide([failure.code], job.failures, is_dispensable=others > 0)
         if decision == "fail":
             raise failure
-        self._reporter.say(f"{decision:8} {failure.problems[0].message.splitlines()[0]}")
+        what = failure.problems[0].message.splitlines()[0].rstrip(":")
         job.handle.kill()
         if decision == "without":
+            self._reporter.say(f"{what}; the run goes on without this job")
             self._jobs.remove(job)
         else:
+            self._reporter.say(f"{what}; this job is started again")
             job.handle, job.begun_at_step, job.submitted_at = self._submit(job.spec), step, now
 
     def _failure(self, job: _Job) -> JobFailedError | None:
@@ -242,7 +235,6 @@ class LocalLauncher:
         handle = job.handle
         is_done = handle.done()  # asked first: the outcome is written before a job is done
         outcomes = handle.outcomes()
-        log_dir = self._layout.log_dir(self._attempt) / handle.name
         if (crash := find_crash(handle.name, outcomes)) is not None or not is_done:
             return crash
         if not outcomes:
@@ -254,7 +246,7 @@ class LocalLauncher:
             )
         return JobFailedError(
             f"job {handle.name} ended before its work was done",
-            key=str(log_dir),
+            key=str(self._log_dir / handle.name),
             hint="run the same command again to resume",
             code=ClusterError.exit_code,
         )

@@ -1,4 +1,4 @@
-"""Estimate of the GPU memory of trainer and servers, from the model's sizes. Pure.
+"""Estimate of the GPU memory of trainer and servers, from the model's sizes, and its table.
 
 Counted are the things whose size follows from shapes; kernels' workspace and fragmentation are
 covered by `RESERVE_BYTES`, which is an assumption. Sources:
@@ -17,10 +17,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from areal_hpc.errors import Problem
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.launch.tiny_model import build_tiny_config
+from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
-from areal_hpc.trainer.model.families.architecture import Architecture
+from areal_hpc.trainer.model.families.architecture import (
+    Architecture,
+    parse_architecture,
+    read_architecture,
+)
 
 GIB = 2**30
 RESERVE_BYTES = 2 * GIB
@@ -121,15 +128,14 @@ def _stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> Trai
     tokens = config.max_tokens_per_microbatch
     # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
     begun = parallel.pp - stage
-    layers = arch.layers // parallel.pp
-    activations = layers * count_layer_activations(arch, parallel, tokens) * element * begun
+    kept = arch.layers // parallel.pp * count_layer_activations(arch, parallel, tokens)
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
     return TrainerMemory(
         stage=stage,
         parameters=(dense + experts) * element,
         gradients=(dense + experts) * 4,
         optimizer=state * dense // sharers + state * experts // expert_sharers,
-        activations=activations,
+        activations=kept * element * begun,
         logits=logits if stage == parallel.pp - 1 else 0,
     )
 
@@ -191,12 +197,9 @@ def find_memory_problems(
     room = gpu_bytes * config.mem_fraction_static
     if serving.total > room or not serving.kv_tokens:
         yield Problem(
-            (
-                f"weights ({serving.weights / GIB:.1f} GiB) and KV cache "
-                f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the "
-                f"{room / GIB:.1f} GiB "
-                f"that mem_fraction_static={config.mem_fraction_static} allows"
-            ),
+            f"weights ({serving.weights / GIB:.1f} GiB) and KV cache "
+            f"({(serving.total - serving.weights) / GIB:.1f} GiB) exceed the {room / GIB:.1f} GiB "
+            f"that mem_fraction_static={config.mem_fraction_static} allows",
             "inference.tp",
             "raise inference.tp, or lower inference.max_total_tokens",
         )
@@ -208,3 +211,57 @@ def find_memory_problems(
             "raise inference.tp or inference.mem_fraction_static, "
             "or lower inference.context_length",
         )
+
+
+def render_memory_table(recipe: Recipe) -> Iterator[str]:
+    """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
+    model = recipe.model
+    try:
+        if model.tiny is not None:
+            arch = parse_architecture(build_tiny_config(**model.tiny.model_dump()), "model.tiny")
+        elif model.hub is not None:
+            arch = read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
+        else:
+            assert model.path is not None
+            arch = read_architecture(model.path)
+    except RecipeError as error:
+        yield f"memory: unknown, because the model cannot be read: {error.problems[0].message}"
+        yield f"  try: {error.problems[0].hint}"
+        return
+    gib = recipe.cluster.gpu_memory_gib
+    gpu_bytes = None if gib is None else int(gib * GIB)
+    trainer = estimate_trainer_memory(arch, recipe.trainer)
+    serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
+    of = "" if gib is None else f" of {gib:g}"
+    yield f"memory of one GPU in GiB, estimated ({count_model_parameters(arch):,} parameters)"
+    yield from _trainer_lines(trainer, recipe.trainer.parallel, of)
+    yield from _serving_lines(serving, recipe, of)
+    if gpu_bytes is None:
+        yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
+        return
+    for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes):
+        yield f"warning: {problem}"
+
+
+def _trainer_lines(memory: TrainerMemory, split: ParallelConfig, of: str) -> Iterator[str]:
+    sizes = " ".join(f"{name}={getattr(split, name)}" for name in ("tp", "pp", "cp", "dp", "ep"))
+    stage = f"highest use on pipeline stage {memory.stage}"
+    yield f"  trainer  {split.world_size} ranks, {sizes}; {stage}"
+    for name in ("parameters", "gradients", "optimizer", "activations", "logits"):
+        yield f"    {name:<12} {getattr(memory, name) / GIB:8.2f}"
+    yield f"    {'reserve':<12} {RESERVE_BYTES / GIB:8.2f}"
+    yield f"    {'total':<12} {memory.total / GIB:8.2f}{of}"
+
+
+def _serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
+    config = recipe.inference
+    cells = config.cells + recipe.evaluation.separate_cell
+    replicas = cells * config.replicas_per_cell
+    yield f"  serving  {replicas} replicas of {config.tp} GPUs, in {cells} cells"
+    yield f"    {'weights':<12} {memory.weights / GIB:8.2f}"
+    if memory.kv_tokens is None:
+        yield f"    {'KV cache':<12}     open ({memory.kv_per_token / 1024:.1f} KiB a token)"
+        return
+    cache = memory.total - memory.weights
+    yield f"    {'KV cache':<12} {cache / GIB:8.2f} ({memory.kv_tokens:,} tokens)"
+    yield f"    {'total':<12} {memory.total / GIB:8.2f}{of}"

@@ -39,11 +39,6 @@ class LaunchFacts:
     tasks_of_sources: tuple[int, ...] = ()
     """Training tasks of each source, if there are several."""
 
-    @classmethod
-    def before_setup(cls, recipe: Recipe, serve_python: str = "python") -> LaunchFacts:
-        """Facts while no task set is read. They give every job its shape, not its configuration."""
-        return cls(1, 0, serve_python, (), (1,) * len(recipe.train_dataset.sources))
-
 
 @dataclass(frozen=True, slots=True)
 class JobStage:
@@ -61,15 +56,14 @@ class JobStage:
         return (self.leader, *self.others)
 
 
-@dataclass(frozen=True, slots=True)
-class RunPlan:
-    """Every job of a run, stage after stage."""
+def plan_run(
+    recipe: Recipe, layout: RunPaths, facts: LaunchFacts | None = None
+) -> tuple[JobStage, ...]:
+    """Decide every job of a run, stage after stage.
 
-    stages: tuple[JobStage, ...]
-
-
-def plan_run(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> RunPlan:
-    """Decide every job of a run."""
+    Without facts, while no task set is read, jobs have their shape, not their configuration.
+    """
+    facts = facts or LaunchFacts(1, 0, "python", (), (1,) * len(recipe.train_dataset.sources))
     reinforcement = JobStage(
         name="train",
         leader=_trainer_job(recipe, layout, facts),
@@ -77,9 +71,8 @@ def plan_run(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> RunPlan:
         done_marker=layout.finished_marker,
     )
     if recipe.sft is None:
-        return RunPlan((reinforcement,))
-    sft = JobStage("sft", _sft_job(recipe, layout), (), layout.sft_export)
-    return RunPlan((sft, reinforcement))
+        return (reinforcement,)
+    return (JobStage("sft", _sft_job(recipe, layout), (), layout.sft_export), reinforcement)
 
 
 def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
@@ -166,13 +159,10 @@ def _cell_jobs(recipe: Recipe, layout: RunPaths, facts: LaunchFacts) -> tuple[Jo
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
-    jobs = [
-        _cell_job(recipe, layout, facts, format_cell_name(index), splits)
-        for index in range(recipe.inference.cells)
-    ]
+    named = {format_cell_name(index): splits for index in range(recipe.inference.cells)}
     if is_apart:
-        jobs.append(_cell_job(recipe, layout, facts, EVALUATION_CELL, ("valid",)))
-    return tuple(jobs)
+        named[EVALUATION_CELL] = ("valid",)
+    return tuple(_cell_job(recipe, layout, facts, name, tasks) for name, tasks in named.items())
 
 
 def _cell_job(

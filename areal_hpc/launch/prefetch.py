@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +17,11 @@ from typing import Any
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
 MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 """Weights, shapes and tokenizer; not the same weights in other formats, and no code."""
-HASH_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +46,7 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
         found.append(PrefetchItem("model.hub", model.hub, "model", model.revision, MODEL_FILES))
     if model.path is not None:
         found.append(PrefetchItem("model.path", str(model.path), "model"))
-    parts: list[tuple[TaskSetConfig, str]] = [*recipe.train_dataset.parts("train_dataset")]
-    if recipe.valid_dataset is not None:
-        parts.append((recipe.valid_dataset, "valid_dataset"))
-    if recipe.sft is not None:
-        parts.append((recipe.sft.dataset, "sft.dataset"))
-    for part, key in parts:
+    for part, key in recipe.task_sets:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)
             found.append(PrefetchItem(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
@@ -164,7 +157,8 @@ def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str,
     known = before.get(str(path), {})
     if all(known.get(name) == value for name, value in entry.items()):
         return {**entry, "sha256": known["sha256"]}
-    digest = _sha256(path)
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
     blob = path.resolve().name
     if path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", blob) and blob != digest:
         raise RecipeError(
@@ -175,23 +169,11 @@ def _described(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str,
     return {**entry, "sha256": digest}
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as stream:
-        while block := stream.read(HASH_CHUNK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def _known(record: Path) -> dict[str, Any]:
     """What an earlier call wrote, by the file's path."""
-    if not record.exists():
-        return {}
-    return dict(_by_path(json.loads(record.read_bytes())))
-
-
-def _by_path(record: list[dict[str, Any]]) -> Iterator[tuple[str, Any]]:
-    for entry in record:
+    known = {}
+    for entry in json.loads(record.read_bytes()) if record.exists() else ():
         folder = Path(entry["folder"])
         for file in entry["files"]:
-            yield str(folder if folder.name == file["name"] else folder / file["name"]), file
+            known[str(folder if folder.name == file["name"] else folder / file["name"])] = file
+    return known

@@ -75,7 +75,7 @@ def prepare_run(
         facts = setup.set_up_run_dir(recipe, layout, say, pythons["serve"], folders)
         attempt = setup.create_attempt(layout)
         setup.record_provenance(recipe, layout, attempt, command_line)
-        stages = plan_run(recipe, layout, facts).stages
+        stages = plan_run(recipe, layout, facts)
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
         yield PreparedRun(layout, attempt, pythons, left)
 

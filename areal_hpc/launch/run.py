@@ -19,9 +19,8 @@ from omegaconf import OmegaConf
 from areal_hpc import errors
 from areal_hpc.launch import local_launcher, slurm_launcher
 from areal_hpc.launch.prepared_run import is_finished
-from areal_hpc.recipe.loading import build_recipe, load_recipe
+from areal_hpc.recipe.loading import build_recipe, load_recipe, read_overrides
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.yaml_tree import read_overrides
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.run_state import read_run_state
@@ -84,10 +83,7 @@ def run(
     if not fresh and is_already_finished(recipe, layout, new_run_hint):
         return _read_result(layout, "finished")
     try:
-        with (
-            stop_on_signals(STOPPING) as stop,
-            show_progress(recipe, layout) as reporter,
-        ):
+        with stop_on_signals(STOPPING) as stop, show_progress(recipe, layout) as reporter:
             for note in (*notes, f"run      {layout.root}"):
                 reporter.say(note)
             local_launcher.run(
@@ -217,9 +213,8 @@ def draw_learning_curve(layout: RunPaths) -> None:
 
     snapshot = read_run_state(layout)
     if snapshot.steps:
-        plot_learning_curve(
-            snapshot, f"{layout.root.parent.name} / {layout.root.name}", layout.learning_curve
-        )
+        title = f"{layout.root.parent.name} / {layout.root.name}"
+        plot_learning_curve(snapshot, title, layout.learning_curve)
 
 
 def get_program_name() -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -20,8 +19,8 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import LaunchFacts
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
+from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.yaml_tree import flatten_keys
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
@@ -52,53 +51,36 @@ def set_up_run_dir(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    _put_tasks_in_place(recipe, layout, say)
-    valid, sft = layout.dataset("valid"), layout.dataset("sft")
+    train, valid, sft = (layout.dataset(name) for name in ("train", "valid", "sft"))
+    check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
+    sources, task_counts = recipe.train_dataset.sources, layout.task_counts
+    if not train.exists() or (sources and not task_counts.exists()):
+        say("data     writing the train set")
+        counts = materialize(recipe.train_dataset.parts("train_dataset"), train, check)
+        if sources:
+            write_atomic(task_counts, json.dumps(counts).encode())
     if recipe.valid_dataset is not None and not valid.exists():
         say("data     writing the valid set")
-        check = _check_of_tasks(recipe)
         materialize([(recipe.valid_dataset, "valid_dataset")], valid, check)
     if recipe.sft is not None and not sft.exists():
         say("data     writing the SFT set")
         materialize([(recipe.sft.dataset, "sft.dataset")], sft)
     if recipe.model.tiny is not None and not (layout.tiny_model_dir / "config.json").exists():
         say("model    making a tiny Qwen3 and its tokenizer")
-        make_tiny_model(
-            layout.tiny_model_dir,
-            _texts(sft),
-            seed=recipe.seed,
-            **recipe.model.tiny.model_dump(),
-        )
+        sizes = recipe.model.tiny.model_dump()
+        make_tiny_model(layout.tiny_model_dir, _texts(sft), seed=recipe.seed, **sizes)
     if recipe.model.hub is not None and not layout.tiny_model_dir.exists():
         layout.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
         layout.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(layout.admin_key)
     return LaunchFacts(
-        train_tasks=count_rows(layout.dataset("train")),
+        train_tasks=count_rows(train),
         valid_tasks=count_rows(valid) if recipe.valid_dataset is not None else 0,
         serve_python=serve_python,
         sys_path=sys_path,
-        tasks_of_sources=json.loads(layout.task_counts.read_text())
-        if recipe.train_dataset.sources
-        else (),
+        tasks_of_sources=json.loads(task_counts.read_text()) if sources else (),
     )
-
-
-def _check_of_tasks(recipe: Recipe) -> Callable[[dict[str, Any]], None]:
-    """What every row of a task set has to pass."""
-    return partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
-
-
-def _put_tasks_in_place(recipe: Recipe, layout: RunPaths, say: Callable[[str], None]) -> None:
-    """The training set, and how many of its rows come from which source."""
-    config, path, task_counts = recipe.train_dataset, layout.dataset("train"), layout.task_counts
-    if path.exists() and (task_counts.exists() or not config.sources):
-        return
-    say("data     writing the train set")
-    counts = materialize(config.parts("train_dataset"), path, _check_of_tasks(recipe))
-    if config.sources:
-        write_atomic(task_counts, json.dumps(counts).encode())
 
 
 def _texts(demonstrations: Path) -> Iterator[str]:
@@ -132,10 +114,8 @@ def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str],
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     problems = [
         Problem(
-            (
-                f"{key} cannot change: this run was started with {before.get(key)!r}, "
-                f"got {now.get(key)!r}"
-            ),
+            f"{key} cannot change: this run was started with {before.get(key)!r}, "
+            f"got {now.get(key)!r}",
             key,
             "use another trial_name, or --fresh to start over",
         )

@@ -6,6 +6,7 @@ themselves. Who waits only watches files, and the queue now and then.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,7 +17,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash
 from areal_hpc.jobs.supervisor import run_job
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.plan import JobStage, LaunchFacts, RunPlan, plan_run
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import EventLog
@@ -57,13 +58,7 @@ def submit(
 ) -> list[Submission]:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
-    Args:
-        recipe: What to run.
-        command_line: For the provenance record.
-        say: Where lines for a person go.
-        after: Slurm's numbers of jobs that must have succeeded before this run starts.
-        fresh: Move an earlier run aside first.
-        sys_path: Folders from which the user's code is imported, beside the present one.
+    Arguments are those of `prepare_run`, and those of `areal_hpc.submit`.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
@@ -108,7 +103,8 @@ def _submit_stages(
                 job_id = submit_slurm(asked, build_launch_file(spec, stage, recipe, ready), run_job)
                 submitted.append(record_job(ready, spec.name, job_id))
                 say(f"job      {spec.name:<10} {job_id:<9} {request.shape}")
-            dependency = build_dependency([_leader(stage, submitted).job_id])
+            leader = submitted[-len(stage.jobs)]
+            dependency = build_dependency([leader.job_id])
     except BaseException:  # boundary: half a run would wait for its other half, and cost
         cancel_submitted([submission.job_id for submission in submitted])
         raise
@@ -119,10 +115,6 @@ def _pairs(
     stage: JobStage, recipe: Recipe, place: RunContext
 ) -> Iterator[tuple[JobSpec, JobRequest]]:
     return zip(stage.jobs, build_job_requests(stage.jobs, recipe.cluster.slurm, place), strict=True)
-
-
-def _leader(stage: JobStage, submitted: Sequence[Submission]) -> Submission:
-    return next(one for one in reversed(submitted) if one.job == stage.leader.name)
 
 
 def record_job(ready: PreparedRun, job: str, job_id: str) -> Submission:
@@ -176,13 +168,6 @@ def build_run_context(
     )
 
 
-def preview_plan(recipe: Recipe, layout: RunPaths) -> RunPlan:
-    """The plan without what only the task sets tell; no job's shape depends on that."""
-    return plan_run(
-        recipe, layout, LaunchFacts.before_setup(recipe, get_interpreters(recipe)["serve"])
-    )
-
-
 def build_requests(
     recipe: Recipe,
     working_folder: Path,
@@ -204,7 +189,7 @@ def build_requests(
     """
     layout = RunPaths(recipe.run_dir.resolve())
     place = place or build_run_context(recipe, layout, get_interpreters(recipe), working_folder)
-    stages = [one for one in preview_plan(recipe, layout).stages if not one.done_marker.exists()]
+    stages = [one for one in plan_run(recipe, layout) if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     requests = {
         request.job: request for request in build_job_requests(jobs, recipe.cluster.slurm, place)
@@ -234,7 +219,7 @@ def watch(
     """
     poll_s, asked_at, was_gone = QUEUE_POLL_S, time.monotonic(), False
     while not layout.finished_marker.exists():
-        left = (one for one in preview_plan(recipe, layout).stages if not one.done_marker.exists())
+        left = (one for one in plan_run(recipe, layout) if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
         reporter.watch(stage.name)
@@ -273,18 +258,12 @@ def _why_gone(layout: RunPaths, leader: str) -> JobFailedError:
     )
 
 
-def _still_live(job_ids: Sequence[str]) -> list[str]:
-    """All of them while slurmctld does not answer: the run itself is finished by now."""
-    try:
-        return filter_live_jobs(job_ids)
-    except SlurmTimeoutError:
-        return list(job_ids)
-
-
 def _see_jobs_off(layout: RunPaths, reporter: ProgressReporter, stop: threading.Event) -> None:
-    job_ids = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
+    live = [one.job_id for one in latest_by_name(read_submissions(layout.submissions)).values()]
     give_up_at = time.monotonic() + ENDS_WITHIN_S
-    while live := _still_live(job_ids):
-        if time.monotonic() > give_up_at or stop.wait(2.0):
+    while live:
+        with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
+            live = filter_live_jobs(live)
+        if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
             reporter.say(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

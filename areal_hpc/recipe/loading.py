@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import explain_validation_error
-from areal_hpc.recipe.cross_checks import CROSS_CHECKS
+from areal_hpc.recipe.cross_checks import find_conflicts
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
-from areal_hpc.recipe.yaml_tree import read_overrides, read_yaml_tree
 
 
 def load_recipe(
@@ -35,7 +36,7 @@ def load_recipe(
     if not path.is_file():
         raise RecipeError(f"there is no recipe at {path}", hint="ls recipes/")
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
-    trees += [read_yaml_tree(path), read_overrides(overrides)]
+    trees += [_read_yaml(path), read_overrides(overrides)]
     try:
         values = OmegaConf.to_container(OmegaConf.merge(*trees), resolve=True)
     except (OmegaConfBaseException, ValueError) as error:
@@ -51,8 +52,7 @@ def build_recipe(values: object) -> Recipe:
         raise RecipeError.of(
             explain_validation_error(item, Recipe) for item in error.errors()
         ) from None
-    problems = [problem for check in CROSS_CHECKS for problem in check(recipe)]
-    if problems:
+    if problems := list(find_conflicts(recipe)):
         raise RecipeError.of(problems)
     return recipe
 
@@ -65,7 +65,7 @@ def read_site_file(path: Path) -> DictConfig:
     """
     if not path.is_file():
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
-    tree = read_yaml_tree(path)
+    tree = _read_yaml(path)
     try:
         ClusterConfig.model_validate(OmegaConf.to_container(tree))
     except ValidationError as error:
@@ -77,3 +77,45 @@ def read_site_file(path: Path) -> DictConfig:
         if problems:
             raise RecipeError.of(problems) from None
     return tree
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        tree = OmegaConf.load(path)
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
+    except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
+        raise RecipeError(f"{path} is not YAML: {error}", key=str(path)) from error
+    if not OmegaConf.is_dict(tree):
+        raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))
+    return tree
+
+
+def read_overrides(overrides: Sequence[str]) -> DictConfig:
+    """The keys of `key.subkey=value` arguments.
+
+    Raises:
+        RecipeError: Some are not of that form; all of these at once. Or a value is not YAML.
+    """
+    if wrong := [item for item in overrides if "=" not in item]:
+        hint = "for example: trainer.total_steps=10"
+        raise RecipeError.of(
+            Problem(f"expected key=value, got {item!r}", hint=hint) for item in wrong
+        )
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (OmegaConfBaseException, ValueError) as error:
+        raise RecipeError(f"the overrides cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise RecipeError(f"a value is not YAML: {error}") from error
+
+
+def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys of the leaves of a nested mapping."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= flatten_keys(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found

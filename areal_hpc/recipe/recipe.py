@@ -98,6 +98,13 @@ class Recipe(BaseConfig):
     """The broadcast of new weights."""
 
     @property
+    def task_sets(self) -> list[tuple[TaskSetConfig, str]]:
+        """Every source of tasks and of demonstrations, each with its place in the recipe."""
+        found = self.train_dataset.parts("train_dataset")
+        found += [(self.valid_dataset, "valid_dataset")] if self.valid_dataset else []
+        return found + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
+
+    @property
     def run_dir(self) -> Path:
         """The run directory."""
         return self.cluster.fileroot.expanduser() / self.experiment_name / self.trial_name

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
+from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
@@ -50,13 +51,9 @@ def check_storage_from_node(
         script.write_text(
             _SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_S)
         )
-        named = ("partition", "account", "qos", "constraint", "reservation")
-        values = {name: getattr(options, name) for name in named}
-        flags = [f"--{name}={value}" for name, value in values.items() if value]
-        flags += options.sbatch_flags or ()
         job_id = run_slurm_command(
             *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
-            *(*flags, f"--output={folder}/output", str(script)),
+            *(*get_sbatch_flags(options), f"--output={folder}/output", str(script)),
         ).split(";")[0]
     except OSError as error:
         return fail("shared", f"{folder}: {error.strerror}", "choose another cluster.fileroot")
@@ -83,11 +80,8 @@ def _await(folder: Path, job_id: str, token: str, patience_s: float) -> CheckRes
         if found and ended_at and time.monotonic() - ended_at > MAX_VISIBILITY_S:
             return fail(
                 "shared",
-                (
-                    f"job {job_id} on {found.nodes or 'no node'} did not answer "
-                    f"({found.state.name}): "
-                    f"{folder.parent} is not the same there"
-                ),
+                f"job {job_id} on {found.nodes or 'no node'} did not answer ({found.state.name}): "
+                f"{folder.parent} is not the same there",
                 "name a file system that compute nodes mount at the same path",
             )
         if found and found.reason:

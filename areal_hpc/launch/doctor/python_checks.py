@@ -39,9 +39,8 @@ def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
 def _check(role: str, python: str) -> CheckResult:
     name, key = f"python {role}", f"cluster.{role}.python"
     if shutil.which(python) is None:
-        return fail(
-            name, f"there is no interpreter at {python}", f"make setup, or {key}=/path/to/python"
-        )
+        hint = f"make setup, or {key}=/path/to/python"
+        return fail(name, f"there is no interpreter at {python}", hint)
     try:
         asked = subprocess.run(
             [python, "-c", _VERSIONS, *PACKAGES[role]],
@@ -55,9 +54,8 @@ def _check(role: str, python: str) -> CheckResult:
         return fail(name, f"{python} did not start within {MAX_START_S:.0f} s", hint)
     if asked.returncode:
         last = (asked.stderr.strip().splitlines() or ["no output"])[-1]
-        return fail(
-            name, f"{python} does not start: {last}", f"fix it, or set {key} to another interpreter"
-        )
+        hint = f"fix it, or set {key} to another interpreter"
+        return fail(name, f"{python} does not start: {last}", hint)
     found = json.loads(asked.stdout)
     missing = [package for package in PACKAGES[role] if not found[package]]
     if missing:

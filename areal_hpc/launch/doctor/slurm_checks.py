@@ -15,8 +15,6 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
 from areal_hpc.slurm.commands import run_slurm_command
 
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
-JOB_KINDS = ("trainer", format_cell_name(0))
-"""A job of each kind that has options of its own."""
 
 
 def check_slurm(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[CheckResult]:
@@ -58,13 +56,12 @@ def _accounting(config: str) -> CheckResult:
 
 
 def _options(slurm: SlurmConfig) -> dict[str, JobOptions]:
-    found = {job: slurm.get_options(job) for job in JOB_KINDS}
+    """By a job of each kind that has options of its own."""
+    found = {job: slurm.get_options(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options(EVALUATION_CELL)
-    return (
-        found
-        if evaluation == found[format_cell_name(0)]
-        else {**found, EVALUATION_CELL: evaluation}
-    )
+    if evaluation != found[format_cell_name(0)]:
+        found[EVALUATION_CELL] = evaluation
+    return found
 
 
 def _partitions(slurm: SlurmConfig) -> Iterator[CheckResult]:
@@ -117,7 +114,10 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
             path.write_text(text)
             asked[job] = (str(path),)
         if not scripts:
-            asked = {job: _flags(options) for job, options in _options(slurm).items()}
+            asked = {
+                job: (*get_sbatch_flags(options), "--wrap=true")
+                for job, options in _options(slurm).items()
+            }
         for job, arguments in asked.items():
             try:
                 run_slurm_command("sbatch", "--test-only", *arguments)
@@ -132,11 +132,12 @@ def _acceptance(slurm: SlurmConfig, scripts: Mapping[str, str]) -> Iterator[Chec
                 yield ok(f"job {job}", "sbatch accepts the job (--test-only)")
 
 
-def _flags(options: JobOptions) -> tuple[str, ...]:
+def get_sbatch_flags(options: JobOptions) -> tuple[str, ...]:
+    """The options of sbatch that decide whether it takes a job and where the job lands."""
     named = ("partition", "account", "qos", "constraint", "reservation")
     values = {name: getattr(options, name) for name in named}
     told = (f"--{name}={value}" for name, value in values.items() if value)
-    return (*told, *(options.sbatch_flags or ()), "--wrap=true")
+    return (*told, *(options.sbatch_flags or ()))
 
 
 def _container(slurm: SlurmConfig) -> Iterator[CheckResult]:
@@ -145,26 +146,17 @@ def _container(slurm: SlurmConfig) -> Iterator[CheckResult]:
         return
     if container.kind == "apptainer":
         found = shutil.which("apptainer") or shutil.which("singularity")
-        yield (
-            ok("apptainer", found)
-            if found
-            else warn(
-                "apptainer",
-                "is not on this node; it may be on compute nodes",
-                "srun -n1 which apptainer; a module load among slurm.setup",
-            )
-        )
+        hint = "srun -n1 which apptainer; a module load among slurm.setup"
+        missing = "is not on this node; it may be on compute nodes"
+        yield ok("apptainer", found) if found else warn("apptainer", missing, hint)
     elif "--container-image" in run_slurm_command("srun", "--help"):
         yield ok("pyxis", "srun knows --container-image")
     else:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
     for image in {container.train, container.serve}:
-        if image.startswith("/"):
-            yield (
-                ok("image", image)
-                if Path(image).exists()
-                else fail(
-                    "image", f"there is no container image at {image}", "build it, or name another"
-                )
-            )
+        if image.startswith("/") and Path(image).exists():
+            yield ok("image", image)
+        elif image.startswith("/"):
+            missing = f"there is no container image at {image}"
+            yield fail("image", missing, "build it, or name another")

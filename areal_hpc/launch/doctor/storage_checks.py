@@ -55,15 +55,10 @@ def _kind(fileroot: Path) -> CheckResult:
         check=False,
     )
     kind = asked.stdout.strip() or "unknown"
+    what = "cannot tell from this node whether it is shared"
     if kind in LOCAL_KINDS:
-        return warn(
-            "shared", f"{kind}: looks like a local file system", "--from-a-job asks a compute node"
-        )
-    return warn(
-        "shared",
-        f"{kind}: cannot tell from this node whether it is shared",
-        "--from-a-job asks a node",
-    )
+        what = "looks like a local file system"
+    return warn("shared", f"{kind}: {what}", "--check-node asks a compute node")
 
 
 def _promises(folder: Path) -> Iterator[CheckResult]:
@@ -90,22 +85,18 @@ def _promises(folder: Path) -> Iterator[CheckResult]:
         hint = "use another file system: checkpoints and shards rely on atomic rename"
         yield fail("rename, fsync", f"{error.strerror}", hint)
         return
-    yield (
-        ok("rename, fsync", "rename is atomic; exclusive creation works")
-        if renamed
-        else fail("rename, fsync", "a rename did not replace a file", "use another file system")
-    )
+    if renamed:
+        yield ok("rename, fsync", "rename is atomic; exclusive creation works")
+    else:
+        yield fail("rename, fsync", "a rename did not replace a file", "use another file system")
     yield _locks(old)
     skew_s = old.stat().st_mtime - time.time()
-    yield (
-        ok("clock", f"files are {abs(skew_s):.1f} s off this node's time")
-        if abs(skew_s) <= MAX_CLOCK_SKEW_S
-        else warn(
-            "clock",
-            f"files are {skew_s:+.1f} s off this node's time",
-            "ask the administrators for time synchronisation: ages in status will be wrong",
-        )
-    )
+    off = f"files are {skew_s:+.1f} s off this node's time"
+    if abs(skew_s) <= MAX_CLOCK_SKEW_S:
+        yield ok("clock", off)
+    else:
+        hint = "ask the administrators for time synchronisation: ages in status will be wrong"
+        yield warn("clock", off, hint)
 
 
 def _locks(path: Path) -> CheckResult:
@@ -121,9 +112,8 @@ def _locks(path: Path) -> CheckResult:
     finally:
         os.close(first)
         os.close(second)
-    return warn(
-        "locks", "flock does not exclude a second process", "do not start the same run twice"
-    )
+    message = "flock does not exclude a second process"
+    return warn("locks", message, "do not start the same run twice")
 
 
 def _room(fileroot: Path) -> CheckResult:
@@ -135,9 +125,8 @@ def _room(fileroot: Path) -> CheckResult:
     if free_bytes < MIN_FREE_BYTES:
         return fail("room", room, "free some space, or choose another cluster.fileroot")
     if free_bytes < RECOMMENDED_FREE_BYTES:
-        return warn(
-            "room", room, "enough for small models; a checkpoint takes 16 bytes per parameter"
-        )
+        hint = "enough for small models; a checkpoint takes 16 bytes per parameter"
+        return warn("room", room, hint)
     return ok("room", room)
 
 

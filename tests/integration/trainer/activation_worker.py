@@ -54,7 +54,7 @@ def main() -> None:
     parallel = ParallelConfig()
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        init_process_groups(TaskPosition(0, 1, 0, 0, "127.0.0.1"), parallel, "cpu", Path(folder))
+        init_process_groups(TaskPosition(0, 1, 0, 0), parallel, "cpu", Path(folder))
         for arch in (DENSE, replace(DENSE, family="qwen3"), MIXTURE):
             measured = (kept(replace(arch, layers=3)) - kept(arch)) // 2
             found[arch.family] = [measured, memory.count_layer_activations(arch, parallel, TOKENS)]

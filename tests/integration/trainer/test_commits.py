@@ -202,9 +202,9 @@ def test_what_is_not_a_number_on_one_rank_is_not_a_number_in_the_maximum(
 
 def test_the_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     small = ["--hidden", "128", "--layers", "1", "--vocab", "512", "--rounds", "1"]
-    out = tmp_path / "commit.json"
+    out = tmp_path / "checkpoint.json"
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.commit", *small, "--step-s", "0.001",
+        [sys.executable, "-m", "benchmarks.checkpoint", *small, "--step-s", "0.001",
          "--folder", str(tmp_path), "--out", str(out)],
         cwd=CHECKOUT,
         capture_output=True,

@@ -9,7 +9,6 @@ import pytest
 from areal_hpc.jobs.requeue import ProgressTracker
 from areal_hpc.jobs.restart_policy import (
     RestartPolicy,
-    count_failures_without_progress,
     decide_restart,
 )
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, TaskExit
@@ -44,20 +43,15 @@ def test_a_job_is_started_again_while_that_helps(
     assert decide_restart(outcomes, failures) == decision
 
 
-def test_only_crashes_without_progress_count() -> None:
-    assert count_failures_without_progress(1, [CRASHED], made_progress=False) == 2
-    assert count_failures_without_progress(1, [CRASHED], made_progress=True) == 0
-    assert count_failures_without_progress(1, [STOPPED, DONE], made_progress=False) == 1
-    assert count_failures_without_progress(1, [BAD_NODE], made_progress=False) == 1
-
-
-def test_a_start_in_which_the_progress_grew_was_of_use(tmp_path: Path) -> None:
+def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
     assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
     start = ProgressTracker(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
     assert start.close([CRASHED]) == 0
     assert ProgressTracker(JobPaths(tmp_path), str(progress)).close([CRASHED]) == 1
+    for ends in ([STOPPED, DONE], [BAD_NODE]):
+        assert ProgressTracker(JobPaths(tmp_path), str(progress)).close(ends) == 1
     assert ProgressTracker(JobPaths(tmp_path), "").close([CRASHED]) == 2
 
 

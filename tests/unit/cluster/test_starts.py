@@ -69,9 +69,7 @@ def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.Mo
         monkeypatch.setenv(name, value)
     time_limit.record_checkpoint_time(21.5)
     assert time_limit.read_checkpoint_time_s(job) == 21.5
-    assert (
-        time_limit.compute_stop_lead_s(12.0, 10.0, time_limit.read_checkpoint_time_s(job)) == 43.5
-    )
+    assert time_limit.compute_stop_lead_s(12.0, 10.0, job) == 43.5
 
 
 def test_a_member_of_an_array_never_means_the_whole_array() -> None:

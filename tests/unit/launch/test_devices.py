@@ -26,7 +26,7 @@ def recipe_of(device: str, *overrides: str) -> Recipe:
 
 
 def stages_of(recipe: Recipe) -> tuple[JobStage, ...]:
-    return plan_run(recipe, RunPaths(Path("/run")), FACTS).stages
+    return plan_run(recipe, RunPaths(Path("/run")), FACTS)
 
 
 def shown(*ids: str) -> VisibleGpus:

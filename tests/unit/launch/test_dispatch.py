@@ -7,8 +7,9 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import get_interpreters
+from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests, preview_plan
+from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests
 from areal_hpc.launch.sweep import build_array_requests, read_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -70,7 +71,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
 
 def _launch_of_trainer(found: Recipe) -> LaunchFile:
     layout = RunPaths(found.run_dir)
-    stages = preview_plan(found, layout).stages
+    stages = plan_run(found, layout)
     ready = PreparedRun(layout, 3, get_interpreters(found), stages)
     return build_launch_file(stages[-1].leader, stages[-1], found, ready)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.launch.plan import LaunchFacts, RunPlan, plan_run
+from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 
@@ -19,20 +19,20 @@ FACTS = LaunchFacts(
 )
 
 
-def planned(*overrides: str) -> RunPlan:
+def planned(*overrides: str) -> tuple[JobStage, ...]:
     recipe = load_recipe(QUICKSTART, overrides)
     return plan_run(recipe, RunPaths(Path("/run")), FACTS)
 
 
 def test_the_sft_stage_is_a_stage_of_its_own_before_training() -> None:
-    sft, train = planned().stages
+    sft, train = planned()
     assert [job.name for job in sft.jobs] == ["sft"]
     assert [job.name for job in train.jobs] == ["trainer", "cell-0"]
     assert str(sft.done_marker) == "/run/export/sft"
 
 
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
-    train = planned("inference.cells=3", "rollout.max_concurrent_rollouts=60").stages[1]
+    train = planned("inference.cells=3", "rollout.max_concurrent_rollouts=60")[1]
     assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]
     driver = train.others[2].processes[-1]
     assert driver.config["episode_slots"] == 20
@@ -40,7 +40,7 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
     overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
-    train = planned(*overrides, "trainer.device=cuda").stages[1]
+    train = planned(*overrides, "trainer.device=cuda")[1]
     (job,) = train.others
     assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
     run_by = {process.name: process.tasks for process in job.processes}
@@ -56,7 +56,7 @@ def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
     parts = "[{generator: 'a:b', weight: 2.0}, {path: c.jsonl}]"
     recipe = load_recipe(QUICKSTART, [f"train_dataset={{sources: {parts}, generator: null}}"])
     facts = replace(FACTS, tasks_of_sources=(30, 70))
-    leader = plan_run(recipe, RunPaths(Path("/run")), facts).stages[1].leader
+    leader = plan_run(recipe, RunPaths(Path("/run")), facts)[1].leader
     assert leader.processes[0].config["task_sources"] == [
         {"n_tasks": 30, "weight": 2.0},
         {"n_tasks": 70, "weight": 1.0},
@@ -64,21 +64,21 @@ def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
 
 
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
-    leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2").stages[1].leader
+    leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2")[1].leader
     assert leader.tasks == 4
     assert [process.name for process in leader.processes if process.tasks == "first"] == ["ledger"]
 
 
 def test_evaluation_never_asks_for_more_tasks_than_there_are() -> None:
-    leader = planned("evaluation.tasks=50").stages[1].leader
+    leader = planned("evaluation.tasks=50")[1].leader
     assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks
 
 
 def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
-    train = planned().stages[1]
+    train = planned()[1]
     assert train.leader.processes[1].config["evaluation_cell"] is False
     assert [job.processes[-1].config["splits"] for job in train.others] == [["train", "valid"]]
-    train = planned("evaluation.separate_cell=true", "inference.cells=2").stages[1]
+    train = planned("evaluation.separate_cell=true", "inference.cells=2")[1]
     assert train.leader.processes[1].config["evaluation_cell"] is True
     assert train.leader.processes[1].config["cells"] == 2
     assert {job.name: job.processes[-1].config["splits"] for job in train.others} == {
@@ -91,7 +91,7 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
 def test_the_evaluation_job_is_shaped_like_a_cell() -> None:
     overrides = ("evaluation.separate_cell=true", "inference.tp=4", "inference.nodes_per_replica=2")
     devices = ("inference.device=cuda", "trainer.device=cuda")
-    cell, evaluation = planned(*overrides, *devices).stages[1].others
+    cell, evaluation = planned(*overrides, *devices)[1].others
     assert (evaluation.tasks, evaluation.gpus_per_task) == (cell.tasks, cell.gpus_per_task)
     assert [process.name for process in evaluation.processes] == [
         process.name for process in cell.processes
@@ -105,7 +105,7 @@ def test_the_same_recipe_gives_the_same_plan() -> None:
 
 @pytest.mark.parametrize(
     "entry",
-    sorted({p.entry for stage in planned().stages for job in stage.jobs for p in job.processes}),
+    sorted({p.entry for stage in planned() for job in stage.jobs for p in job.processes}),
 )
 def test_every_entry_point_names_a_function_of_one_argument(entry: str) -> None:
     module, function = entry.split(":")

@@ -1,4 +1,4 @@
-"""`areal-hpc make-tiny-model` and `prefetch`: make or download models and data."""
+"""`areal-hpc make-tiny-model`, `prefetch` and `migrate`: models, data and recipes for a run."""
 
 from __future__ import annotations
 
@@ -7,35 +7,43 @@ import sys
 from pathlib import Path
 
 from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.errors import RecipeError
 
 
 def add_commands(commands: CommandGroup) -> None:
     """Add these commands to the command line."""
-    tiny = commands.add_parser(
+    tiny = commands.add(
         "make-tiny-model",
+        _make_tiny_model,
         help="make a tiny random Qwen3 with its own tokenizer",
         description="Make a tiny, randomly initialised Qwen3 in Hugging Face format. Its "
         "byte-level BPE tokenizer is trained on the text you give.",
     )
     tiny.add_argument("--out", type=Path, required=True, help="directory to make")
-    tiny.add_argument(
-        "--texts",
-        type=Path,
-        help="text file, one sample a line; the quick-start's demonstrations when absent",
-    )
+    texts = "text file, one sample a line; the quick-start's demonstrations when absent"
+    tiny.add_argument("--texts", type=Path, help=texts)
     tiny.add_argument("--seed", type=int, default=1)
-    tiny.set_defaults(command=_make_tiny_model)
-
-    prefetch = commands.add_parser(
+    commands.add(
         "prefetch",
+        _prefetch,
+        ["recipe", "overrides"],
         help="download the models and data sets of a recipe",
         description="Put the models and data sets of a recipe into the Hugging Face cache, and "
         "write their revisions and digests into the run directory. For a login node: runs never "
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honoured.",
     )
-    prefetch.add_argument("recipe", type=Path)
-    prefetch.add_argument("overrides", nargs="*", metavar="key=value")
-    prefetch.set_defaults(command=_prefetch)
+    migrate = commands.add(
+        "migrate",
+        _migrate,
+        help="translate an AReaL configuration into a recipe",
+        description="Print the recipe for an AReaL configuration, every key without a "
+        "counterpart and why, and what the recipe still needs.",
+    )
+    migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
+    migrate.add_argument("overrides", nargs="*", metavar="key=value", help="as AReaL takes them")
+    rows = "number of training rows, to convert epochs to steps"
+    migrate.add_argument("--rows", type=int, help=rows)
+    migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
 
 
 def _make_tiny_model(arguments: argparse.Namespace) -> int:
@@ -48,8 +56,6 @@ def _make_tiny_model(arguments: argparse.Namespace) -> int:
 
 def _texts(path: Path | None) -> list[str]:
     """The lines of a file, or the quick start's demonstrations."""
-    from areal_hpc.errors import RecipeError
-
     if path is not None:
         if not path.is_file():
             raise RecipeError(f"there is no text file at {path}", key="--texts")
@@ -85,4 +91,33 @@ def _prefetch(arguments: argparse.Namespace) -> int:
     layout = RunPaths(recipe.run_dir)
     prefetch(recipe, layout, say)
     print(f"everything is in the cache; recorded in {layout.prefetched}")
+    return 0
+
+
+def _migrate(arguments: argparse.Namespace) -> int:
+    import yaml
+
+    from areal_hpc.areal.config.loading import read_areal_tree
+    from areal_hpc.areal.config.translation import translate_to_recipe
+    from areal_hpc.recipe.loading import build_recipe
+
+    translation = translate_to_recipe(
+        read_areal_tree(arguments.config, arguments.overrides), arguments.rows
+    )
+    text = yaml.safe_dump(translation.recipe, sort_keys=False)
+    if arguments.out is None:
+        print(text)
+    else:
+        arguments.out.write_text(f"# From {arguments.config}, by areal-hpc migrate.\n{text}")
+        print(f"wrote {arguments.out}")
+    if translation.untranslated:
+        print("# No counterpart:")
+        for one in translation.untranslated:
+            print(f"#   {one.key}: {one.value}\n#     {one.reason}")
+    try:
+        build_recipe(translation.recipe)
+    except RecipeError as error:
+        print("# Before it can run:")
+        for problem in error.problems:
+            print(f"#   {problem.key}: {problem.message}\n#     try: {problem.hint}")
     return 0

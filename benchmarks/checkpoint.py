@@ -117,7 +117,7 @@ def measure(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="areal-hpc bench commit", description=__doc__)
+    parser = argparse.ArgumentParser(prog="areal-hpc bench checkpoint", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--step-s", type=float, default=10.0, help="shortest step")
@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--folder", type=Path, help="where checkpoints are written; a new folder in the working one"
     )
-    add_out(parser, "commit")
+    add_out(parser, "checkpoint")
     arguments = parser.parse_args(argv)
     hidden = arguments.hidden
     sizes = learning.Sizes(

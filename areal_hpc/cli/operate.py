@@ -1,0 +1,179 @@
+"""`areal-hpc cancel`, `resume`, `export` and `replay`: what is done with a run that exists."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+
+from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
+from areal_hpc.errors import RecipeError, RunInterruptedError
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+
+STOP_MARGIN_S = 10.0
+"""On top of a job's own grace: it hears of the stop, and Slurm of its end, some seconds later."""
+
+
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
+    cancel = commands.add(
+        "cancel",
+        _cancel,
+        ["run"],
+        help="cancel all jobs of a run",
+        description="Signal all jobs to save a checkpoint and exit, wait for "
+        "cluster.stop_grace_s, then scancel what is left. Pending and held jobs are cancelled at "
+        "once; nothing is requeued.",
+    )
+    now = "cancel without a grace period; no final checkpoint"
+    cancel.add_argument("--now", action="store_true", help=now)
+    commands.add(
+        "resume",
+        _resume,
+        ["run", "overrides"],
+        help="resubmit a run from its last checkpoint",
+        description="Submit a cancelled, failed or stopped run again from its own recipe plus "
+        "the overrides given here, in the directory it was first submitted from.",
+    )
+    export = commands.add(
+        "export",
+        _export,
+        ["run"],
+        help="export a checkpoint as a Hugging Face model",
+        description="Export the weights of a checkpoint, trained in any parallel layout, as a "
+        "Hugging Face model directory with its tokenizer.",
+    )
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
+    out = "output directory (default: export/step_... in the run directory)"
+    export.add_argument("--out", type=Path, help=out)
+    replay = commands.add(
+        "replay",
+        _replay,
+        ["run"],
+        help="train recorded steps again, without inference",
+        description="Train steps of a run again from its manifests and shards, in a new directory "
+        "(not a replay buffer); the run is only read. Without learning overrides, loss and "
+        "gradient norm are compared with the recorded ones.",
+    )
+    replay.add_argument("--steps", required=True, metavar="FIRST..LAST", help="10..20, or one step")
+    out = "directory to make; RUN.replay_FIRST_LAST when absent"
+    replay.add_argument("--out", type=Path, help=out)
+    overrides = "trainer.optimizer.lr=2e-6"
+    replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+
+
+def _cancel(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.slurm.cancel import cancel_jobs
+    from areal_hpc.view.jobs import get_job_label, list_job_ids, require_slurm_run
+    from areal_hpc.view.progress_summary import read_run_progress
+
+    layout = parse_run_dir(arguments.run)
+    require_slurm_run(list_job_ids(layout), get_program_name())
+    grace_s = 0.0
+    if not arguments.now:
+        grace_s = read_run_progress(layout).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
+    layout.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
+    find_jobs = partial(list_job_ids, layout)
+    ended = cancel_jobs(find_jobs, label=get_job_label(layout), grace_s=grace_s, say=say)
+    print(f"cancelled {ended} jobs; none are left" if ended else "there were no jobs to cancel")
+    return 0
+
+
+def _resume(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch.prepared_run import is_finished
+    from areal_hpc.launch.run import get_program_name, say
+    from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.rundir.jobs import read_submissions
+    from areal_hpc.view.jobs import find_submit_dir, list_job_ids, require_slurm_run
+
+    layout = parse_run_dir(arguments.run)
+    require_slurm_run(list_job_ids(layout), get_program_name())
+    folder = find_submit_dir(read_submissions(layout.submissions)[-1])
+    if folder is not None:
+        os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
+    recipe = load_recipe(layout.recipe, arguments.overrides)
+    if recipe.run_dir.resolve() != layout.root:
+        raise RecipeError(
+            f"with these overrides the run directory would be {recipe.run_dir.resolve()}",
+            key="cluster.fileroot, experiment_name, trial_name",
+            hint="use `areal-hpc submit` to start a run under another name",
+        )
+    if is_finished(recipe, layout):
+        print("this run is finished; for more steps set trainer.total_steps=...")
+        return 0
+    slurm_launcher.submit(recipe, command_line=sys.argv, say=say)
+    print(f"next     {get_program_name()} status {layout.root}")
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.plan import get_initial_policy
+    from areal_hpc.recipe.loading import load_recipe
+
+    layout = parse_run_dir(arguments.run)
+    recipe = load_recipe(layout.recipe)
+    out: Path | None = arguments.out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RecipeError(
+            f"something is already at {out}",
+            key="--out",
+            hint="choose a directory that does not exist",
+        )
+    if find_spec("torch") is None:
+        return _in_train_environment(recipe.cluster.train.python, arguments)
+    from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+
+    checkpoint = choose_checkpoint(layout.checkpoints_dir, arguments.step)
+    target = (out or layout.export(format_step_dir(checkpoint.state.step))).resolve()
+    print(f"exporting step {checkpoint.state.step} of {layout.root}", flush=True)
+    base = get_initial_policy(recipe, layout)
+    export_checkpoint(checkpoint, base, target, partial(print, flush=True))
+    print(target)
+    return 0
+
+
+def _in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
+    """The same command by the Python of the role `train`, which has torch."""
+    from areal_hpc.jobs.environment import get_interpreter
+
+    python = get_interpreter("train", configured)
+    if Path(python).absolute() == Path(sys.executable).absolute():
+        raise RecipeError(
+            f"{python} has no torch, which is needed to read checkpoints",
+            key="cluster.train.python",
+            hint="make setup, or name the trainer's Python in the recipe",
+        )
+    command = [python, "-m", "areal_hpc", "export", str(arguments.run)]
+    if arguments.step is not None:
+        command += ["--step", str(arguments.step)]
+    if arguments.out is not None:
+        command += ["--out", str(arguments.out)]
+    return subprocess.run(command, check=False).returncode
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from areal_hpc.launch.replay import ReplayRun, parse_steps
+    from areal_hpc.launch.run import STOPPING, stop_on_signals
+    from areal_hpc.view.live_progress import PlainReporter
+
+    run = parse_run_dir(arguments.run)
+    first, last = parse_steps(arguments.steps)
+    out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
+    layout = RunPaths(out.resolve())
+    replay = ReplayRun(run, first, last, arguments.overrides, layout)
+    reporter = PlainReporter(layout, last, 0)
+    reporter.say(f"replay   steps {first} to {last} of {run.root}")
+    try:
+        with stop_on_signals(STOPPING) as stop:
+            replay.carry_out(reporter, stop)
+    except RunInterruptedError as interrupted:
+        print("stopped; the same command continues the replay")
+        return interrupted.exit_code
+    print(layout.root)
+    return 0
