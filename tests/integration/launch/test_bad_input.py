@@ -29,7 +29,6 @@ AGENT = "examples.quickstart.agent"
 CASES = [
     # overrides (DIR has the files of the case), what is said
     ("trainer.optimiser.lr=1", "unknown key 'optimiser'", "did you mean optimizer?"),
-    ("trainer.batch_size=big", "at: trainer.batch_size", "'big'"),
     (NO_DATA, "there is no data set at", "at: train_dataset.path"),
     (
         OWN_DATA,
@@ -60,10 +59,6 @@ CASES = [
         "trainer.parallel.ep=2 trainer.parallel.dp=2",
         "at: trainer.parallel.ep",
         "the number of experts of a dense network, 1 must be a multiple of ep 2",
-    ),
-    (
-        "trainer.batch_size=10 trainer.minibatches=4",
-        "trainer.batch_size=10 is not divisible by trainer.minibatches=4",
     ),
     (
         f"{FOUR_RANKS} {ON_GPUS} {NO_DATA}",

@@ -12,7 +12,6 @@ from areal_hpc.jobs.topology import (
     expand_node_list,
     find_interface,
     find_reachable_host,
-    get_slurm_restart_count,
 )
 
 
@@ -39,11 +38,6 @@ def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> N
 def test_without_slurm_the_host_name_or_loopback_is_found() -> None:
     host = find_reachable_host("", {})
     socket.create_server((host, 0)).close()
-
-
-def test_the_first_start_of_a_job_has_no_restart_count() -> None:
-    assert get_slurm_restart_count({}) == 0
-    assert get_slurm_restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
 
 
 @pytest.mark.parametrize(
