@@ -88,7 +88,6 @@ def run(
                 reporter.say(note)
             local_launcher.run(
                 recipe,
-                command_line=sys.argv,
                 reporter=reporter,
                 stop=stop,
                 fresh=fresh,
@@ -135,9 +134,7 @@ def submit(
         return _read_result(layout, "finished")
     for note in (*notes, f"run      {layout.root}"):
         say(note)
-    slurm_launcher.submit(
-        recipe, command_line=sys.argv, say=say, after=after, fresh=fresh, sys_path=sys_path
-    )
+    slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
         say(f"next     {get_program_name()} status {layout.root}\n         squeue --me")
         return _read_result(layout, "submitted")

@@ -7,7 +7,7 @@ train. Made with numpy alone: neither torch nor transformers is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -135,9 +135,20 @@ def make_tiny_model(
     weights = init_weights(config, np.random.default_rng(seed))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
-    _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
-    _write_json(out / "generation_config.json", ids)
-    _write_json(out / "config.json", config)
+    tokenizer_config = {
+        "add_bos_token": False,
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "model_max_length": max_position_embeddings,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+    contents = {"tokenizer_config": tokenizer_config, "generation_config": ids, "config": config}
+    for name, content in contents.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def build_tiny_config(
@@ -175,7 +186,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_with_role_names(texts), trainer)
+    # Role names as often as texts: the chat template puts them around each.
+    tokenizer.train_from_iterator((one for text in texts for one in (text, *ROLE_NAMES)), trainer)
     missing = -tokenizer.get_vocab_size() % VOCABULARY_MULTIPLE
     tokenizer.add_special_tokens(
         [AddedToken(f"<|reserved_{number}|>", special=True) for number in range(missing)]
@@ -218,28 +230,3 @@ def init_weights(
         else np.ones(shape, dtype=np.float32)
         for name, shape in shapes.items()
     }
-
-
-def _with_role_names(texts: Iterable[str]) -> Iterator[str]:
-    """The texts and, as often, the role names that the chat template puts around them."""
-    for text in texts:
-        yield text
-        yield from ROLE_NAMES
-
-
-def _tokenizer_config(model_max_length: int) -> dict[str, Any]:
-    return {
-        "add_bos_token": False,
-        "bos_token": None,
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": TURN_END,
-        "model_max_length": model_max_length,
-        "pad_token": PAD,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": None,
-    }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
