@@ -85,8 +85,7 @@ def given(tmp_path: Path) -> Path:
     """A folder of tasks and of a model without tokenizer, and below it one of an odd model."""
     folder = tmp_path / "given"
     (folder / "mamba").mkdir(parents=True)
-    tiny = build_tiny_config(**TinyModelConfig().model_dump())
-    (folder / "config.json").write_text(json.dumps(tiny))
+    (folder / "config.json").write_text(json.dumps(build_tiny_config(TinyModelConfig())))
     (folder / "model.safetensors").touch()
     (folder / "mamba" / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     tasks = [{"question": "2+2"}, {"question": "3+3", "limits": {"timeout_s": 1800}}]
