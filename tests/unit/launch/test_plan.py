@@ -38,16 +38,13 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
     overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
-    train = planned(*overrides, "trainer.device=cuda")[1]
-    (job,) = train.others
-    assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
-    run_by = {process.name: process.tasks for process in job.processes}
-    assert run_by == {
-        "inference": "first",
-        "follower": "others",
-        "proxy": "first",
-        "driver": "first",
-    }
+    train = planned(*overrides, "trainer.device=cuda", "evaluation.separate_cell=true")[1]
+    for job, name in zip(train.others, ("cell-0", "evaluation"), strict=True):
+        assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
+        run_by = {process.name: process.tasks for process in job.processes}
+        assert run_by.pop("follower") == "others"
+        assert run_by == dict.fromkeys(("inference", "proxy", "driver"), "first")
+        assert {process.config["cell"] for process in job.processes} == {name}
 
 
 def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
@@ -80,17 +77,6 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
         "cell-1": ["train"],
         "evaluation": ["valid"],
     }
-
-
-def test_the_evaluation_job_is_shaped_like_a_cell() -> None:
-    overrides = ("evaluation.separate_cell=true", "inference.tp=4", "inference.nodes_per_replica=2")
-    devices = ("inference.device=cuda", "trainer.device=cuda")
-    cell, evaluation = planned(*overrides, *devices)[1].others
-    assert (evaluation.tasks, evaluation.gpus_per_task) == (cell.tasks, cell.gpus_per_task)
-    assert [process.name for process in evaluation.processes] == [
-        process.name for process in cell.processes
-    ]
-    assert {process.config["cell"] for process in evaluation.processes} == {"evaluation"}
 
 
 def test_every_entry_point_names_a_function_of_one_argument() -> None:
