@@ -100,7 +100,7 @@ class CompletionService:
         ) -> Generation:
             nonlocal resumption
             request = resumption.request(whole)
-            self.metrics.failovers.inc(resumption.has_begun)
+            self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
                 resumption.on_aborted(generation, request)
@@ -153,7 +153,7 @@ class CompletionService:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             url, request = replica.url, resumption.request(whole)
-            self.metrics.failovers.inc(resumption.has_begun)
+            self.metrics.failovers.inc(request is not whole)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
