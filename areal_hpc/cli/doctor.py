@@ -37,9 +37,8 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _doctor(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.doctor.checks import CheckStatus, format_checks
-    from areal_hpc.launch.doctor.node_check import check_storage_from_node
     from areal_hpc.launch.doctor.slurm_checks import check_slurm
-    from areal_hpc.launch.doctor.storage_checks import check_storage
+    from areal_hpc.launch.doctor.storage_checks import check_storage, check_storage_from_node
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.recipe.sections.cluster import SlurmConfig
 
@@ -64,9 +63,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
     if recipe is not None:
         checks += _recipe_checks(recipe)
     print("\n".join(format_checks(checks)))
-    return (
-        FAILED_CHECK_EXIT_CODE if any(check.verdict is CheckStatus.FAIL for check in checks) else 0
-    )
+    has_failed = any(check.verdict is CheckStatus.FAIL for check in checks)
+    return FAILED_CHECK_EXIT_CODE if has_failed else 0
 
 
 def _site(path: Path) -> tuple[SlurmConfig, Path | None]:

@@ -107,7 +107,7 @@ def _resume(arguments: argparse.Namespace) -> int:
     if is_finished(recipe, layout):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
-    slurm_launcher.submit(recipe, command_line=sys.argv, say=say)
+    slurm_launcher.submit(recipe, say=say)
     print(f"next     {get_program_name()} status {layout.root}")
     return 0
 

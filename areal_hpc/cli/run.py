@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -118,10 +117,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         if not arguments.fresh and is_already_finished(recipe, layout):
             return 0
         say(f"run      {layout.root}")
-        scripts = slurm_launcher.write_scripts(
-            recipe, command_line=sys.argv, say=say, fresh=arguments.fresh
-        )
-        print("\n".join(f"sbatch   {script}" for script in scripts))
+        for script in slurm_launcher.write_scripts(recipe, say=say, fresh=arguments.fresh):
+            print(f"sbatch   {script}")
         return 0
     result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)
     return result.exit_code
@@ -150,9 +147,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         return 0
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)
-    submit_sweep(
-        sweep, command_line=sys.argv, say=say, after=arguments.after, fresh=arguments.fresh
-    )
+    submit_sweep(sweep, say=say, after=arguments.after, fresh=arguments.fresh)
     first = sweep.runs[0].run_dir.resolve()
     print(f"next     squeue --me\n         {get_program_name()} status {first}")
     return 0

@@ -22,8 +22,7 @@ from areal_hpc.client.shared_parsers import get_shared_parsers
 from areal_hpc.client.tokenizer import load_session_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.http.app import ProxyApp, Scope, Send
-from areal_hpc.proxy.http.disconnect import Receive
+from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope, Send
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder

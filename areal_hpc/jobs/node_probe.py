@@ -58,7 +58,7 @@ def probe_node(
         *_judge_space(job_dir, least_free_bytes, is_shared=True),
         *_judge_space(local_dir, least_free_bytes, is_shared=False),
         *_judge_clock(job_dir),
-        *_judge_peer(first_address),
+        *(_judge_peer(first_address) if first_address else ()),
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
@@ -69,12 +69,9 @@ def probe_node(
 def list_gpus() -> tuple[list[GpuInfo], str]:
     """The GPUs that the driver sees, and its complaint if it has one."""
     try:
+        fields = "index,ecc.errors.uncorrected.volatile.total"
         answer = subprocess.run(
-            [
-                "nvidia-smi",
-                "--query-gpu=index,ecc.errors.uncorrected.volatile.total",
-                "--format=csv,noheader,nounits",
-            ],
+            ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
             check=False,
@@ -137,8 +134,6 @@ def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
 
 
 def _judge_peer(address: str) -> list[NodeProblem]:
-    if not address:
-        return []
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:

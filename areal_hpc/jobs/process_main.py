@@ -13,7 +13,6 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -21,19 +20,6 @@ from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.jobs.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.rundir.paths import get_process_error
-
-
-def load_entry(entry: str) -> Any:
-    """The function named by `package.module:function`."""
-    module, _, function = entry.partition(":")
-    return getattr(importlib.import_module(module), function)
-
-
-def _only_cause(error: BaseException) -> BaseException:
-    """What a group of one error is about; task groups wrap even a single failure."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = error.exceptions[0]
-    return error
 
 
 def main() -> None:
@@ -49,9 +35,12 @@ def main() -> None:
     log = logging.getLogger(entry)
     config = json.loads(Path(config_path).read_text())
     try:
-        load_entry(entry)(config)
+        module, _, function = entry.partition(":")
+        getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again
-        error = _only_cause(caught)
+        error: BaseException = caught  # task groups wrap even a single failure
+        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+            error = error.exceptions[0]
         if not isinstance(error, (ArealError, ValidationError)):
             raise
         log.error("%s", error, exc_info=True)

@@ -57,7 +57,7 @@ def check_inputs(
     ]
     problems += [*_run_directory(recipe.run_dir), *_model(recipe)]
     if (tiny := recipe.model.tiny) is not None:
-        problems += _layout_fits(build_tiny_config(**tiny.model_dump()), "model.tiny", recipe)
+        problems += _layout_fits(build_tiny_config(tiny), "model.tiny", recipe)
     for part, key in recipe.task_sets:
         try:
             list_source_files(part, key)

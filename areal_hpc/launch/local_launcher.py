@@ -46,7 +46,6 @@ class ProgressReporter(Protocol):
 def run(
     recipe: Recipe,
     *,
-    command_line: Sequence[str],
     reporter: ProgressReporter,
     stop: threading.Event,
     fresh: bool = False,
@@ -64,7 +63,6 @@ def run(
     """
     with prepare_run(
         recipe,
-        command_line=command_line,
         say=reporter.say,
         fresh=fresh,
         sys_path=sys_path,
@@ -163,10 +161,8 @@ class LocalLauncher:
                 self._jobs.append(_Job(spec, handle, self._step(), time.monotonic()))
             self._watch(stage)
         finally:
-            stop_jobs(
-                [job.handle for job in self._jobs],
-                self._recipe.cluster.stop_grace_s + STOP_MARGIN_S,
-            )
+            grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
+            stop_jobs([job.handle for job in self._jobs], grace_s)
 
     def _submit(self, spec: JobSpec) -> JobHandle:
         cluster = self._recipe.cluster
@@ -237,16 +233,10 @@ class LocalLauncher:
         outcomes = handle.outcomes()
         if (crash := find_crash(handle.name, outcomes)) is not None or not is_done:
             return crash
+        what, key = "before its work was done", self._log_dir / handle.name
+        hint = "run the same command again to resume"
         if not outcomes:
-            return JobFailedError(
-                f"job {handle.name} ended without an exit status",
-                key=str(self._layout.job(handle.name).submitit_dir),
-                hint="read the files in that folder",
-                code=ClusterError.exit_code,
-            )
-        return JobFailedError(
-            f"job {handle.name} ended before its work was done",
-            key=str(self._log_dir / handle.name),
-            hint="run the same command again to resume",
-            code=ClusterError.exit_code,
-        )
+            what, key = "without an exit status", self._layout.job(handle.name).submitit_dir
+            hint = "read the files in that folder"
+        code = ClusterError.exit_code
+        return JobFailedError(f"job {handle.name} ended {what}", key=str(key), hint=hint, code=code)

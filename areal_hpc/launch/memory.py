@@ -218,7 +218,7 @@ def render_memory_table(recipe: Recipe) -> Iterator[str]:
     model = recipe.model
     try:
         if model.tiny is not None:
-            arch = parse_architecture(build_tiny_config(**model.tiny.model_dump()), "model.tiny")
+            arch = parse_architecture(build_tiny_config(model.tiny), "model.tiny")
         elif model.hub is not None:
             arch = read_architecture(find_snapshot(model.hub, "model", model.revision, "model.hub"))
         else:

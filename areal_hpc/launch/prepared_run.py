@@ -36,7 +36,6 @@ class PreparedRun:
 def prepare_run(
     recipe: Recipe,
     *,
-    command_line: Sequence[str],
     say: Callable[[str], None],
     fresh: bool = False,
     sys_path: Sequence[str] = (),
@@ -46,7 +45,6 @@ def prepare_run(
 
     Args:
         recipe: What is to run.
-        command_line: For the provenance record.
         say: Where progress goes.
         fresh: Move an earlier run aside first.
         sys_path: Folders from which the user's code is imported, beside the present one.
@@ -74,7 +72,7 @@ def prepare_run(
         layout.cancelled_marker.unlink(missing_ok=True)
         facts = setup.set_up_run_dir(recipe, layout, say, pythons["serve"], folders)
         attempt = setup.create_attempt(layout)
-        setup.record_provenance(recipe, layout, attempt, command_line)
+        setup.record_provenance(recipe, layout, attempt)
         stages = plan_run(recipe, layout, facts)
         left = tuple(stage for stage in stages if not stage.done_marker.exists())
         yield PreparedRun(layout, attempt, pythons, left)

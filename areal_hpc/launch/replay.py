@@ -104,16 +104,11 @@ class ReplayRun:
             Interrupted: `stop` was set; the same replay can be continued.
         """
         start, first = self.start, self._first_step
-        source = (
-            str(start.checkpoint) if start.checkpoint else "the model that the run started from"
-        )
-        reporter.say(f"start    {source}")
+        reporter.say(f"start    {start.checkpoint or 'the model that the run started from'}")
         self._put_in_place()
         if self._is_changed and start.step + 1 < first:
-            reporter.say(
-                f"lead-in  training steps {start.step + 1} to {first - 1} with the recorded "
-                "settings"
-            )
+            steps = f"steps {start.step + 1} to {first - 1}"
+            reporter.say(f"lead-in  training {steps} with the recorded settings")
             self._train("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train("replay", self.recipe, self._last_step, reporter, stop)
         for link, _ in list_hidden(self._out.checkpoints_dir):
@@ -196,13 +191,8 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
         elif _is_one_of(key, LEARNING_KEYS):
             learnt.append(item)
         else:
-            problems.append(
-                Problem(
-                    "this key cannot be changed in a replay",
-                    key,
-                    f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}",
-                )
-            )
+            hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"
+            problems.append(Problem("this key cannot be changed in a replay", key, hint))
         if key == "trainer.device":  # no engine takes part, but recipes want both alike
             computed.append(f"inference.device={value}")
     if problems:
@@ -242,15 +232,9 @@ def check_recorded(run: RunPaths, first_step: int, last_step: int) -> None:
             hint="choose other steps",
         )
     index = {shard.file: shard for shard in read_index(run.index_dir)}
-    needed = sorted(
-        {
-            ticket.shard
-            for step in range(first_step, last_step + 1)
-            for ticket in read_manifest(run, step).tickets
-        }
-    )
+    manifests = [read_manifest(run, step) for step in range(first_step, last_step + 1)]
     problems = []
-    for name in needed:
+    for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
         path = run.shards_dir / name
         found = check_shard(path, index[name]) if name in index else ["it is not in the index"]
         problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
@@ -276,10 +260,8 @@ def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]
         if recorded[step][name] != replayed[step][name]
     ]
     if known and not different:
-        yield (
-            f"compare  steps {known[0]} to {known[-1]}: loss and gradient norm equal "
-            "the recorded ones, bit for bit"
-        )
+        equal = "loss and gradient norm equal the recorded ones, bit for bit"
+        yield f"compare  steps {known[0]} to {known[-1]}: {equal}"
     elif different:
         step, name, before, now = different[0]
         yield f"compare  step {step}: {name} {now!r}, recorded {before!r}"

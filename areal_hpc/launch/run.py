@@ -88,7 +88,6 @@ def run(
                 reporter.say(note)
             local_launcher.run(
                 recipe,
-                command_line=sys.argv,
                 reporter=reporter,
                 stop=stop,
                 fresh=fresh,
@@ -114,15 +113,8 @@ def submit(
 ) -> RunResult:
     """Submit what is left of a run to Slurm, and show the progress if asked to wait.
 
-    Args:
-        recipe: A recipe, or the path of one.
-        wait: Until the run ends; Ctrl-C detaches.
-        after: Slurm's numbers of jobs that must have succeeded before this run starts.
-        fresh: As in `run`.
-        sys_path: As in `run`.
-        notes: As in `run`.
-        new_run_hint: As in `run`.
-        overrides: As in `run`.
+    With `wait` it returns when the run ends, or at Ctrl-C. `after` are Slurm's numbers of jobs that
+    must have succeeded before this run starts. Further arguments are those of `run`.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
@@ -135,9 +127,7 @@ def submit(
         return _read_result(layout, "finished")
     for note in (*notes, f"run      {layout.root}"):
         say(note)
-    slurm_launcher.submit(
-        recipe, command_line=sys.argv, say=say, after=after, fresh=fresh, sys_path=sys_path
-    )
+    slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
         say(f"next     {get_program_name()} status {layout.root}\n         squeue --me")
         return _read_result(layout, "submitted")

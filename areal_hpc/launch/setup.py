@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -95,9 +95,8 @@ def create_attempt(layout: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
     attempt = max(layout.attempts(), default=0) + 1
     layout.log_dir(attempt).mkdir(parents=True)
-    latest = layout.latest_log
-    latest.unlink(missing_ok=True)
-    latest.symlink_to(layout.log_dir(attempt).name)
+    layout.latest_log.unlink(missing_ok=True)
+    layout.latest_log.symlink_to(layout.log_dir(attempt).name)
     return attempt
 
 
@@ -128,9 +127,7 @@ def report_recipe_changes(recipe: Recipe, layout: RunPaths, say: Callable[[str],
         say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
 
 
-def record_provenance(
-    recipe: Recipe, layout: RunPaths, attempt: int, command_line: Sequence[str]
-) -> None:
+def record_provenance(recipe: Recipe, layout: RunPaths, attempt: int) -> None:
     """Write the resolved recipe, and add this launch to the provenance file."""
     text = yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False)
     if layout.recipe.exists() and layout.recipe.read_text() != text:
@@ -144,7 +141,7 @@ def record_provenance(
         {
             "attempt": attempt,
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": list(command_line),
+            "command": list(sys.argv),
             "areal_hpc": importlib.metadata.version("areal-hpc"),
             "git_commit": _get_git_revision(),
             "python": platform.python_version(),

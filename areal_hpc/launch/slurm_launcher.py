@@ -50,12 +50,11 @@ ENDS_WITHIN_S = 120.0
 def submit(
     recipe: Recipe,
     *,
-    command_line: Sequence[str],
     say: Callable[[str], None],
     after: Sequence[str] = (),
     fresh: bool = False,
     sys_path: Sequence[str] = (),
-) -> list[Submission]:
+) -> None:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
     Arguments are those of `prepare_run`, and those of `areal_hpc.submit`.
@@ -65,15 +64,21 @@ def submit(
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
     """
     build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
-    with prepare_run(
-        recipe, command_line=command_line, say=say, fresh=fresh, sys_path=sys_path
-    ) as ready:
-        return _submit_stages(recipe, ready, after, say)
+    with (
+        prepare_run(recipe, say=say, fresh=fresh, sys_path=sys_path) as ready,
+        all_or_none() as job_ids,
+    ):
+        dependency = build_dependency(after)
+        for stage in ready.stages:
+            for request, launch in _build_jobs(stage, recipe, ready):
+                asked = request.depending_on(dependency) if dependency else request
+                job_ids.append(submit_slurm(asked, launch, run_job))
+                record_job(ready, request.job, job_ids[-1])
+                say(f"job      {request.job:<10} {job_ids[-1]:<9} {request.shape}")
+            dependency = build_dependency([job_ids[-len(stage.jobs)]])  # the leader's
 
 
-def write_scripts(
-    recipe: Recipe, *, command_line: Sequence[str], say: Callable[[str], None], fresh: bool = False
-) -> list[Path]:
+def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False) -> list[Path]:
     """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
 
     Raises:
@@ -81,49 +86,40 @@ def write_scripts(
         ClusterError: Jobs of the run wait or run.
     """
     build_requests(recipe, Path.cwd())
-    with prepare_run(recipe, command_line=command_line, say=say, fresh=fresh) as ready:
-        place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
+    with prepare_run(recipe, say=say, fresh=fresh) as ready:
         return [
-            write_job_files(request, build_launch_file(spec, stage, recipe, ready), run_job).script
+            write_job_files(request, launch, run_job).script
             for stage in ready.stages
-            for spec, request in _pairs(stage, recipe, place)
+            for request, launch in _build_jobs(stage, recipe, ready)
         ]
 
 
-def _submit_stages(
-    recipe: Recipe, ready: PreparedRun, after: Sequence[str], say: Callable[[str], None]
-) -> list[Submission]:
-    place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
-    submitted: list[Submission] = []
-    dependency = build_dependency(after)
+@contextlib.contextmanager
+def all_or_none() -> Iterator[list[str]]:
+    """Where numbers of submitted jobs are put: all are cancelled if the context fails."""
+    job_ids: list[str] = []
     try:
-        for stage in ready.stages:
-            for spec, request in _pairs(stage, recipe, place):
-                asked = request.depending_on(dependency) if dependency else request
-                job_id = submit_slurm(asked, build_launch_file(spec, stage, recipe, ready), run_job)
-                submitted.append(record_job(ready, spec.name, job_id))
-                say(f"job      {spec.name:<10} {job_id:<9} {request.shape}")
-            leader = submitted[-len(stage.jobs)]
-            dependency = build_dependency([leader.job_id])
+        yield job_ids
     except BaseException:  # boundary: half a run would wait for its other half, and cost
-        cancel_submitted([submission.job_id for submission in submitted])
+        cancel_submitted(job_ids)
         raise
-    return submitted
 
 
-def _pairs(
-    stage: JobStage, recipe: Recipe, place: RunContext
-) -> Iterator[tuple[JobSpec, JobRequest]]:
-    return zip(stage.jobs, build_job_requests(stage.jobs, recipe.cluster.slurm, place), strict=True)
+def _build_jobs(
+    stage: JobStage, recipe: Recipe, ready: PreparedRun
+) -> Iterator[tuple[JobRequest, LaunchFile]]:
+    place = build_run_context(recipe, ready.layout, ready.pythons, Path.cwd())
+    requests = build_job_requests(stage.jobs, recipe.cluster.slurm, place)
+    for spec, request in zip(stage.jobs, requests, strict=True):
+        yield request, build_launch_file(spec, stage, recipe, ready)
 
 
-def record_job(ready: PreparedRun, job: str, job_id: str) -> Submission:
+def record_job(ready: PreparedRun, job: str, job_id: str) -> None:
     """Write down that a job was submitted."""
     layout = ready.layout
     submission = Submission(job, job_id, ready.attempt, time.time(), str(layout.job(job).script))
     record_submission(layout.submissions, submission)
     EventLog(layout.events, "launcher").record("job_submitted", job=job, job_id=job_id)
-    return submission
 
 
 def build_launch_file(

@@ -11,8 +11,10 @@ from pathlib import Path
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_job
+from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_run
 from areal_hpc.launch.slurm_launcher import (
+    all_or_none,
     build_dependency,
     build_launch_file,
     build_requests,
@@ -20,10 +22,9 @@ from areal_hpc.launch.slurm_launcher import (
     record_job,
 )
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import Submission
+from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.cancel import cancel_submitted
-from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.script import JobRequest, JobResources, RunContext, build_job_requests
 from areal_hpc.slurm.submit import submit_array
 
 
@@ -62,40 +63,23 @@ def read_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
     for value in values:
         suffix = re.sub(r"[^A-Za-z0-9_.-]", "_", f"{key.rpartition('.')[2]}-{value}")
         runs.append(load((f"{key}={value}", f"trial_name={base.trial_name}-{suffix}")))
-    sweep = Sweep(base, tuple(runs))
-    _check(sweep, key)
-    return sweep
-
-
-def _check(sweep: Sweep, key: str) -> None:
-    """Members of an array ask for the same, and have directories of their own."""
-    first, problems = sweep.runs[0], []
-    if len({run.run_dir for run in sweep.runs}) < len(sweep.runs):
+    sweep, problems = Sweep(base, tuple(runs)), []
+    if len({run.run_dir for run in runs}) < len(runs):
         problems.append(Problem("several runs of the sweep would share a directory", key))
-    shapes = [
-        [(request.job, request.shape) for request in build_requests(run, Path.cwd())]
-        for run in sweep.runs
+    asked = [
+        (run.cluster, [(request.job, request.shape) for request in build_requests(run, Path.cwd())])
+        for run in runs
     ]
-    if any(run.cluster != first.cluster for run in sweep.runs) or any(
-        shape != shapes[0] for shape in shapes
-    ):
-        problems.append(
-            Problem(
-                "the runs of a sweep must request the same resources",
-                key,
-                "submit them one by one, each with a trial_name of its own",
-            )
-        )
+    if any(one != asked[0] for one in asked):
+        message = "the runs of a sweep must request the same resources"
+        hint = "submit them one by one, each with a trial_name of its own"
+        problems.append(Problem(message, key, hint))
     if sweep.layout.recipe.exists():
-        problems.append(
-            Problem(
-                f"there is a run in {sweep.layout.root}, where the arrays' files would lie",
-                "trial_name",
-                "give the sweep another trial_name",
-            )
-        )
+        message = f"there is a run in {sweep.layout.root}, where the arrays' files would lie"
+        problems.append(Problem(message, "trial_name", "give the sweep another trial_name"))
     if problems:
         raise RecipeError.of(problems)
+    return sweep
 
 
 def build_array_requests(
@@ -120,11 +104,10 @@ def _place(sweep: Sweep, working_folder: Path) -> RunContext:
 def submit_sweep(
     sweep: Sweep,
     *,
-    command_line: Sequence[str],
     say: Callable[[str], None],
     after: Sequence[str] = (),
     fresh: bool = False,
-) -> list[Submission]:
+) -> None:
     """Submit every run of a sweep: all of their jobs are queued, or none.
 
     Raises:
@@ -132,44 +115,35 @@ def submit_sweep(
         ClusterError: There is no Slurm here, or jobs of a run wait or run.
     """
     with ExitStack() as stack:
-        ready = [
-            stack.enter_context(prepare_run(run, command_line=command_line, say=say, fresh=fresh))
-            for run in sweep.runs
-        ]
-        return _submit_arrays(sweep, ready, after, say)
-
-
-def _submit_arrays(
-    sweep: Sweep, ready: Sequence[PreparedRun], after: Sequence[str], say: Callable[[str], None]
-) -> list[Submission]:
-    place, slurm = _place(sweep, Path.cwd()), sweep.base.cluster.slurm
-    own_places = [
-        build_run_context(run, one.layout, one.pythons, Path.cwd())
-        for run, one in zip(sweep.runs, ready, strict=True)
-    ]
-    submitted: list[Submission] = []
-    dependency = build_dependency(after)
-    try:
+        ready = [stack.enter_context(prepare_run(run, say=say, fresh=fresh)) for run in sweep.runs]
+        submitted = stack.enter_context(all_or_none())
+        dependency = build_dependency(after)
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
-                request = build_job_requests(specs[:1], slurm, place)[0]
-                alone = [
-                    build_job_requests([spec], slurm, own)[0]
-                    for spec, own in zip(specs, own_places, strict=True)
-                ]
-                launches = [
-                    build_launch_file(spec, stage, run, one)
-                    for spec, stage, run, one in zip(specs, stages, sweep.runs, ready, strict=True)
-                ]
-                asked = request.depending_on(dependency) if dependency else request
-                job_ids = submit_array(asked, alone, launches, run_job)
+                job_ids, shape = _submit_array(sweep, ready, stages, specs, dependency)
+                submitted += job_ids
                 for one, job_id in zip(ready, job_ids, strict=True):
-                    submitted.append(record_job(one, specs[0].name, job_id))
+                    record_job(one, specs[0].name, job_id)
                 leading = leading or job_ids[0].partition("_")[0]
-                say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {request.shape}")
+                say(f"array    {specs[0].name:<9} {job_ids[0]} to {job_ids[-1]}, {shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
-    except BaseException:  # boundary: half a sweep would wait for its other half, and cost
-        cancel_submitted([submission.job_id for submission in submitted])
-        raise
-    return submitted
+
+
+def _submit_array(
+    sweep: Sweep,
+    ready: Sequence[PreparedRun],
+    stages: Sequence[JobStage],
+    specs: Sequence[JobSpec],
+    dependency: str,
+) -> tuple[list[str], JobResources]:
+    """Submit the same job of every run; the numbers, and what each asks for."""
+    slurm = sweep.base.cluster.slurm
+    request = build_job_requests(specs[:1], slurm, _place(sweep, Path.cwd()))[0]
+    alone, launches = [], []
+    for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
+        place = build_run_context(run, one.layout, one.pythons, Path.cwd())
+        alone += build_job_requests([spec], slurm, place)
+        launches.append(build_launch_file(spec, stage, run, one))
+    asked = request.depending_on(dependency) if dependency else request
+    return submit_array(asked, alone, launches, run_job), request.shape

@@ -7,7 +7,7 @@ train. Made with numpy alone: neither torch nor transformers is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from areal_hpc.recipe.recipe import TinyModelConfig
 
 PAD, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD, TURN_START, TURN_END)
@@ -62,97 +64,88 @@ CHAT_TEMPLATE = """\
 """ChatML with tools in the form that SGLang's `qwen25` parser reads."""
 
 
-_FIXED_CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "dtype": "float32",
-    "hidden_act": "silu",
-    "model_type": "qwen3",
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "sliding_window": None,
-    # The name before transformers 5.
-    "torch_dtype": "float32",
-    "use_cache": True,
-    "use_sliding_window": False,
-}
-
-
 def make_tiny_model(
     out: Path,
     texts: Iterable[str],
     *,
-    layers: int = 2,
-    hidden: int = 128,
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 32,
-    ffn: int = 384,
-    vocab: int = 384,
     max_position_embeddings: int = 2048,
     seed: int = 1,
     initializer_std: float = 0.05,
     tie: bool = True,
+    **sizes: int,
 ) -> None:
     """Write a model directory: configuration, float32 weights, tokenizer. `config.json` is last.
 
     Args:
         out: The directory; made if missing.
         texts: What the byte-level BPE tokenizer learns its merges from. Digits stay single.
-        layers: Transformer layers.
-        hidden: Hidden size.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Size of one head.
-        ffn: Width of the feed-forward layer.
-        vocab: Most tokens the tokenizer may learn, the 256 bytes and 3 special ones included. The
-            vocabulary is filled up to a multiple of 64 with reserved special tokens, so that every
-            id the model can sample has a token.
         max_position_embeddings: Longest sequence.
         seed: Of the initial weights.
         initializer_std: Standard deviation of the initial weights.
         tie: Use the embedding as output layer too.
+        **sizes: Of `TinyModelConfig`, where its defaults do not hold. The tokenizer may learn
+            `vocab` tokens, the 256 bytes and 3 special ones included; the vocabulary is filled up
+            to a multiple of 64 with reserved special tokens, so that every id the model can sample
+            has a token.
     """
-    tokenizer = train_tokenizer(texts, vocab)
+    tiny = TinyModelConfig.model_validate(sizes)
+    tokenizer = train_tokenizer(texts, tiny.vocab)
     ids = {
         "bos_token_id": tokenizer.token_to_id(PAD),
         "eos_token_id": tokenizer.token_to_id(TURN_END),
         "pad_token_id": tokenizer.token_to_id(PAD),
     }
     config = {
-        **build_tiny_config(
-            layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
-            ffn=ffn, vocab=tokenizer.get_vocab_size(),
-        ),
+        **build_tiny_config(tiny),
         **ids,
+        "vocab_size": tokenizer.get_vocab_size(),
         "initializer_range": initializer_std,
         "max_position_embeddings": max_position_embeddings,
-        "max_window_layers": layers,
+        "max_window_layers": tiny.layers,
         "tie_word_embeddings": tie,
-    }  # fmt: skip
+    }
     out.mkdir(parents=True, exist_ok=True)
     weights = init_weights(config, np.random.default_rng(seed))
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(out / "tokenizer.json"))
-    _write_json(out / "tokenizer_config.json", _tokenizer_config(max_position_embeddings))
-    _write_json(out / "generation_config.json", ids)
-    _write_json(out / "config.json", config)
+    tokenizer_config = {
+        "add_bos_token": False,
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "model_max_length": max_position_embeddings,
+        "pad_token": PAD,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": None,
+    }
+    contents = {"tokenizer_config": tokenizer_config, "generation_config": ids, "config": config}
+    for name, content in contents.items():
+        (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def build_tiny_config(
-    *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, vocab: int
-) -> dict[str, Any]:
+def build_tiny_config(tiny: TinyModelConfig) -> dict[str, Any]:
     """The part of `config.json` that says what network it is."""
     return {
-        **_FIXED_CONFIG,
-        "head_dim": head_dim,
-        "hidden_size": hidden,
-        "intermediate_size": ffn,
-        "num_attention_heads": heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": vocab,
+        "architectures": ["Qwen3ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "float32",
+        "head_dim": tiny.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": tiny.hidden,
+        "intermediate_size": tiny.ffn,
+        "model_type": "qwen3",
+        "num_attention_heads": tiny.heads,
+        "num_hidden_layers": tiny.layers,
+        "num_key_value_heads": tiny.kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "sliding_window": None,
+        "torch_dtype": "float32",  # the name before transformers 5
+        "use_cache": True,
+        "use_sliding_window": False,
+        "vocab_size": tiny.vocab,
     }
 
 
@@ -175,7 +168,8 @@ def train_tokenizer(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_with_role_names(texts), trainer)
+    # Role names as often as texts: the chat template puts them around each.
+    tokenizer.train_from_iterator((one for text in texts for one in (text, *ROLE_NAMES)), trainer)
     missing = -tokenizer.get_vocab_size() % VOCABULARY_MULTIPLE
     tokenizer.add_special_tokens(
         [AddedToken(f"<|reserved_{number}|>", special=True) for number in range(missing)]
@@ -218,28 +212,3 @@ def init_weights(
         else np.ones(shape, dtype=np.float32)
         for name, shape in shapes.items()
     }
-
-
-def _with_role_names(texts: Iterable[str]) -> Iterator[str]:
-    """The texts and, as often, the role names that the chat template puts around them."""
-    for text in texts:
-        yield text
-        yield from ROLE_NAMES
-
-
-def _tokenizer_config(model_max_length: int) -> dict[str, Any]:
-    return {
-        "add_bos_token": False,
-        "bos_token": None,
-        "chat_template": CHAT_TEMPLATE,
-        "clean_up_tokenization_spaces": False,
-        "eos_token": TURN_END,
-        "model_max_length": model_max_length,
-        "pad_token": PAD,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": None,
-    }
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

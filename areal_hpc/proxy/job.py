@@ -21,7 +21,6 @@ from areal_hpc.proxy.completion.model import load_served_model, start_parsers
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.replicas import CellReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
-from areal_hpc.proxy.sessions.online_slots import OnlineSlots
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.rundir import rendezvous
@@ -62,8 +61,9 @@ async def _serve(job: ProxyJobConfig, stop: StopRequest) -> None:
     sealer = Sealer(recorder, layout, job.cell, job.shards, admin_key)
     sealer.recover()
     source = CellReplicaSource(layout.rendezvous_dir, job.cell, admin_key)
-    visits = OnlineSlots() if job.online else None
-    service = ProxyService(job.proxy, model, admin_key, recorder, source, sealer, parsers, visits)
+    service = ProxyService(
+        job.proxy, model, admin_key, recorder, source, sealer, parsers, online=job.online
+    )
     name = rendezvous.format_proxy_name(job.cell)
     listener = _listen(layout.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
@@ -105,10 +105,8 @@ def get_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
     path does not take over that one's journal.
     """
     base = job.shards.journal_dir or Path(os.environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
-    run = hashlib.blake2b(
-        f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode(), digest_size=8
-    )
-    folder = base / f"areal_hpc-{run.hexdigest()}"
+    run = f"{job.run_dir.resolve()}\n{job.cell}\n{run_secret}".encode()
+    folder = base / f"areal_hpc-{hashlib.blake2b(run, digest_size=8).hexdigest()}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.lstat().st_uid != os.getuid():
         raise ClusterError(

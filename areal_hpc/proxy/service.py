@@ -26,7 +26,6 @@ from areal_hpc.proxy.engine.tool_parsers import ToolParsers
 from areal_hpc.proxy.http.app import ProxyApp
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
-from areal_hpc.proxy.sessions.online_slots import OnlineSlots
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
@@ -54,7 +53,8 @@ class ProxyService:
         source: ReplicaSource,
         sealer: Sealer | None = None,
         parsers: ToolParsers | None = None,
-        visits: OnlineSlots | None = None,
+        *,
+        online: bool = False,
     ) -> None:
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
@@ -74,7 +74,7 @@ class ProxyService:
             caller=CompletionService(
                 model, self._router, self._upstream, recorder, limits, parsers
             ),
-            control=DriverApi(recorder, self._router, sealer, limits.max_sessions, visits),
+            control=DriverApi(recorder, self._router, sealer, limits.max_sessions, online=online),
             relay=GeneratePassthrough(
                 self._router,
                 self._upstream,
@@ -90,7 +90,10 @@ class ProxyService:
         Raises:
             ClusterError: The journal or a peer failed; another start may succeed.
         """
-        logging.getLogger("uvicorn.error").addFilter(_is_no_advice)
+        # uvicorn's advice to install a WebSocket library: the routes refuse WebSockets.
+        logging.getLogger("uvicorn.error").addFilter(
+            lambda record: "WebSocket library" not in str(record.msg)
+        )
         server = uvicorn.Server(
             uvicorn.Config(
                 self._app,
@@ -107,14 +110,20 @@ class ProxyService:
                 timeout_graceful_shutdown=drain_timeout_s,
             )
         )
-        services = [self._router.follow(), self._drop_idle_sessions()]
-        if self._sealer is not None:
-            services.append(self._sealer.run())
-        if self._parsers is not None:
-            services.append(self._parsers.run())
-        await _until_first_ends(
-            server.serve(sockets=[listener]), self._drain(server, stop), *services
-        )
+        services = [
+            server.serve(sockets=[listener]),
+            self._drain(server, stop),
+            self._router.follow(),
+            self._drop_idle_sessions(),
+            *(one.run() for one in (self._sealer, self._parsers) if one is not None),
+        ]
+        tasks = [asyncio.ensure_future(service) for service in services]
+        done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        for task in done:
+            task.result()
 
     async def _drain(self, server: uvicorn.Server, stop: StopRequest) -> None:
         """Tell the server to stop when asked; raises when the journal refused."""
@@ -141,22 +150,6 @@ class ProxyService:
         if self._sealer is not None:
             await self._sealer.close()
         self._recorder.close()
-
-
-def _is_no_advice(record: logging.LogRecord) -> bool:
-    """False for uvicorn's advice to install a WebSocket library: the routes refuse WebSockets."""
-    return "WebSocket library" not in str(record.msg)
-
-
-async def _until_first_ends(*services: Coroutine[Any, Any, None]) -> None:
-    """Run all until one returns or raises; then cancel the others."""
-    tasks = [asyncio.ensure_future(service) for service in services]
-    done, running = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in running:
-        task.cancel()
-    await asyncio.gather(*running, return_exceptions=True)
-    for task in done:
-        task.result()
 
 
 def run_event_loop(serve: Coroutine[Any, Any, None]) -> None:

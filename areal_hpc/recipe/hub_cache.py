@@ -38,10 +38,8 @@ def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> 
         )
     except LocalEntryNotFoundError:
         raise RecipeError(
-            (
-                f"{kind} {repo} (revision {revision or 'main'}) is not in the Hugging Face cache "
-                f"{constants.HF_HUB_CACHE}; runs do not download"
-            ),
+            f"{kind} {repo} (revision {revision or 'main'}) is not in the Hugging Face cache "
+            f"{constants.HF_HUB_CACHE}; runs do not download",
             key=key,
             hint="run `areal-hpc prefetch RECIPE` on a machine with network access",
         ) from None

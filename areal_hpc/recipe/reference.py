@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -52,7 +53,8 @@ def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
     """
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return describe_type(parts[0], [*bounds, *_taken_apart(parts[1:])])
+        taken_off = (one.metadata if isinstance(one, FieldInfo) else [one] for one in parts[1:])
+        return describe_type(parts[0], [*bounds, *chain.from_iterable(taken_off)])
     if origin in (Union, UnionType):
         kinds = [describe_type(part, bounds) for part in parts if part is not NoneType]
         return " or ".join([*kinds, "null"] if NoneType in parts else kinds)
@@ -68,11 +70,6 @@ def describe_type(annotation: Any, bounds: Iterable[Any] = ()) -> str:
         kind = TYPE_NAMES.get(annotation) or annotation.__name__
     limits = " and ".join(_limits(bounds))
     return f"{kind} {limits}" if limits else kind
-
-
-def _taken_apart(metadata: Iterable[Any]) -> Iterator[Any]:
-    for one in metadata:
-        yield from one.metadata if isinstance(one, FieldInfo) else [one]
 
 
 def _limits(bounds: Iterable[Any]) -> Iterator[str]:

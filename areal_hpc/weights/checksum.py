@@ -24,6 +24,13 @@ _VOCABULARY_PADDING = 64  # DEFAULT_VOCAB_PADDING_SIZE of SGLang's vocab_paralle
 _SHOWN = 4
 _FUSED_ORDER = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
 _WORD = (1 << 32) - 1
+_SEED = 0x243F6A88
+_HALVES = (
+    (_SEED, 0x27D4EB2D, 15),
+    (((_SEED * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD, 0x165667B1, 13),
+)
+"""(seed, factor, turn) of the high and the low 32 bits of the hash on a GPU."""
+_TILE_WORDS = 8192
 
 Digests = dict[str, frozenset[str]]
 """For each of the server's tensors the acceptable hashes (several where KV heads are repeated)."""
@@ -87,7 +94,13 @@ def _held_by(
 ) -> list[list[torch.Tensor]]:
     """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
     if name.startswith(("model.embed_tokens.", "lm_head.")):
-        return [[_slice(_pad_vocabulary(parts[0][1], tp), 0, tp_rank, tp)]]
+        table, multiple = parts[0][1], _VOCABULARY_PADDING
+        rows = table.shape[0]
+        if -(-rows // multiple) * multiple % tp:
+            multiple *= tp
+        if padding := -rows % multiple:
+            table = torch.nn.functional.pad(table, (0, 0, 0, padding))
+        return [[_slice(table, 0, tp_rank, tp)]]
     if name.endswith((".o_proj.weight", ".down_proj.weight")):
         return [[_slice(parts[0][1], 1, tp_rank, tp)]]
     ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
@@ -113,89 +126,54 @@ def _slice(tensor: torch.Tensor, dim: int, rank: int, ranks: int) -> torch.Tenso
     return tensor.narrow(dim, rank * length, length)
 
 
-def _pad_vocabulary(tensor: torch.Tensor, tp: int) -> torch.Tensor:
-    """Zero rows up to the multiple that SGLang's embedding allocates."""
-    multiple = _VOCABULARY_PADDING
-    rows = tensor.shape[0]
-    if -(-rows // multiple) * multiple % tp:
-        multiple *= tp
-    padding = -rows % multiple
-    return torch.nn.functional.pad(tensor, (0, 0, 0, padding)) if padding else tensor
-
-
 def _hash(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     """Of the pieces one below the other, as one tensor."""
     flats = [piece.contiguous().reshape(-1).view(torch.uint8) for piece in pieces]
-    value = (
-        hash_cpu_tensor(*flats) if replica_device == "cpu" else hash_gpu_tensor(torch.cat(flats))
-    )
-    return f"{value:016x}"
-
-
-def hash_cpu_tensor(*flats: torch.Tensor) -> int:
-    """The first eight bytes of SHA-256 of uint8 vectors end to end, as a big-endian number."""
+    if replica_device != "cpu":
+        return f"{hash_gpu_tensor(torch.cat(flats)):016x}"
     digest = hashlib.sha256()
     for flat in flats:
         digest.update(flat.cpu().numpy().data)
-    return int.from_bytes(digest.digest()[:8], "big")
+    return digest.hexdigest()[:16]
 
 
-def hash_gpu_tensor(flat: torch.Tensor, *, seed: int = 0x243F6A88, tile_words: int = 8192) -> int:
-    """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat` is.
+def hash_gpu_tensor(flat: torch.Tensor) -> int:
+    """SGLang's hash of a tensor on a GPU, in plain torch on whatever device `flat`, uint8, is.
 
     Two 32-bit sums per tile of 8192 little-endian words, each word mixed with its position;
     tiles are finished, joined to 64 bits and added up.
-
-    Args:
-        flat: uint8 vector.
-        seed: Source of the two 32-bit seeds.
-        tile_words: Words of one tile.
     """
     if not flat.numel():
         return 0
-    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % 4))
-    words = padded.view(torch.int32)
-    seeds = (seed & _WORD, ((seed * 0x9E3779B1) ^ 0xDEADBEEF) & _WORD)
+    words = torch.nn.functional.pad(flat, (0, -flat.numel() % 4)).view(torch.int32)
     total = 0
-    chunk = tile_words * 512  # bounds the 64-bit temporaries
+    chunk = _TILE_WORDS * 512  # bounds the 64-bit temporaries
     for start in range(0, words.numel(), chunk):
-        total += _tiles_sum(words[start : start + chunk], start, words.numel(), seeds, tile_words)
-    return _splitmix64(total)
+        total += _sum_tiles(words[start : start + chunk], start, words.numel())
+    mask = (1 << 64) - 1  # what follows is splitmix64's finalizer
+    total &= mask
+    total = ((total ^ (total >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    total = ((total ^ (total >> 27)) * 0x94D049BB133111EB) & mask
+    return total ^ (total >> 31)
 
 
-def _tiles_sum(
-    words: torch.Tensor, start: int, all_words: int, seeds: tuple[int, int], tile_words: int
-) -> int:
+def _sum_tiles(words: torch.Tensor, start: int, all_words: int) -> int:
     value = words.to(torch.int64) & _WORD
     position = torch.arange(start, start + words.numel(), device=words.device) & _WORD
     halves = []
-    for seed, factor, turn in zip(seeds, (0x27D4EB2D, 0x165667B1), (15, 13), strict=True):
-        place = ((position * factor + seed) & _WORD) ^ _rotate(position, turn)
-        mixed = _fmix32(value ^ place)
-        mixed = torch.nn.functional.pad(mixed, (0, -words.numel() % tile_words))
-        sums = mixed.view(-1, tile_words).sum(1) & _WORD
+    for seed, factor, turn in _HALVES:
+        rotated = ((position << turn) | (position >> (32 - turn))) & _WORD
+        mixed = _fmix32(value ^ ((position * factor + seed) & _WORD) ^ rotated)
+        mixed = torch.nn.functional.pad(mixed, (0, -words.numel() % _TILE_WORDS))
+        sums = mixed.view(-1, _TILE_WORDS).sum(1) & _WORD
         halves.append(_fmix32(sums ^ (all_words * 4 & _WORD)))
     # Summed as two halves: a 64-bit signed sum would overflow into the wrong sign.
     high, low = (int(half.sum().item()) for half in halves)
     return (high << 32) + low
 
 
-def _rotate(word: torch.Tensor, turn: int) -> torch.Tensor:
-    return ((word << turn) | (word >> (32 - turn))) & _WORD
-
-
 def _fmix32(word: torch.Tensor) -> torch.Tensor:
-    """MurmurHash3's finaliser on 32-bit words kept in int64."""
-    word = word ^ (word >> 16)
-    word = (word * 0x85EBCA6B) & _WORD
-    word = word ^ (word >> 13)
-    word = (word * 0xC2B2AE35) & _WORD
+    """MurmurHash3's finalizer on 32-bit words kept in int64."""
+    word = ((word ^ (word >> 16)) * 0x85EBCA6B) & _WORD
+    word = ((word ^ (word >> 13)) * 0xC2B2AE35) & _WORD
     return word ^ (word >> 16)
-
-
-def _splitmix64(value: int) -> int:
-    mask = (1 << 64) - 1
-    value &= mask
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
-    return value ^ (value >> 31)

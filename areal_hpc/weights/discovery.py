@@ -66,21 +66,15 @@ class ReplicaDiscovery:
         replicas: DiscoveredReplicas = []
         for cell in self._cells:
             asked = self._questions[cell]
-            found = self._questions.pop(cell).result() if asked.done() else None
-            if found is not None:
-                replicas += found
-                self._note(cell, is_there=True)
-            else:
-                self._note(cell, is_there=False)
+            answer = self._questions.pop(cell).result() if asked.done() else None
+            replicas += answer or []
+            if answer is not None and cell in self._vanished:
+                log.info("%s answers again", cell)
+                self._vanished.remove(cell)
+            elif answer is None and cell not in self._vanished:
+                log.warning("%s does not respond; it receives no weights until it does", cell)
+                self._vanished.add(cell)
         return replicas
-
-    def _note(self, cell: str, *, is_there: bool) -> None:
-        if is_there and cell in self._vanished:
-            log.info("%s answers again", cell)
-            self._vanished.remove(cell)
-        elif not is_there and cell not in self._vanished:
-            log.warning("%s does not respond; it receives no weights until it does", cell)
-            self._vanished.add(cell)
 
     def _ask(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
@@ -92,13 +86,9 @@ class ReplicaDiscovery:
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None
+        place = (endpoint.url, endpoint.started_at)
         return [
-            (
-                ReplicaKey(
-                    cell, view.index, view.incarnation, view.tp, endpoint.url, endpoint.started_at
-                ),
-                view,
-            )
+            (ReplicaKey(cell, view.index, view.incarnation, view.tp, *place), view)
             for view in replicas
         ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.buckets.plan import BucketPlan, TensorSpec, plan_buckets
+from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery
 from areal_hpc.weights.report import ReplicaKey, UpdateReport
 from areal_hpc.weights.transports.broadcast import BroadcastTransport
@@ -20,11 +21,11 @@ from areal_hpc.wire.replicas import UpdatePause
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-def find_outdated(found: DiscoveredReplicas, version: WeightVersion) -> list[ReplicaKey]:
+def find_outdated(replicas: DiscoveredReplicas, version: WeightVersion) -> list[ReplicaKey]:
     """The replicas that are up and do not serve `version`. Pure."""
     return [
         key
-        for key, view in found
+        for key, view in replicas
         if view.state == "ready" or (view.state == "serving" and view.version != str(version))
     ]
 
@@ -55,7 +56,7 @@ class Publisher:
         evaluation_cell: bool = False,
     ) -> None:
         self._bucket_bytes = config.bucket_bytes
-        self._census = ReplicaDiscovery(
+        self._discovery = ReplicaDiscovery(
             rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell
         )
         self._transport: Transport[Any] = (
@@ -63,8 +64,8 @@ class Publisher:
             if config.transport == "disk"
             else BroadcastTransport(config, admin_key, device, backend)
         )
-        self._planned: tuple[TensorSpec, ...] = ()
-        self._buckets: list[BucketPlan] = []
+        # The specs of all updates are the same.
+        self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
         self.stalls: list[UpdatePause] = []
         """What the last update of each replica cost, as known when `outdated` was last asked."""
         self.evaluation_replicas: DiscoveredReplicas = []
@@ -75,11 +76,11 @@ class Publisher:
 
         Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
         """
-        found = self._census.discover()
-        self.evaluation_replicas = [one for one in found if one[0].cell == EVALUATION_CELL]
-        found = [one for one in found if one[0].cell != EVALUATION_CELL]
-        self.stalls = [view.stall for _, view in found if view.stall is not None]
-        return find_outdated(found, version)
+        replicas = self._discovery.discover()
+        self.evaluation_replicas = [one for one in replicas if one[0].cell == EVALUATION_CELL]
+        training = [one for one in replicas if one[0].cell != EVALUATION_CELL]
+        self.stalls = [view.stall for _, view in training if view.stall is not None]
+        return find_outdated(training, version)
 
     def publish(
         self,
@@ -107,21 +108,13 @@ class Publisher:
         """
         arrivals = iter(parameters)
         try:
-            return self._transport.update(
-                UpdateOrder(version, self._plan(specs), arrivals, replicas)
-            )
+            buckets = self._plan_buckets(tuple(specs), self._bucket_bytes)
+            return self._transport.update(UpdateOrder(version, buckets, arrivals, replicas))
         finally:
             for _ in arrivals:
                 pass
 
-    def _plan(self, specs: Sequence[TensorSpec]) -> list[BucketPlan]:
-        """The buckets of all updates: they follow from the specs, which stay as they are."""
-        if self._planned != (held := tuple(specs)):
-            self._buckets = plan_buckets(held, self._bucket_bytes)
-            self._planned = held
-        return self._buckets
-
     def close(self) -> None:
         """Leave all replicas. They go on serving what they have."""
         self._transport.close()
-        self._census.close()
+        self._discovery.close()

@@ -1,4 +1,7 @@
-"""Client of one replica's control routes, with deadlines."""
+"""Client of one replica's control routes, and how long the parties of an update wait.
+
+All deadlines follow from `weights.update_timeout_s`: the longest wait for weights on their way.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,6 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights import deadlines
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.replicas import (
@@ -18,12 +20,38 @@ from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     FenceRequest,
     LoadRequest,
-    ReplicaView,
     ServeRequest,
 )
 from areal_hpc.wire.weight_version import WeightVersion
 
 ReplyT = TypeVar("ReplyT")
+
+CONNECT_S = 5.0
+"""A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
+GIVE_UP_S = 2.0
+"""Replicas that are given up are told so once, and mostly cannot hear it."""
+CONTROL_DEADLINE_S = 30.0
+"""At most, for a call that moves no weights."""
+
+
+def get_step_deadline_s(update_timeout_s: float) -> float:
+    """How long a group may take for one step of an update, while the other groups stand still.
+
+    Longer than any single wait, so that what is reported is which wait was in vain.
+    """
+    return update_timeout_s + CONNECT_S
+
+
+def get_sender_timeout_s(update_timeout_s: float) -> float:
+    """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
+
+    Groups take the steps of an update together. A replica that is done with one waits until the
+    slowest group is, or was left out of the update, and until the replicas that were left out
+    have been told: connecting to them and being answered may each take `GIVE_UP_S`. Between two
+    steps the sender gathers, packs and hashes the next bucket, which may take as long as sending
+    one.
+    """
+    return get_step_deadline_s(update_timeout_s) + 2 * GIVE_UP_S + update_timeout_s
 
 
 class _WeightVersionInfo(msgspec.Struct):
@@ -60,34 +88,34 @@ class ReplicaClient:
                 "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
                 GENERATION_HEADER: str(generation),
-                DEADLINE_HEADER: str(deadlines.get_sender_timeout_s(update_timeout_s)),
+                DEADLINE_HEADER: str(get_sender_timeout_s(update_timeout_s)),
             },
             trust_env=False,
         )
         self._update_timeout_s = update_timeout_s
-        self._prompt_s = deadlines.get_control_deadline_s(update_timeout_s)
+        self._control_s = min(CONTROL_DEADLINE_S, update_timeout_s)
 
     def fence(self) -> None:
         """Take the replica out of service. A stuck SGLang, which is not asked, is fenced too."""
-        self._decode(self._post("fence", FenceRequest(), self._prompt_s), ReplicaView)
+        self._post("fence", FenceRequest(), self._control_s)
 
     def give_up(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self._post("fence", FenceRequest(stays=True), min(deadlines.GIVE_UP_S, self._prompt_s))
+        self._post("fence", FenceRequest(stays=True), min(GIVE_UP_S, self._control_s))
 
     def pause(self, mode: str) -> None:
         """Stop generation; requests stay and new ones wait."""
-        self._post("pause_generation", {"mode": mode}, self._prompt_s)
+        self._post("pause_generation", {"mode": mode}, self._control_s)
 
     def resume(self) -> None:
         """Let requests go on."""
-        self._post("continue_generation", {}, self._prompt_s)
+        self._post("continue_generation", {}, self._control_s)
 
     def begin(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""
-        if not self._accepts("begin_weight_update"):
-            self._post("end_weight_update", {}, self._prompt_s)
-            self._post("begin_weight_update", {}, self._prompt_s)
+        if self._send("begin_weight_update", {}, self._control_s).status_code >= 400:
+            self._post("end_weight_update", {}, self._control_s)
+            self._post("begin_weight_update", {}, self._control_s)
 
     def end(self) -> None:
         """Close the update session."""
@@ -111,7 +139,7 @@ class ReplicaClient:
 
     def leave_group(self, name: str) -> None:
         """Forget an update group."""
-        self._post("destroy_weights_update_group", {"group_name": name}, self._prompt_s)
+        self._post("destroy_weights_update_group", {"group_name": name}, self._control_s)
 
     def receive(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
@@ -149,9 +177,8 @@ class ReplicaClient:
 
     def weight_version(self) -> str:
         """The version the server stamps on tokens."""
-        return self._decode(
-            self._post("model_info", {}, self._prompt_s), _WeightVersionInfo
-        ).weight_version
+        info = self._post("model_info", {}, self._control_s)
+        return self._decode(info, _WeightVersionInfo).weight_version
 
     def checksums(self) -> Sequence[tuple[int, dict[str, str]]]:
         """(tensor-parallel rank, hash by tensor name) of everything the server holds."""
@@ -160,12 +187,11 @@ class ReplicaClient:
 
     def flush(self) -> None:
         """Drop the KV cache that the old weights filled."""
-        self._post("flush_cache", {}, self._prompt_s)
+        self._post("flush_cache", {}, self._control_s)
 
     def serve(self, version: WeightVersion) -> None:
         """Open the replica to agents."""
-        request = ServeRequest(str(version))
-        self._decode(self._post("serve", request, self._prompt_s), ReplicaView)
+        self._post("serve", ServeRequest(str(version)), self._control_s)
 
     def close(self) -> None:
         """Close pooled connections."""
@@ -179,17 +205,12 @@ class ReplicaClient:
             )
         return answer.content
 
-    def _accepts(self, route: str) -> bool:
-        return self._send(route, {}, self._prompt_s).status_code < 400
-
     def _send(self, route: str, body: object, timeout_s: float | None) -> httpx.Response:
         timeout_s = timeout_s or self._update_timeout_s
-        connect_s = min(deadlines.CONNECT_S, timeout_s)
+        timeout = httpx.Timeout(timeout_s, connect=min(CONNECT_S, timeout_s))
         try:
             return self._client.post(
-                f"/{route}",
-                content=msgspec.json.encode(body),
-                timeout=httpx.Timeout(timeout_s, connect=connect_s),
+                f"/{route}", content=msgspec.json.encode(body), timeout=timeout
             )
         except httpx.HTTPError as error:
             late = f" within {timeout_s:.0f} s" if isinstance(error, httpx.ReadTimeout) else ""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.wire import backoff
+from areal_hpc.wire.backoff import Backoff
 
 MIN_PAUSE_S = 1.0
 MAX_PAUSE_S = 1800.0
@@ -64,4 +64,4 @@ class UpdateBackoff:
             return 0.0
         is_costly = past.in_a_row > 1 and key == past.key
         first_s = max(past.cost_s, MIN_PAUSE_S) if is_costly else MIN_PAUSE_S
-        return past.ended_at + backoff.Backoff(first_s, longest_s).get_pause_s(past.in_a_row - 1)
+        return past.ended_at + Backoff(first_s, longest_s).get_pause_s(past.in_a_row - 1)

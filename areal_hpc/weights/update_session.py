@@ -1,4 +1,4 @@
-"""Update session: the update of one replica group, step by step.
+"""Update of one replica group step by step, and of all groups, failures isolated per group.
 
     join -> pause -> (send each bucket) -> end -> verify -> flush -> resume     by broadcast
             pause -> load                      -> verify -> flush -> resume     from disk
@@ -13,9 +13,10 @@ weights were begun to change and lets the others go on.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
@@ -25,7 +26,6 @@ from areal_hpc.weights.report import ReplicaKey
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
-ReplicaCall = Callable[[ReplicaClient], object]
 
 
 class UpdateSession:
@@ -43,14 +43,10 @@ class UpdateSession:
     def __init__(self, members: Sequence[ReplicaClient], config: WeightsConfig, name: str) -> None:
         self._members = members
         self._config = config
+        self.keys = tuple(member.key for member in members)
         self.load_s = 0.0
         """Seconds of this update in which the members loaded what they had received."""
-        self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"swap-{name}")
-
-    @property
-    def keys(self) -> tuple[ReplicaKey, ...]:
-        """Its replicas."""
-        return tuple(member.key for member in self._members)
+        self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"update-{name}")
 
     def pause(self) -> None:
         """Stop generation."""
@@ -69,19 +65,20 @@ class UpdateSession:
         """
 
         def check(member: ReplicaClient) -> None:
-            found = member.weight_version()
-            if found != str(version):
-                raise WeightSyncError(f"{member.key}: expected version {version}, got {found!r}")
-            if expected is not None:
-                reported = dict(member.checksums())
-                if len(reported) != member.key.tp:
-                    raise WeightSyncError(
-                        f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
-                        f"{sorted(reported)}"
-                    )
-                for rank, checksums in reported.items():
-                    who = f"{member.key}, rank {rank}"
-                    compare_checksums(expected[member.key.tp, rank], checksums, who)
+            stamp = member.weight_version()
+            if stamp != str(version):
+                raise WeightSyncError(f"{member.key}: expected version {version}, got {stamp!r}")
+            if expected is None:
+                return
+            reported = dict(member.checksums())
+            if len(reported) != member.key.tp:
+                raise WeightSyncError(
+                    f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
+                    f"{sorted(reported)}"
+                )
+            for rank, checksums in reported.items():
+                digests = expected[member.key.tp, rank]
+                compare_checksums(digests, checksums, f"{member.key}, rank {rank}")
 
         self._all(check)
 
@@ -93,48 +90,91 @@ class UpdateSession:
     def resume(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
-        def release(member: ReplicaClient) -> None:
+        def resume(member: ReplicaClient) -> None:
             member.resume()
             member.serve(version)
 
-        self._all(release)
-
-    def close(self) -> None:
-        """Part in order."""
-        self._release()
-
-    def abandon(self) -> None:
-        """Part at once; members that wait for bytes get an error instead."""
-        self._part()
-        self._release()
+        self._all(resume)
 
     def give_up(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
-        def tell(member: ReplicaClient) -> None:
+        def give_up(member: ReplicaClient) -> None:
             try:
                 member.give_up()
             except WeightSyncError as error:
                 log.info("could not tell the replica that the update was abandoned: %s", error)
 
-        self._part()
         with ThreadPoolExecutor(len(self._members)) as calls:  # those of `_calls` may be stuck
-            calls.map(tell, self._members)
-        self._release()
+            calls.map(give_up, self._members)
+        self.release()
 
-    def _part(self) -> None:
-        """Nothing but calls ties these members."""
-
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Make no more calls."""
         self._calls.shutdown(wait=False, cancel_futures=True)
         for member in self._members:
             member.close()
 
-    def _all(self, call: ReplicaCall) -> None:
+    def _all(self, call: Callable[[ReplicaClient], object]) -> None:
         """Make one call to every member at once."""
         for future in [self._calls.submit(call, member) for member in self._members]:
             future.result()
 
 
-def _failed(calls: Sequence[Future[Any]]) -> bool:
-    return any(call.done() and call.exception() is not None for call in calls)
+SessionT = TypeVar("SessionT", bound=UpdateSession)
+SessionStep = Callable[[SessionT], None]
+
+
+class GroupUpdate(Generic[SessionT]):
+    """One update under way: the groups that still take part, and why others do not.
+
+    Args:
+        pool: Has a thread for each group.
+        step_s: What a group may take for one step; one that takes longer drops out.
+    """
+
+    def __init__(self, pool: ThreadPoolExecutor, step_s: float) -> None:
+        self._pool = pool
+        self._step_s = step_s
+        self._step_name = ""
+        self._step_ends_at = 0.0
+        self.live: list[SessionT] = []
+        self.failed: dict[ReplicaKey, WeightSyncError] = {}
+
+    def each(self, name: str, step: SessionStep[SessionT]) -> None:
+        """Take one step with all groups at once; those that fail it drop out."""
+        self.settle(self.start(name, step))
+
+    def start(self, name: str, step: SessionStep[SessionT]) -> list[tuple[SessionT, Future[None]]]:
+        """Begin one step with all groups; `settle` ends it."""
+        self._step_name = name
+        self._step_ends_at = time.monotonic() + self._step_s
+        return [(session, self._pool.submit(step, session)) for session in self.live]
+
+    def settle(self, steps: list[tuple[SessionT, Future[None]]]) -> None:
+        """Wait for the step of each group; those that failed, or are late, drop out."""
+        failures: dict[SessionT, WeightSyncError] = {}
+        for session, step in steps:
+            try:
+                step.result(max(0.0, self._step_ends_at - time.monotonic()))
+            except TimeoutError:
+                failures[session] = WeightSyncError(
+                    f"{self._step_name} took longer than {self._step_s:g} s"
+                )
+            except WeightSyncError as error:
+                failures[session] = error
+        self._drop(failures)
+
+    def give_up(self) -> None:
+        """The sender itself failed: nobody got complete weights."""
+        self._drop({session: WeightSyncError("the sender failed") for session in self.live})
+
+    def _drop(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
+        for session, error in failures.items():
+            log.warning("excluded from this update: %s", error)
+            self.live.remove(session)
+            for key in session.keys:
+                self.failed[key] = WeightSyncError(f"{key} did not receive the update: {error}")
+        # All at once: each may take seconds to be told, and the groups that go on wait.
+        for future in [self._pool.submit(session.give_up) for session in failures]:
+            future.result()

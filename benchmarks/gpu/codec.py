@@ -65,7 +65,7 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            hash_gpu_tensor(self.buffers.open(bucket).flat)
+            hash_gpu_tensor(self.buffers.open(bucket).messages[0])
 
     def add_up(self) -> None:
         self.source.sum().item()

@@ -7,16 +7,18 @@ import os
 import re
 import shutil
 import subprocess
-import sys
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import huggingface_hub.constants
 import pytest
 
+from areal_hpc.cli.main import main
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.devices import shortages
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
@@ -42,11 +44,12 @@ NAMES = sorted(NODES)
 FITS = """
 import inspect, json, sys
 from areal_hpc.areal.utils.dynamic_import import import_from_string
-agent = import_from_string(sys.argv[1])
-inspect.signature(agent).bind(**json.loads(sys.argv[2]))
-assert inspect.iscoroutinefunction(agent.run)
+for path, kwargs in json.loads(sys.argv[1]):
+    agent = import_from_string(path)
+    inspect.signature(agent).bind(**kwargs)
+    assert inspect.iscoroutinefunction(agent.run), path
 """
-"""Run in the environment of an agent's framework. Building CAMEL's would need the tokenizer."""
+"""Run in the environment of agents' framework. Building CAMEL's would need the tokenizer."""
 
 
 def recipe_path(name: str) -> Path:
@@ -65,22 +68,21 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def planned(name: str, cache: Path, *overrides: str, gpus: str = "") -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_hpc", "plan", str(recipe_path(name)), *overrides],
-        cwd=CHECKOUT,
-        env={**os.environ, "HF_HUB_CACHE": str(cache), "CUDA_VISIBLE_DEVICES": gpus},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def plan(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What `areal-hpc plan` says of a recipe."""
 
+    def ask(name: str, *overrides: str, gpus: str = "", cache: Path = cache) -> str:
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+        with pytest.raises(SystemExit) as end:
+            main(["plan", str(recipe_path(name)), *overrides])
+        assert end.value.code == 0, capsys.readouterr().err
+        return capsys.readouterr().out
 
-def datasets(recipe: Recipe) -> list[TaskSetConfig]:
-    parts = [part for part, _ in recipe.train_dataset.parts("")]
-    return parts + ([recipe.valid_dataset] if recipe.valid_dataset else [])
+    return ask
 
 
 def test_every_recipe_that_was_not_run_is_looked_at_here() -> None:
@@ -91,17 +93,13 @@ def test_every_recipe_that_was_not_run_is_looked_at_here() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_plans_and_its_model_fits(name: str, cache: Path) -> None:
-    said = planned(name, cache)
+def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(name: str, plan: Callable[..., str]) -> None:
+    said = plan(name)
     assert "warning" not in said
     assert "memory: unknown" not in said
     totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", said)]
     assert len(totals) == 2
     assert all(10 < total < 72 for total in totals), said
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
     recipe = load_recipe(recipe_path(name))
     serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
     assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
@@ -112,57 +110,53 @@ def test_it_uses_every_gpu_of_its_nodes_and_splits_its_model(name: str) -> None:
     longest = recipe.inference.context_length
     assert longest is not None
     assert longest <= recipe.trainer.max_tokens_per_microbatch
+    if NODES[name] == 1:
+        assert shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
+        (problem,) = shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
+        assert "it needs 8 at once" in problem.message
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if NODES[name] == 1])
-def test_a_recipe_for_one_node_runs_on_a_machine_like_it_and_on_none_smaller(name: str) -> None:
-    recipe = load_recipe(recipe_path(name))
-    assert shortages(recipe, VisibleGpus(tuple("01234567"), "8")) == []
-    (problem,) = shortages(recipe, VisibleGpus(tuple("0123456"), "7"))
-    assert "it needs 8 at once" in problem.message
-
-
-def test_the_plan_shares_the_gpus_of_this_machine_out(cache: Path) -> None:
-    said = planned("gsm8k_qwen3_0.6b", cache, gpus="0,1,2,3,4,5,6,7")
+def test_the_plan_shares_the_gpus_of_this_machine_out(plan: Callable[..., str]) -> None:
+    said = plan("gsm8k_qwen3_0.6b", gpus="0,1,2,3,4,5,6,7")
     assert "GPUs with areal-hpc run on this machine: trainer: 0 | 1 | 2 | 3\n" in said
     assert "GPUs with areal-hpc run on this machine: cell-0: 4,5,6,7\n" in said
-    said = planned("gsm8k_qwen3_0.6b", cache, gpus="0,1")
+    said = plan("gsm8k_qwen3_0.6b", gpus="0,1")
     assert "areal-hpc run refuses on this machine: too few GPUs for the stage train" in said
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_agent_and_the_functions_that_it_names_exist(name: str) -> None:
-    recipe = load_recipe(recipe_path(name))
-    workflow, kwargs = recipe.rollout.workflow, recipe.rollout.workflow_kwargs
-    python = recipe.cluster.agents.python
-    if python != "auto":
+def test_the_agents_and_the_functions_that_they_name_exist() -> None:
+    elsewhere: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
+    for recipe in map(load_recipe, map(recipe_path, NAMES)):
+        rollout, python = recipe.rollout, recipe.cluster.agents.python
+        if python != "auto":
+            elsewhere[python].append((rollout.workflow, rollout.workflow_kwargs))
+        elif rollout.agent.mode != "online":
+            load_agent(rollout.workflow, rollout.workflow_kwargs)  # raises for what is not there
+        if rollout.should_accept:
+            load_user_function(rollout.should_accept, "should_accept")
+        for part, key in recipe.task_sets:
+            if part.generator:
+                made = load_user_function(part.generator, key)(**part.kwargs)
+                assert "messages" in next(iter(made))
+            else:
+                assert part.hub
+                assert part.to_task
+                load_user_function(part.to_task, key)
+    for python, agents in elsewhere.items():
         subprocess.run(
-            [CHECKOUT / python, "-c", FITS, workflow, json.dumps(kwargs)],
+            [CHECKOUT / python, "-c", FITS, json.dumps(agents)],
             env={**os.environ, "PYTHONPATH": str(CHECKOUT)},
             check=True,
         )
-    elif recipe.rollout.agent.mode != "online":
-        load_agent(workflow, kwargs)  # raises for what is not there
-    if recipe.rollout.should_accept:
-        assert callable(load_user_function(recipe.rollout.should_accept, "should_accept"))
-    for part in datasets(recipe):
-        if part.generator:
-            made = load_user_function(part.generator, "generator")(**part.kwargs)
-            assert "messages" in next(iter(made))
-        else:
-            assert part.hub
-            assert part.to_task
-            assert callable(load_user_function(part.to_task, "to_task"))
 
 
-def test_what_does_not_fit_is_warned_of(cache: Path) -> None:
-    said = planned("agentic_code_32b", cache, "trainer.parallel={tp: 2, pp: 1, dp: 8}")
+def test_what_does_not_fit_or_is_not_there_is_said(
+    plan: Callable[..., str], tmp_path: Path
+) -> None:
+    said = plan("agentic_code_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
     assert "warning: a trainer rank of stage 0 takes" in said
     assert "at: trainer.parallel" in said
-
-
-def test_without_the_model_the_plan_says_how_to_get_it(tmp_path: Path) -> None:
-    said = planned("math_7b", tmp_path)
+    said = plan("math_7b", cache=tmp_path)
     assert "job trainer: 32 tasks" in said
     assert "memory: unknown" in said
     assert "areal-hpc prefetch" in said

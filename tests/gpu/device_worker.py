@@ -236,7 +236,8 @@ def codec(trainee: Trainee) -> dict[str, Any]:
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
-            hashes.append(hash_gpu_tensor(packed.flat) == hash_gpu_tensor(packed.flat.cpu()))
+            (flat,) = packed.messages
+            hashes.append(hash_gpu_tensor(flat) == hash_gpu_tensor(flat.cpu()))
     return {
         "buckets": len(buckets),
         "bytes": sum(bucket.size_bytes for bucket in buckets),

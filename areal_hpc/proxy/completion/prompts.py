@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -141,18 +141,12 @@ class PromptBuilder:
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
         choice, tools = call.tool_choice, [*(call.tools or ())]
-        binds = choice.mode == "required" or not choice.parallel or any(map(_is_strict, tools))
+        strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.grammars:
             tools = []  # a reply held to another grammar calls nothing
-        elif not (tools and binds):
+        elif not (tools and (choice.must_call or not choice.parallel or strict)):
             return sampling, False
-        found = await self._parsers.grammar(
-            tools,
-            turn.text,
-            required=choice.mode == "required",
-            name=choice.name,
-            parallel=choice.parallel,
-        )
+        found = await self._parsers.grammar(tools, turn.text, choice)
         if found.grammar:
             grammar = {found.grammar: found.grammar_value}
             sampling = msgspec.structs.replace(sampling, **grammar)
@@ -229,10 +223,6 @@ class PromptBuilder:
         asked = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = clamp_to_session(session, min(asked, room), call.n)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit)
-
-
-def _is_strict(tool: Mapping[str, Any]) -> bool:
-    return bool(tool["function"].get("strict"))
 
 
 def _session_seed(session: Session) -> int:

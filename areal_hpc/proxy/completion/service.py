@@ -50,7 +50,7 @@ class CompletionService:
         parsers: ToolParsers | None = None,
     ) -> None:
         self.metrics = ProxyMetrics()
-        self._prompts = PromptBuilder(model, parsers, limits, self.metrics)
+        self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
         self._limits = limits
         self._calls = 0
@@ -74,10 +74,9 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._admit()
         self._began(session, call.n)
         try:
-            prompt = await self._prompts.prepare(session, call, answer_id)
+            prompt = await self.prompts.prepare(session, call, answer_id)
             generations = await _together(
                 [self._generate(prompt, choice) for choice in range(call.n)]
             )
@@ -88,18 +87,6 @@ class CompletionService:
             ]
         finally:
             self._ended(session, call.n)
-
-    async def prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
-        """What the model would read (`PromptBuilder.prompt_json`).
-
-        Raises:
-            RequestError: The prompt is none for this model.
-        """
-        return await self._prompts.prompt_json(session, call)
-
-    async def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text (`PromptBuilder.encode`)."""
-        return await self._prompts.encode(text, add_special_tokens=add_special_tokens)
 
     async def _generate(self, prompt: Prompt, choice: int) -> Generation:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
@@ -113,7 +100,7 @@ class CompletionService:
         ) -> Generation:
             nonlocal resumption
             request = resumption.request(whole)
-            self.metrics.failovers.inc(resumption.has_begun)
+            self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica.url, request, timeout_s)
             if generation.finish_reason == ABORTED:
                 resumption.on_aborted(generation, request)
@@ -138,10 +125,9 @@ class CompletionService:
         Raises:
             RequestError: The call cannot be answered.
         """
-        self._admit()
         self._began(session, call.n)  # each reply ends by itself
         try:
-            prompt = await self._prompts.prepare(session, call, answer_id)
+            prompt = await self.prompts.prepare(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self._ended(session, call.n)
             raise
@@ -167,7 +153,7 @@ class CompletionService:
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
             url, request = replica.url, resumption.request(whole)
-            self.metrics.failovers.inc(resumption.has_begun)
+            self.metrics.failovers.inc(request is not whole)
             live.generating(choice, partial(self._upstream.abort, url, request.rid))
             try:
                 generation = await self._upstream.stream(url, request, timeout_s, take)
@@ -223,13 +209,11 @@ class CompletionService:
                 self._router.on_call_finished(replica)
             await asyncio.sleep(RETRY_PAUSE_S)
 
-    def _admit(self) -> None:
+    def _began(self, session: Session, replies: int) -> None:
+        """A session is not idle while the model answers it."""
         most = self._limits.max_calls
         if self._calls >= most:
             raise RequestError(429, f"too many model calls in flight (limit {most})")
-
-    def _began(self, session: Session, replies: int) -> None:
-        """A session is not idle while the model answers it."""
         self._calls += 1
         session.in_flight += replies
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any
 
 import msgspec
 
@@ -15,47 +17,30 @@ from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 
-class EventStream(ABC):
-    """The server-sent events of a reply. What tells an end comes after its journal record."""
-
-    def __init__(self, live: ReplyStream) -> None:
-        self._live = live
-
-    def __aiter__(self) -> Self:
-        return self
-
-    @abstractmethod
-    async def __anext__(self) -> bytes: ...
-
-    def abandon(self) -> None:
-        """The client has gone."""
-        self._live.abandon()
-
-    @abstractmethod
-    def broken(self, refusal: RequestError) -> bytes:
-        """What says that the stream ends early."""
-
-
-class Exchange(Protocol):
+class Exchange(ABC):
     """A request that has been understood, and how it is answered."""
 
-    @property
-    def call(self) -> ModelCall:
-        """What is asked of the model."""
+    def __init__(
+        self, call: ModelCall, model: ServedModel, id_prefix: str, streams: bool | None
+    ) -> None:
+        self.call = call
+        self.model = model
+        self.answer_id = id_prefix + os.urandom(14).hex()
+        """Of the reply and of its first interaction."""
+        self.streams = bool(streams)
+        self.created_at = int(time.time())
 
-    @property
-    def answer_id(self) -> str:
-        """Id of the reply and of its first interaction."""
-
-    @property
-    def streams(self) -> bool:
-        """The client reads while the model speaks."""
-
+    @abstractmethod
     def whole(self, answers: Sequence[RecordedReply]) -> bytes:
         """The reply's body."""
 
-    def events(self, live: ReplyStream) -> EventStream:
-        """The reply as it comes."""
+    @abstractmethod
+    def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+        """Server-sent events of the reply. What tells an end comes after its journal record."""
+
+    @abstractmethod
+    def broken(self, refusal: RequestError) -> bytes:
+        """The event that ends a stream early."""
 
 
 FormatError = Callable[[RequestError], bytes]
@@ -68,7 +53,7 @@ class Dialect:
 
     request: type[msgspec.Struct]
     """The body of a request."""
-    read: Callable[[bytes, Session, ServedModel], Exchange]
+    read: Callable[[Any, Session, ServedModel], Exchange]
     """Raises `RequestError`: 400, naming the parameter that is wrong or cannot be honoured."""
     refused: FormatError
 

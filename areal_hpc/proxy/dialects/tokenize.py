@@ -8,15 +8,13 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.openai.chat_request import (
-    ChatMessage,
-    require_text_only,
-    validate_tools,
-)
-from areal_hpc.proxy.dialects.validation import check_token_ids, decode
+from areal_hpc.proxy.completion.prompts import PromptBuilder
+from areal_hpc.proxy.dialects.openai.chat import ChatMessage, normalize_messages, validate_tools
+from areal_hpc.proxy.dialects.validation import check_token_ids
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.session.tree import encode_ids
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -39,17 +37,14 @@ class DetokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool = True
 
 
-_decoder = msgspec.json.Decoder(TokenizeRequest)
-_detokenize_decoder = msgspec.json.Decoder(DetokenizeRequest)
-
-
-def parse_tokenize(body: bytes) -> TokenizeRequest:
-    """Validate a request.
+async def tokenize(
+    request: TokenizeRequest, session: Session, prompts: PromptBuilder, model: ServedModel
+) -> bytes:
+    """The reply to a tokenize request.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong.
     """
-    request = decode(_decoder, body)
     if (request.prompt is None) == (request.messages is None):
         raise RequestError(400, "give either a prompt or messages", key="prompt")
     if request.messages is not None and request.add_special_tokens is not None:
@@ -58,45 +53,29 @@ def parse_tokenize(body: bytes) -> TokenizeRequest:
     if request.prompt is not None and (request.tools or request.chat_template_kwargs):
         key = "tools" if request.tools else "chat_template_kwargs"
         raise RequestError(400, f"{key} go with messages", key=key)
-    return request
-
-
-def build_chat_call(request: TokenizeRequest) -> ModelCall:
-    """The chat completion whose prompt is asked for.
-
-    Raises:
-        RequestError: 400, naming the message or the tool that is wrong.
-    """
-    messages = request.messages or []
-    require_text_only(messages)
-    return ModelCall(
-        messages=[normalize_chat_message(msgspec.to_builtins(one)) for one in messages],
-        tools=validate_tools(request.tools or []) or None,
-        variables=request.chat_template_kwargs or None,
-        sampling=SamplingParams(1.0, 0),
-    )
-
-
-def format_tokenize_reply(ids_json: bytes, count: int, model: ServedModel) -> bytes:
-    """The reply to a tokenize request.
-
-    Args:
-        ids_json: Token ids, the inside of a JSON array.
-        count: How many they are.
-        model: Whose they are.
-    """
+    if request.prompt is not None:
+        with_special = request.add_special_tokens is not False
+        ids = await prompts.encode(request.prompt, add_special_tokens=with_special)
+        ids_json, count = encode_ids(ids), len(ids)
+    else:
+        call = ModelCall(
+            messages=normalize_messages(request.messages or []),
+            tools=validate_tools(request.tools) or None,
+            variables=request.chat_template_kwargs or None,
+            sampling=SamplingParams(1.0, 0),
+        )
+        ids_json, count = await prompts.prompt_json(session, call)
     tokens = msgspec.Raw(b"[" + ids_json + b"]")
     reply = {"tokens": tokens, "count": count, "max_model_len": model.context_tokens}
     return msgspec.json.encode(reply)
 
 
-def detokenize(body: bytes, model: ServedModel) -> bytes:
+def detokenize(request: DetokenizeRequest, model: ServedModel) -> bytes:
     """The reply to a detokenize request.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong.
     """
-    request = decode(_detokenize_decoder, body)
     check_token_ids(model, "tokens", request.tokens)
     skip = request.skip_special_tokens
     return msgspec.json.encode(

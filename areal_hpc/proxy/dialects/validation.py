@@ -8,7 +8,7 @@ from functools import cache
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from msgspec import Meta, Struct
+from msgspec import Meta
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import without_nulls
@@ -16,7 +16,6 @@ from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 Given = TypeVar("Given")
-RequestT = TypeVar("RequestT")
 
 PositiveParam = Annotated[int, Meta(ge=1)]
 Bias = Annotated[float, Meta(ge=-100, le=100)]
@@ -25,40 +24,33 @@ Temperature = Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)]
 Probability = Annotated[float, Meta(gt=0, le=1)]
 Seed = Annotated[int, Meta(ge=-(2**53), le=2**53)]
 TopK = Annotated[int, Meta(ge=-1)]
+ToolName = Annotated[str, Meta(min_length=1)]
 
 _AT_PARAMETER = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-def decode(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
-    """The request in a body. A null stands for absence, under whatever name.
-
-    Raises:
-        RequestError: 400, naming the parameter that is wrong or unknown.
-    """
-    try:
-        return _decoded(decoder, body)
-    except msgspec.ValidationError as error:
-        raise to_request_error(str(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise RequestError(400, f"the body is not JSON: {error}") from error
-
-
-def decode_part(raw: bytes | msgspec.Raw, form: Any, key: str) -> Any:
-    """A part of a request that stays as it is until the whole has been decoded.
+def decode(body: bytes | msgspec.Raw, form: Any, key: str = "") -> Any:
+    """The request in a body, or a part of one. A null stands for absence, under whatever name.
 
     Args:
-        raw: JSON.
+        body: JSON.
         form: The type that it is decoded to.
-        key: Where it stands in the request.
+        key: Where a part stands in its request.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong or unknown.
     """
+    decoder = _decoder_of(form)
     try:
-        return _decoded(_decoder_of(form), bytes(raw))
+        try:
+            return decoder.decode(body)
+        except msgspec.ValidationError:  # perhaps of a null, which few requests hold
+            return decoder.decode(without_nulls(bytes(body), form))
     except msgspec.ValidationError as error:
-        raise to_request_error(str(error), key) from error
+        raise _to_request_error(str(error), key) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RequestError(400, f"the body is not JSON: {error}") from error
 
 
 @cache
@@ -66,19 +58,12 @@ def _decoder_of(form: Any) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(form)
 
 
-def _decoded(decoder: msgspec.json.Decoder[RequestT], body: bytes) -> RequestT:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-        return decoder.decode(without_nulls(body, decoder.type))
-
-
-def to_request_error(complaint: str, inside: str = "") -> RequestError:
-    """What msgspec complains about, as a refusal that names the parameter.
+def _to_request_error(complaint: str, inside: str) -> RequestError:
+    """The text of a `ValidationError` as a refusal that names the parameter.
 
     Args:
-        complaint: The text of its `ValidationError`.
-        inside: Which parameter was decoded, if not the whole body.
+        complaint: Of msgspec.
+        inside: Which parameter was decoded; nothing for a whole body.
     """
     where = _AT_PARAMETER.search(complaint)
     key = ".".join(part for part in (inside, where[1] if where else "") if part)
@@ -110,90 +95,50 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
             )
 
 
-def check_single_grammar(named: Mapping[str, object], choice: ToolChoice) -> None:
-    """The engine takes one grammar at most, and that of a reply that must call a tool is one.
-
-    Args:
-        named: Grammars under the names that the dialect has for them; None if not asked for.
-        choice: What was asked of tools.
-
-    Raises:
-        RequestError: 400, naming the first.
-    """
-    names = [name for name, value in named.items() if value is not None]
-    if len(names) > 1 or (names and choice.must_call):
-        other = " and ".join(names[1:]) or "tool_choice"
-        raise RequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
-
-
-class FunctionSchema(Struct):
-    """A function that is offered as a tool."""
-
-    name: Annotated[str, Meta(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-
-def build_function_tool(definition: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """A tool as chat templates expect it, from a function's fields.
-
-    Args:
-        definition: `name` and, if they are given, `description`, `parameters`, `strict`.
-        key: Where it stands in the request.
-
-    Raises:
-        RequestError: 400, naming what is wrong.
-    """
-    try:
-        function = msgspec.convert(dict(definition), FunctionSchema)
-    except msgspec.ValidationError as error:
-        raise to_request_error(str(error), key) from error
-    fields = msgspec.structs.asdict(function)
-    given = {name: value for name, value in fields.items() if value is not None}
-    return {"type": "function", "function": given}
-
-
-def check_tools_supported(model: ServedModel, tools: Sequence[object], choice: ToolChoice) -> None:
-    """A reply whose calls nobody can tell from its text would be wrong.
-
-    Raises:
-        RequestError: 400, naming `tools`.
-    """
-    if tools and choice.mode != "none" and model.tool_call_parser is None:
-        raise RequestError(
-            400,
-            "no tool-call parser is configured",
-            key="tools",
-            hint="set inference.tool_call_parser to the model's format",
-        )
+def build_function_tool(
+    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+) -> dict[str, Any]:
+    """A tool as chat templates expect it."""
+    fields = {"description": description, "parameters": parameters, "strict": strict}
+    given = {key: value for key, value in fields.items() if value is not None}
+    return {"type": "function", "function": {"name": name, **given}}
 
 
 def parse_tool_choice(
-    tools: Sequence[Mapping[str, Any]], mode: str | None, name: str | None, *, parallel: bool
+    model: ServedModel,
+    tools: Sequence[Mapping[str, Any]],
+    mode: str | None,
+    name: str | None,
+    *,
+    parallel: bool,
 ) -> ToolChoice:
     """What a request says about calling tools.
 
     Args:
+        model: A reply whose calls nobody can tell from its text would be wrong.
         tools: Those it offers.
         mode: `none`, `auto` or `required`; None is `auto`.
         name: The tool that must be called.
         parallel: A reply may hold several calls.
 
     Raises:
-        RequestError: 400, naming `parse_tool_choice`.
+        RequestError: 400, naming `tool_choice` or `tools`.
     """
-    if name is not None:
-        if all(tool["function"]["name"] != name for tool in tools):
-            raise RequestError(400, f"there is no tool {name!r}", key="tool_choice")
-        return ToolChoice("required", name, parallel)
-    if not tools:
-        if mode == "required":
-            raise RequestError(400, "tool_choice needs tools", key="tool_choice")
+    if name is not None and all(tool["function"]["name"] != name for tool in tools):
+        raise RequestError(400, f"there is no tool {name!r}", key="tool_choice")
+    if mode == "required" and not tools:
+        raise RequestError(400, "tool_choice needs tools", key="tool_choice")
+    if not tools or (mode == "none" and name is None):
         return ToolChoice("none", None, parallel)
-    if mode == "required":
-        return ToolChoice("required", None, parallel)
-    return ToolChoice("none" if mode == "none" else "auto", None, parallel)
+    if model.tool_call_parser is None:
+        raise RequestError(
+            400,
+            "no tool-call parser is configured",
+            key="tools",
+            hint="set inference.tool_call_parser to the model's format",
+        )
+    must_call = mode == "required" or name is not None
+    return ToolChoice("required" if must_call else "auto", name, parallel)
 
 
 def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> str | None:

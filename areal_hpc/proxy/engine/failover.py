@@ -9,12 +9,8 @@ from __future__ import annotations
 
 import msgspec
 
-from areal_hpc.proxy.engine.generation import (
-    Generation,
-    PartialGeneration,
-    SamplingParams,
-    count_stop_prefix_chars,
-)
+from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_chars
+from areal_hpc.proxy.engine.router import packed_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.session.tree import VersionSpan, encode_ids, join_ids_json
@@ -30,13 +26,8 @@ class ReplyFailover:
         self.is_possible = True
         """False once something was said that another replica cannot go on from."""
 
-    @property
-    def has_begun(self) -> bool:
-        """A lost replica has said something."""
-        return self._said is not None
-
     def request(self, request: GenerateRequest) -> GenerateRequest:
-        """What to ask the next replica."""
+        """What to ask the next replica; the same request as long as nothing was said."""
         if self._said is None:
             return request
         ids = self._said.output_ids
@@ -48,12 +39,11 @@ class ReplyFailover:
         )
 
     def on_lost(
-        self, partial: PartialGeneration | None, replica: ReplicaView, request: GenerateRequest
+        self, partial: Generation | None, replica: ReplicaView, request: GenerateRequest
     ) -> None:
         """A replica was lost after it had said `partial`.
 
-        Of a stream that was cut, the end is missing, and with it the spans of versions. But a
-        token that came while the replica still had the version of when it was asked was sampled
+        A token that came while the replica still had the version of when it was asked was sampled
         from that one: versions only grow.
 
         Args:
@@ -61,22 +51,29 @@ class ReplyFailover:
             replica: As it was when it was asked.
             request: What it was asked.
         """
-        if partial is not None and not partial.output_ids:
-            return
-        if partial is None or partial.versions != {replica.version}:
+        if partial is None:
             self.is_possible = False
-            return
-        self._take(partial.generation(replica.url, replica.version), request)
+        elif partial.output_ids:
+            known = replica.version and packed_version(replica.version)
+            self.on_aborted(partial, request)
+            self.is_possible &= partial.spans[0].version == known
 
     def on_aborted(self, generation: Generation, request: GenerateRequest) -> None:
-        """A replica ended the call by itself, and said what came until then."""
-        if generation.output_ids:
-            self._take(generation, request)
+        """A replica ended the call by itself, and said what came until then.
 
-    def _take(self, generation: Generation, request: GenerateRequest) -> None:
+        Nobody in a run asks for that; the owner of servers behind a standalone proxy may, whose
+        `pause_generation` aborts unless told otherwise.
+        """
+        if not generation.output_ids:
+            return
         sampling = request.sampling
         text = self._encoder.decode(
             generation.output_ids, skip_special_tokens=sampling.skip_special_tokens
+        )
+        penalties = (
+            sampling.frequency_penalty,
+            sampling.presence_penalty,
+            sampling.repetition_penalty,
         )
         # A character of which only a part has come, the beginning of a stop string, the state of
         # a grammar or of penalties: all that would be lost between the two replicas.
@@ -85,7 +82,7 @@ class ReplyFailover:
             and not count_stop_prefix_chars(text, sampling.stop or ())
             and len(generation.output_ids) < sampling.max_new_tokens
             and not sampling.grammars
-            and not _has_penalties(sampling)
+            and penalties == (0.0, 0.0, 1.0)
         )
         self._said = self.whole(generation)
 
@@ -94,32 +91,18 @@ class ReplyFailover:
         said = self._said
         if said is None:
             return generation
+        spans = list(said.spans)
+        for span in generation.spans:
+            start, end = (len(said.output_ids) + place for place in (span.start, span.end))
+            if spans and spans[-1].version == span.version:
+                start = spans.pop().start
+            spans.append(VersionSpan(span.version, start, end))
         return msgspec.structs.replace(
             generation,
             text=said.text + generation.text,
             output_ids=said.output_ids + generation.output_ids,
             logprobs=said.logprobs + generation.logprobs,
-            spans=_joined(said.spans, generation.spans, len(said.output_ids)),
+            spans=spans,
             top_logprobs=said.top_logprobs + generation.top_logprobs,
             cached_tokens=said.cached_tokens,
         )
-
-
-def _joined(before: list[VersionSpan], after: list[VersionSpan], shift: int) -> list[VersionSpan]:
-    spans = list(before)
-    for span in after:
-        start, end = span.start + shift, span.end + shift
-        if spans and spans[-1].version == span.version:
-            start = spans.pop().start
-        spans.append(VersionSpan(span.version, start, end))
-    return spans
-
-
-def _has_penalties(sampling: SamplingParams) -> bool:
-    none = (0.0, 0.0, 1.0)
-    penalties = (
-        sampling.frequency_penalty,
-        sampling.presence_penalty,
-        sampling.repetition_penalty,
-    )
-    return penalties != none

@@ -31,7 +31,7 @@ TopLogprobs = list[tuple[float, int, str | None]] | None
 class EngineLostError(Exception):
     """The server died, refused, or broke the call off: another one may answer it."""
 
-    partial: PartialGeneration | None = None
+    partial: Generation | None = None
     """What a stream had said by then; None if it was not sound, or nobody knows."""
 
 
@@ -128,36 +128,6 @@ class Generation(Struct, frozen=True):
     """Per output token, most likely first; empty unless asked for."""
 
 
-class PartialGeneration(Struct, frozen=True):
-    """What a stream said that ended too early."""
-
-    text: str
-    output_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[TopLogprobs]
-    versions: frozenset[str]
-    """Of the server's weights, as its pieces came."""
-    cached_tokens: int
-
-    def generation(self, where: str, version: str) -> Generation:
-        """The same as of a call that its server ended, sampled from one version.
-
-        Raises:
-            EngineLostError: That is no version.
-        """
-        return Generation(
-            text=self.text,
-            output_ids=self.output_ids,
-            logprobs=self.logprobs,
-            spans=[VersionSpan(_packed(where, version), 0, len(self.output_ids))],
-            finish_reason=ABORTED,
-            closed=False,
-            stop_text=None,
-            cached_tokens=self.cached_tokens,
-            top_logprobs=self.top_logprobs,
-        )
-
-
 class TokenChunk(Struct, frozen=True):
     """What a stream added."""
 
@@ -197,18 +167,32 @@ class ChunkReader:
         self._cached_tokens = 0
         self._is_sound = True
 
-    def partial(self) -> PartialGeneration | None:
-        """All that has been read, if it fits together."""
+    def partial(self) -> Generation | None:
+        """All that has been read, as of a call that its server ended, if it fits together.
+
+        Of a stream that was cut the spans of versions are missing: all of it counts as sampled from
+        the one version that its pieces named; if they named several, or none, it does not fit.
+        """
         ids = [entry[1] for entry in self._logprobs]
-        if self._output_ids and not (self._is_sound and ids == self._output_ids):
-            return None
-        return PartialGeneration(
+        spans: list[VersionSpan] = []
+        if self._output_ids:
+            if not self._is_sound or ids != self._output_ids or len(self._versions) != 1:
+                return None
+            try:
+                version = _packed(self._where, *self._versions)
+            except EngineLostError:
+                return None
+            spans.append(VersionSpan(version, 0, len(ids)))
+        return Generation(
             text=self._text,
             output_ids=self._output_ids,
             logprobs=[entry[0] for entry in self._logprobs],
-            top_logprobs=self._top_logprobs,
-            versions=frozenset(self._versions),
+            spans=spans,
+            finish_reason=ABORTED,
+            closed=False,
+            stop_text=None,
             cached_tokens=self._cached_tokens,
+            top_logprobs=self._top_logprobs,
         )
 
     def read(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
@@ -248,17 +232,13 @@ class ChunkReader:
             meta.output_top_logprobs = self._top_logprobs
             ids_json = msgspec.json.encode(self._output_ids)
             whole = _whole(self._where, self._text, ids_json, meta)
-        logprobs = [entry[0] for entry in new_logprobs]
-        self._is_sound = True
-        return TokenChunk(self._new_text(whole is not None), new_ids, logprobs, new_tops), whole
-
-    def _new_text(self, ended: bool) -> str:
         safe = len(self._text)
-        if not ended:
+        if whole is None:
             safe -= count_stop_prefix_chars(self._text, self._stop)
-        new = self._text[self._sent_chars : safe]
+        new_text = self._text[self._sent_chars : safe]
         self._sent_chars = max(safe, self._sent_chars)
-        return new
+        self._is_sound = True
+        return TokenChunk(new_text, new_ids, [one[0] for one in new_logprobs], new_tops), whole
 
 
 def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
@@ -312,10 +292,8 @@ def _whole(where: str, text: str, ids_json: bytes, meta: _Meta) -> Generation:
 
 
 def _packed(where: str, version: str) -> int:
-    if version == UNKNOWN_VERSION:
-        return WeightVersion(0, 0).packed
     try:
-        return WeightVersion.parse(version).packed
+        return 0 if version == UNKNOWN_VERSION else WeightVersion.parse(version).packed
     except ValueError as error:
         raise EngineLostError(f"{where}: {error}") from error
 

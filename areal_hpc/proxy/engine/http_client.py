@@ -8,9 +8,10 @@ send bytes to a server of our own and to wake up once, when all of its answer ha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections import deque
-from types import TracebackType
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 from areal_hpc.proxy.engine.http_connection import Connection
@@ -62,16 +63,17 @@ class _TimeLimits:
 
 
 class ConnectionPool:
-    """Kept connections to one server; as many as there are calls at a time."""
+    """Kept connections to one server; as many as there are calls at a time.
+
+    To be made inside the event loop.
+
+    Args:
+        url: Scheme, host and port, and what all paths begin with; no user, no password.
+        headers: Lines that every request has.
+        connect_timeout_s: How long a server may take to accept.
+    """
 
     def __init__(self, url: str, headers: str, connect_timeout_s: float) -> None:
-        """Prepare; nothing is sent. To be made inside the event loop.
-
-        Args:
-            url: Scheme, host and port, and what all paths begin with; no user, no password.
-            headers: Lines that every request has.
-            connect_timeout_s: How long a server may take to accept.
-        """
         parts = urlsplit(url)
         self._url = url
         self._host = parts.hostname or ""
@@ -110,14 +112,25 @@ class ConnectionPool:
         self._give_back(connection)
         return connection.status, answer
 
-    def post(self, path: str, body: bytes) -> PendingReply:
-        """Send a body; `async with` gives the connection, once it knows the answer's status.
+    @contextlib.asynccontextmanager
+    async def post(self, path: str, body: bytes) -> AsyncIterator[Connection]:
+        """Send a body; gives the connection, once it knows the answer's status, to read the rest.
 
         Raises:
             ConnectionError: The server does not accept, left, or does not speak HTTP.
             OSError: It cannot be found.
         """
-        return PendingReply(self, self._request(path, body))
+        connection = await self._take()
+        try:
+            connection.send(self._request(path, body), reads_parts=True)
+            await connection.head()
+        except BaseException:  # boundary: whatever ended it, the connection is in no known state
+            connection.close()
+            raise
+        try:
+            yield connection
+        finally:
+            self._give_back(connection)
 
     def close(self) -> None:
         """Close what idles, and later what is under way."""
@@ -159,30 +172,3 @@ class ConnectionPool:
         self._idle.append(connection)
         while now - self._idle[0].idle_since > KEEP_ALIVE_S:
             self._idle.popleft().close()
-
-
-class PendingReply:
-    """A request under way whose answer is read in parts."""
-
-    def __init__(self, connections: ConnectionPool, request: bytes) -> None:
-        self._connections = connections
-        self._request = request
-        self._connection: Connection
-
-    async def __aenter__(self) -> Connection:
-        self._connection = await self._connections._take()
-        try:
-            self._connection.send(self._request, reads_parts=True)
-            await self._connection.head()
-        except BaseException:  # boundary: whatever ended it, the connection is in no known state
-            self._connection.close()
-            raise
-        return self._connection
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._connections._give_back(self._connection)

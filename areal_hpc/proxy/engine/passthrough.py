@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Annotated
 
@@ -14,19 +15,17 @@ from areal_hpc.proxy.engine.sglang_client import SGLangClient
 from areal_hpc.proxy.sessions.store import Session
 
 
-class _PassthroughSampling(msgspec.Struct, frozen=True):
-    """How long the reply may be."""
-
+class _Sampling(msgspec.Struct, frozen=True):
     max_new_tokens: int | None = None
 
 
-class _PassthroughRequest(msgspec.Struct):
+class _Request(msgspec.Struct):
     """What must be known of a request that is passed on."""
 
     input_ids: list[Annotated[int, msgspec.Meta(ge=0)]]
     rid: Annotated[str, msgspec.Meta(min_length=1)]
     stream: bool = False
-    sampling_params: _PassthroughSampling = _PassthroughSampling()
+    sampling_params: _Sampling = _Sampling()
 
 
 class _Span(msgspec.Struct):
@@ -68,7 +67,7 @@ class GeneratePassthrough:
                 another will answer when the request is repeated.
         """
         try:
-            request = msgspec.json.decode(body, type=_PassthroughRequest)
+            request = msgspec.json.decode(body, type=_Request)
         except msgspec.DecodeError as error:
             raise RequestError(400, str(error)) from error
         if request.stream:
@@ -85,7 +84,10 @@ class GeneratePassthrough:
         session.in_flight += 1
         try:
             answer = await self._upstream.forward(replica.url, request.rid, body, left_s)
-            self._note_versions(answer)
+            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # an error's body
+                # Only known versions may stand in what the session records of this call.
+                for span in msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions:
+                    self._router.note_version(packed_version(span.version))
             return answer
         except EngineLostError as lost:
             self._router.on_replica_lost(replica)
@@ -95,16 +97,7 @@ class GeneratePassthrough:
             session.touch()
             self._router.on_call_finished(replica)
 
-    def _note_versions(self, answer: bytes) -> None:
-        """Remember the versions: only such may stand in what the session records of this call."""
-        try:
-            spans = msgspec.json.decode(answer, type=_Answer).meta_info.weight_versions
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            return  # an error's body
-        for span in spans:
-            self._router.note_version(packed_version(span.version))
-
-    def _fitted(self, request: _PassthroughRequest, body: bytes) -> bytes:
+    def _fitted(self, request: _Request, body: bytes) -> bytes:
         """The body, its reply bounded by what the context has left: SGLang would refuse more.
 
         A client in a driver knows its tokenizer, and not how long a context the replicas have.

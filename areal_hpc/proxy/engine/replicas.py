@@ -56,14 +56,6 @@ class _ServedModelInfo(msgspec.Struct):
     weight_version: str = ""
 
 
-def _version_in(info: bytes) -> str:
-    """Nothing if it does not say: then no reply that it began can be gone on with."""
-    try:
-        return msgspec.json.decode(info, type=_ServedModelInfo).weight_version
-    except msgspec.DecodeError:
-        return ""
-
-
 class StaticReplicaSource:
     """Servers by address. One serves while `/ready` does not deny it.
 
@@ -92,7 +84,11 @@ class StaticReplicaSource:
                 info = await answer.read() if answer.status == 200 else b"{}"
         except (aiohttp.ClientError, OSError):
             return ReplicaView(index, 1, "failed", url)
-        return ReplicaView(index, 1, "serving", url, _version_in(info))
+        try:
+            version = msgspec.json.decode(info, type=_ServedModelInfo).weight_version
+        except msgspec.DecodeError:
+            version = ""  # it does not say: no reply that it began can be gone on with
+        return ReplicaView(index, 1, "serving", url, version)
 
     async def close(self) -> None:
         """Close pooled connections."""

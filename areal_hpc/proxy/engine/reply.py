@@ -27,16 +27,13 @@ class ReplyDelta(Struct):
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def __bool__(self) -> bool:
-        return bool(self.text or self.reasoning or self.calls)
-
     def add(self, part: ReplyDelta) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += part.text
         self.reasoning += part.reasoning
         for call in part.calls:
             if call.index >= len(self.calls):
-                call.call_id = call.call_id or make_call_id()
+                call.call_id = call.call_id or f"call_{secrets.token_hex(12)}"  # as OpenAI's
                 self.calls.append(
                     ToolCallDelta(call.index, call.name, call.arguments, call.call_id)
                 )
@@ -62,8 +59,3 @@ class ReplyDelta(Struct):
                 ],
             }
         )
-
-
-def make_call_id() -> str:
-    """An id for a tool call, in OpenAI's form."""
-    return f"call_{secrets.token_hex(12)}"

@@ -100,33 +100,25 @@ class SGLangClient:
             RequestError: It says the request is wrong, or took too long.
         """
         reader = ChunkReader(base_url, request.sampling.stop or ())
-        body = request.body(stream=True)
+
+        async def read() -> Generation:
+            server, body = self._server(base_url), request.body(stream=True)
+            async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
+                if answer.status != 200:
+                    _check(base_url, answer.status, await answer.whole())
+                async for data in _events(answer):
+                    piece, whole = reader.read(data)
+                    if piece.output_ids or piece.text:
+                        await take(piece)
+                    if whole is not None:
+                        return whole
+            raise EngineLostError(f"{base_url} ended the stream early")
+
         try:
-            read = self._read_live(base_url, body, timeout_s, reader, take)
-            return await self._guarded(base_url, request.rid, timeout_s, read)
+            return await self._guarded(base_url, request.rid, timeout_s, read())
         except EngineLostError as lost:
             lost.partial = reader.partial()
             raise
-
-    async def _read_live(
-        self,
-        base_url: str,
-        body: bytes,
-        timeout_s: float,
-        reader: ChunkReader,
-        take: Callable[[TokenChunk], Awaitable[None]],
-    ) -> Generation:
-        server = self._server(base_url)
-        async with asyncio.timeout(timeout_s), server.post("/generate", body) as answer:
-            if answer.status != 200:
-                _check(base_url, answer.status, await answer.whole())
-            async for data in _events(answer):
-                piece, whole = reader.read(data)
-                if piece.output_ids or piece.text:
-                    await take(piece)
-                if whole is not None:
-                    return whole
-        raise EngineLostError(f"{base_url} ended the stream early")
 
     async def forward(self, base_url: str, rid: str, body: bytes, timeout_s: float) -> bytes:
         """The server's whole answer to a request that somebody else made.
@@ -160,16 +152,13 @@ class SGLangClient:
         server = self._servers.get(base_url)
         if server is None:
             server = ConnectionPool(base_url, self._headers, CONNECT_TIMEOUT_S)
-            self._forget_unused(server.used_at)
+            # A replica that starts anew has another address: the old one is not called again.
+            for url, other in [*self._servers.items()]:
+                if server.used_at - other.used_at > IDLE_SERVER_S:
+                    other.close()
+                    del self._servers[url]
             self._servers[base_url] = server
         return server
-
-    def _forget_unused(self, now: float) -> None:
-        """A replica that starts anew has another address: the old one is not called again."""
-        for url, server in [*self._servers.items()]:
-            if now - server.used_at > IDLE_SERVER_S:
-                server.close()
-                del self._servers[url]
 
     def abort(self, base_url: str, rid: str) -> None:
         """Tell the server that nobody waits any more. SGLang notices by itself only after 4 s."""

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ClusterError, ParserLostError, RequestError
+from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.wire.parsers import ConstrainRequest, Opening, ParseRequest, ParserReply
 
@@ -29,16 +30,17 @@ PROMPT_END_CHARS = 200
 
 
 class ToolParsers:
-    """The parsers of one model's formats, shared by all replies."""
+    """The parsers of one model's formats, shared by all replies.
+
+    The process starts with the first request, or by `start`.
+
+    Args:
+        python: Interpreter of SGLang's environment.
+        tool_parser: SGLang's name of the tool-call format.
+        reasoning_parser: SGLang's name of the reasoning format.
+    """
 
     def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
-        """Prepare; the process starts with the first request, or by `start`.
-
-        Args:
-            python: Interpreter of SGLang's environment.
-            tool_parser: SGLang's name of the tool-call format.
-            reasoning_parser: SGLang's name of the reasoning format.
-        """
         self._argv = (python, "-m", MODULE, tool_parser or "", reasoning_parser or "")
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -129,28 +131,21 @@ class ToolParsers:
         return await waiting
 
     async def grammar(
-        self,
-        tools: Sequence[dict[str, Any]],
-        prompt: str,
-        *,
-        required: bool,
-        name: str | None,
-        parallel: bool,
+        self, tools: Sequence[dict[str, Any]], prompt: str, choice: ToolChoice
     ) -> ParserReply:
         """Which grammar holds the model to a tool choice, and where it begins.
 
         Raises:
             RequestError: There is none, or the parsers are gone.
         """
-        prompt_end = prompt[-PROMPT_END_CHARS:]
-        number = self.next_number()
-        request = ConstrainRequest(number, [*tools], prompt_end, required, name, parallel)
+        number, end, must_call = self.next_number(), prompt[-PROMPT_END_CHARS:], choice.must_call
+        request = ConstrainRequest(number, [*tools], end, must_call, choice.name, choice.parallel)
         try:
             reply = await self.ask(request)
         except ParserLostError as error:
             raise RequestError(503, str(error)) from error
         if reply.error:
-            key = "tool_choice" if required else "parallel_tool_calls"
+            key = "tool_choice" if must_call else "parallel_tool_calls"
             raise RequestError(400, reply.error, key=key)
         return reply
 
@@ -185,12 +180,16 @@ class ReplyReader:
         """
         request = ParseRequest(self._parsers.next_number(), self._number, text, last, self._opening)
         try:
-            reply = await self._parsers.ask(request)
+            try:
+                reply = await self._parsers.ask(request)
+            except ParserLostError:
+                if self._opening is None or not last:
+                    raise
+                # A whole reply may be parsed by the next process.
+                again = msgspec.structs.replace(request, call=self._parsers.next_number())
+                reply = await self._parsers.ask(again)
         except ParserLostError as error:
-            if self._opening is None or not last:
-                raise RequestError(503, str(error)) from error
-            again = msgspec.structs.replace(request, call=self._parsers.next_number())
-            reply = await self._asked_again(again)
+            raise RequestError(503, str(error)) from error
         self._opening = None
         if reply.error:
             log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)
@@ -198,10 +197,3 @@ class ReplyReader:
             ToolCallDelta(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
         ]
         return ReplyDelta(reply.text, reply.reasoning, calls)
-
-    async def _asked_again(self, request: ParseRequest) -> ParserReply:
-        """A whole reply may be parsed by the next process."""
-        try:
-            return await self._parsers.ask(request)
-        except ParserLostError as error:
-            raise RequestError(503, str(error)) from error

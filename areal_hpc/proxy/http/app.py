@@ -2,40 +2,34 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import inspect
 import logging
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, MutableMapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import msgspec
 
 from areal_hpc.errors import ClientDisconnectedError, RequestError
 from areal_hpc.proxy.completion.service import CompletionService
+from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects import tokenize
-from areal_hpc.proxy.dialects.anthropic import reply as messages_reply
-from areal_hpc.proxy.dialects.anthropic import request as messages_request
+from areal_hpc.proxy.dialects.anthropic import request as anthropic_request
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, FormatError
+from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, FormatError
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.openai.chat_reply import CHAT
-from areal_hpc.proxy.dialects.openai.completions_reply import COMPLETIONS
-from areal_hpc.proxy.dialects.openai_responses import reply as responses_reply
+from areal_hpc.proxy.dialects.openai.chat import CHAT
+from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS
+from areal_hpc.proxy.dialects.openai_responses import reply as responses
+from areal_hpc.proxy.dialects.validation import decode
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
-from areal_hpc.proxy.http.disconnect import Receive, cancel_on_disconnect
 from areal_hpc.proxy.http.driver_api import DriverApi
-from areal_hpc.proxy.http.routes import (
-    Route,
-    RouteResult,
-    Routes,
-    SessionHandler,
-    add_unprefixed,
-    render_openapi,
-)
+from areal_hpc.proxy.http.routes import Route, RouteResult, Routes, render_openapi
 from areal_hpc.proxy.sessions.store import Session, SessionStore
-from areal_hpc.session.tree import encode_ids
 from areal_hpc.wire import proxy as wire
 
 log = logging.getLogger(__name__)
@@ -45,13 +39,15 @@ RETRY_AFTER_S = 1
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+"""ASGI's: the next message from the client. After the request's body only its disconnect comes."""
+Result = TypeVar("Result")
 
 DIALECT_BY_ROUTE = {
     "/chat/completions": CHAT,
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
-    "/responses": responses_reply.RESPONSES,
+    "/responses": responses.RESPONSES,
 }
 JSON, PLAIN = "application/json", "text/plain; version=0.0.4"
 _EVENTS = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -76,67 +72,34 @@ class ProxyApp:
         self._model = model
         self._book = book
         self._caller = caller
-        self._control = control
         self._relay = relay
         caller.metrics.watch(book)
-        self._guards: dict[str, Callable[[str], Session | None]] = {
-            "admin": self._require_admin,
-            "session": self._session,
-            "anyone": lambda key: None,
-        }
         self._routes = Routes(
             (
-                *self._routes_of_drivers(control),
-                *add_unprefixed(self._routes_of_agents()),
-                Route("GET", "/healthz", "anyone", self._health),
-                Route("GET", "/metrics", "anyone", self._metrics, form=PLAIN),
-                Route("GET", "/openapi.json", "anyone", self._openapi),
+                *_routes_of_drivers(control),
+                Route("POST", "/generate", "session", self._generate, bytes),
+                *(  # SDKs differ in whether `/v1` is part of the address they are given
+                    replace(route, path=prefix + route.path)
+                    for route in self._routes_of_agents()
+                    for prefix in ("", "/v1")
+                ),
+                Route("GET", "/healthz", "anyone", control.health),
+                Route("GET", "/metrics", "anyone", caller.metrics.render, form=PLAIN),
+                Route("GET", "/openapi.json", "anyone", lambda: render_openapi(self._routes)),
             )
         )
 
     def _routes_of_agents(self) -> Iterator[Route]:
-        def agent(path: str, answer: SessionHandler, request: type[msgspec.Struct]) -> Route:
-            return Route("POST", path, "session", answer, request)
-
         for path, dialect in DIALECT_BY_ROUTE.items():
-            said = agent(path, self._speaking(path, dialect), dialect.request)
+            said = Route("POST", path, "session", self._speaking(path, dialect), dialect.request)
             yield replace(said, refused=dialect.refused, streams=True)
-        counted = agent("/messages/count_tokens", self._count_tokens, MESSAGES.request)
-        yield replace(counted, refused=MESSAGES.refused)
-        yield agent("/tokenize", self._tokenize, tokenize.TokenizeRequest)
-        yield agent("/detokenize", self._detokenize, tokenize.DetokenizeRequest)
-        yield Route("GET", "/models", "session", self._models)
-        yield Route("GET", "/responses/{response_id}", "session", self._retrieve_response)
-        yield Route("DELETE", "/responses/{response_id}", "session", self._delete_response)
-
-    def _routes_of_drivers(self, control: DriverApi) -> Iterator[Route]:
-        def admin(
-            path: str, answer: SessionHandler, request: type[msgspec.Struct] | None = None
-        ) -> Route:
-            return Route("POST", path, "admin", answer, request)
-
-        def session(
-            path: str,
-            answer: Callable[[Session, bytes], bytes],
-            request: type[msgspec.Struct] | None = None,
-        ) -> Route:
-            return Route("POST", path, "session", self._of_session(answer), request)
-
-        start = _ignoring_session(control.start_session)
-        finish = _ignoring_session(control.finish_ticket)
-        offer, wait = _awaiting(control.offer_episode), _awaiting(control.await_session)
-        export = _awaiting(control.export_trajectories)
-        yield admin("/rl/start_session", start, wire.StartSessionRequest)
-        yield admin("/rl/offer_episode", offer, wire.OfferEpisodeRequest)
-        yield admin("/rl/await_session", wait, wire.AwaitSessionRequest)
-        yield admin("/rl/finish_ticket", finish, wire.FinishTicketRequest)
-        yield admin("/rl/seal", _awaiting(control.seal))
-        yield admin("/export_trajectories", export, wire.ExportRequest)
-        yield admin("/grant_capacity", _ignoring_session(control.grant_capacity))
-        yield session("/rl/set_reward", control.set_reward, wire.SetRewardRequest)
-        yield session("/rl/record", control.record, wire.RecordRequest)
-        yield session("/rl/end_session", control.end_session)
-        yield Route("POST", "/generate", "session", self._generate)
+        path, refused = "/messages/count_tokens", MESSAGES.refused
+        yield Route("POST", path, "session", self._count_tokens, MESSAGES.request, refused)
+        yield Route("POST", "/tokenize", "session", self._tokenize, tokenize.TokenizeRequest)
+        yield Route("POST", "/detokenize", "session", self._detokenize, tokenize.DetokenizeRequest)
+        yield Route("GET", "/models", "session", self._models, when_ended=True)
+        yield Route("GET", "/responses/{response_id}", "session", responses.retrieve_response)
+        yield Route("DELETE", "/responses/{response_id}", "session", responses.delete_response)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -160,15 +123,16 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._too_large()
-            opened = self._guards[route.opened_by](key)  # without a key no memory for a body
-            asked = await self._body(receive)
-            if named:
-                asked = _name_alone(named, scope["query_string"])
-            result = await cancel_on_disconnect(receive, route.answer(opened, asked))
-            if not isinstance(result, bytes):
-                await cancel_on_disconnect(receive, _send_events(send, result))
+            session = self._opened(route, key)  # without a key no memory for a body
+            body = await self._body(receive)
+            result = route.answer(*self._given(route, session, named, body, scope))
+            if inspect.iscoroutine(result):
+                result = await cancel_on_disconnect(receive, result)
+            if isinstance(result, tuple):
+                await cancel_on_disconnect(receive, _send_events(send, *result))
                 return
-            status, content, form = 200, result, route.form
+            content = result if isinstance(result, bytes) else msgspec.json.encode(result)
+            status, form = 200, route.form
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
@@ -203,99 +167,130 @@ class ProxyApp:
             if not message.get("more_body"):
                 return body
 
-    # Keys ---------------------------------------------------------------------------------
-
-    def _require_admin(self, key: str) -> None:
-        if not hmac.compare_digest(key.encode("latin-1"), self._admin_key):
+    def _opened(self, route: Route, key: str) -> Session | None:
+        """The session that a key opens, if the route is one of sessions."""
+        if route.opened_by == "admin" and not hmac.compare_digest(
+            key.encode("latin-1"), self._admin_key
+        ):
             raise RequestError(401, "this route requires the admin key")
-
-    def _session(self, key: str) -> Session:
+        if route.opened_by != "session":
+            return None
         session = self._book.session_of_key(key)
         if session is None:
             raise RequestError(401, "invalid session key")
         session.touch()
         return session
 
-    def _held(self, opened: Session | None) -> Session:
-        """The session that a key opened, unless it went while the body came."""
-        if opened is None or self._book.sessions.get(opened.session_id) is not opened:
-            raise RequestError(401, "invalid session key")
-        return opened
-
-    def _open_session(self, opened: Session | None) -> Session:
-        session = self._held(opened)
-        if session.ended:
-            raise RequestError(403, "the session has ended")
-        return session
-
-    def _of_session(self, answer: Callable[[Session, bytes], bytes]) -> SessionHandler:
-        async def handler(opened: Session | None, body: bytes) -> bytes:
-            return answer(self._held(opened), body)
-
-        return handler
+    def _given(
+        self, route: Route, session: Session | None, named: str, body: bytes, scope: Scope
+    ) -> Iterator[object]:
+        """What the route's answer takes."""
+        if session is not None:
+            if self._book.sessions.get(session.session_id) is not session:  # gone meanwhile
+                raise RequestError(401, "invalid session key")
+            if session.ended and not route.when_ended:
+                raise RequestError(403, "the session has ended")
+            yield session
+        if named and scope["query_string"]:
+            parameter = unquote(scope["query_string"].partition(b"=")[0])
+            raise RequestError(400, "this route takes no parameters", key=parameter)
+        if named:
+            yield named
+        elif route.request is bytes:
+            yield body
+        elif route.request is not None:
+            yield decode(body, route.request)
 
     # Routes -------------------------------------------------------------------------------
 
-    async def _generate(self, opened: Session | None, body: bytes) -> bytes:
-        session = self._open_session(opened)
+    async def _generate(self, session: Session, body: bytes) -> bytes:
         if self._relay is None:
             raise RequestError(404, "there is no route /generate")
         return await self._relay.generate(session, body)
 
-    async def _health(self, opened: Session | None, body: bytes) -> bytes:
-        return self._control.health()
-
-    async def _metrics(self, opened: Session | None, body: bytes) -> bytes:
-        return self._caller.metrics.render()
-
-    async def _openapi(self, opened: Session | None, body: bytes) -> bytes:
-        return render_openapi(self._routes)
-
-    async def _models(self, opened: Session | None, body: bytes) -> bytes:
+    def _models(self, session: Session) -> bytes:
         return openai_format.format_models(self._model.name, self._model.context_tokens)
 
-    async def _retrieve_response(self, opened: Session | None, name: bytes) -> bytes:
-        return responses_reply.retrieve_response(self._open_session(opened), name.decode())
-
-    async def _delete_response(self, opened: Session | None, name: bytes) -> bytes:
-        return responses_reply.delete_response(self._open_session(opened), name.decode())
-
-    async def _count_tokens(self, opened: Session | None, body: bytes) -> bytes:
-        session = self._open_session(opened)
-        _, call = messages_request.parse(body, session.request.sampling, self._model)
+    async def _count_tokens(
+        self, session: Session, request: anthropic_request.MessagesRequest
+    ) -> bytes:
+        call = anthropic_request.build_call(request, session.request.sampling, self._model)
         self._caller.metrics.count_ignored("/messages/count_tokens", call.ignored)
-        _, count = await self._caller.prompt_json(session, call)
-        return messages_reply.format_token_count(count)
+        _, count = await self._caller.prompts.prompt_json(session, call)
+        return msgspec.json.encode({"input_tokens": count})
 
-    async def _tokenize(self, opened: Session | None, body: bytes) -> bytes:
-        session = self._open_session(opened)
-        request = tokenize.parse_tokenize(body)
-        if request.prompt is None:
-            call = tokenize.build_chat_call(request)
-            return tokenize.format_tokenize_reply(
-                *await self._caller.prompt_json(session, call), self._model
-            )
-        with_special = request.add_special_tokens is not False
-        ids = await self._caller.encode(request.prompt, add_special_tokens=with_special)
-        return tokenize.format_tokenize_reply(encode_ids(ids), len(ids), self._model)
+    async def _tokenize(self, session: Session, request: tokenize.TokenizeRequest) -> bytes:
+        return await tokenize.tokenize(request, session, self._caller.prompts, self._model)
 
-    async def _detokenize(self, opened: Session | None, body: bytes) -> bytes:
-        self._open_session(opened)
-        return tokenize.detokenize(body, self._model)
+    def _detokenize(self, session: Session, request: tokenize.DetokenizeRequest) -> bytes:
+        return tokenize.detokenize(request, self._model)
 
-    def _speaking(self, path: str, dialect: Dialect) -> SessionHandler:
+    def _speaking(
+        self, path: str, dialect: Dialect
+    ) -> Callable[[Session, msgspec.Struct], Coroutine[Any, Any, RouteResult]]:
         """Answers model calls in a dialect."""
 
-        async def handler(opened: Session | None, body: bytes) -> RouteResult:
-            session = self._open_session(opened)
-            exchange = dialect.read(body, session, self._model)
+        async def answer(session: Session, request: msgspec.Struct) -> RouteResult:
+            exchange = dialect.read(request, session, self._model)
             call, answer_id = exchange.call, exchange.answer_id
             self._caller.metrics.count_ignored(path, call.ignored)
             if exchange.streams:
-                return exchange.events(await self._caller.stream(session, call, answer_id))
+                return exchange, await self._caller.stream(session, call, answer_id)
             return exchange.whole(await self._caller.answer(session, call, answer_id))
 
-        return handler
+        return answer
+
+
+def _routes_of_drivers(control: DriverApi) -> tuple[Route, ...]:
+    def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
+        return Route("POST", path, "admin", answer, request)
+
+    ended = Route("POST", "/rl/end_session", "session", control.end_session, when_ended=True)
+    return (
+        admin("/rl/start_session", control.start_session, wire.StartSessionRequest),
+        admin("/rl/offer_episode", control.offer_episode, wire.OfferEpisodeRequest),
+        admin("/rl/await_session", control.await_session, wire.AwaitSessionRequest),
+        admin("/rl/finish_ticket", control.finish_ticket, wire.FinishTicketRequest),
+        admin("/rl/seal", control.seal),
+        admin("/export_trajectories", control.export_trajectories, wire.ExportRequest),
+        admin("/grant_capacity", control.grant_capacity),
+        Route("POST", "/rl/set_reward", "session", control.set_reward, wire.SetRewardRequest),
+        Route("POST", "/rl/record", "session", control.record, wire.RecordRequest),
+        ended,
+    )
+
+
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The work's result; cancels it when the client disconnects first.
+
+    Args:
+        receive: Of a request whose body has been read.
+        work: What the client waits for.
+
+    Raises:
+        ClientDisconnectedError: It disconnected.
+    """
+    worker = asyncio.current_task()
+    assert worker is not None
+    has_disconnected = False
+
+    async def watch() -> None:
+        nonlocal has_disconnected
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        has_disconnected = True
+        worker.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not has_disconnected:
+            raise
+        worker.uncancel()
+        raise ClientDisconnectedError from None
+    finally:
+        watcher.cancel()
 
 
 def _asks_for_websocket(scope: Scope) -> bool:
@@ -304,29 +299,9 @@ def _asks_for_websocket(scope: Scope) -> bool:
     )
 
 
-def _ignoring_session(answer: Callable[[bytes], bytes]) -> SessionHandler:
-    async def handler(opened: Session | None, body: bytes) -> bytes:
-        return answer(body)
-
-    return handler
-
-
-def _awaiting(answer: Callable[[bytes], Awaitable[bytes]]) -> SessionHandler:
-    async def handler(opened: Session | None, body: bytes) -> bytes:
-        return await answer(body)
-
-    return handler
-
-
-def _name_alone(name: str, query: bytes) -> bytes:
-    if query:
-        parameter = unquote(query.partition(b"=")[0])
-        raise RequestError(400, "this route takes no parameters", key=parameter)
-    return name.encode()
-
-
-async def _send_events(send: Send, events: EventStream) -> None:
+async def _send_events(send: Send, exchange: Exchange, live: ReplyStream) -> None:
     """Send events until they end. A first one that fails is raised."""
+    events = exchange.events(live)
     try:
         block: bytes | None = await anext(events)
         await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
@@ -335,12 +310,13 @@ async def _send_events(send: Send, events: EventStream) -> None:
             try:
                 block = await anext(events, None)
             except Exception as caught:  # boundary: told to the client within the stream
-                block = events.broken(_refusal(caught))
+                block = exchange.broken(_refusal(caught))
                 await send({"type": "http.response.body", "body": block, "more_body": True})
                 break
         await send({"type": "http.response.body", "body": b""})
     finally:
-        events.abandon()  # after the end there is nothing left to stop
+        live.abandon()  # after the end there is nothing left to stop
+        await events.aclose()
 
 
 def _refusal(caught: Exception) -> RequestError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TypeVar
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -19,7 +19,6 @@ from areal_hpc.proxy.sessions.events import (
     SessionOpened,
     TicketFinished,
 )
-from areal_hpc.proxy.sessions.online_slots import OnlineSlots
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, UnsoundCallError
 from areal_hpc.proxy.sessions.sealing import Sealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
@@ -27,7 +26,6 @@ from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import plan_all_rows, to_batch
 from areal_hpc.session.rewards import find_rewarded_interaction, get_final_reward, validate_reward
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionReply,
     AwaitSessionRequest,
@@ -51,14 +49,37 @@ from areal_hpc.wire.proxy import (
 )
 from areal_hpc.wire.weight_version import WeightVersion
 
-Body = TypeVar("Body")
 MIN_KEY_CHARS = 16
 ENDED_POLL_S = 0.05
 MAX_WAIT_S = 60.0
 
 
+@dataclass(slots=True, eq=False)
+class _EpisodeSlot:
+    """One episode's place, until a program takes it or its driver asks anew."""
+
+    request: OfferEpisodeRequest
+    taken: asyncio.Future[str] = field(default_factory=asyncio.Future)
+    """The id of the session."""
+
+    @property
+    def rank(self) -> tuple[int, int, int]:
+        """Older tickets first, so that groups become complete."""
+        session = self.request.session
+        ref = session.ref
+        return (ref.ticket_id, ref.attempt, session.episode) if ref else (0, 0, session.episode)
+
+
 class DriverApi:
-    """Answers drivers. Every method takes a request's body and returns the reply's."""
+    """Answers drivers.
+
+    Args:
+        recorder: Of the sessions.
+        router: Its replicas count for `health`.
+        sealer: None when the proxy serves no run: then there are no tickets.
+        max_sessions: Open at once.
+        online: Sessions that programs open are episodes of the run's tickets.
+    """
 
     def __init__(
         self,
@@ -66,39 +87,43 @@ class DriverApi:
         router: Router,
         sealer: Sealer | None,
         max_sessions: int,
-        visits: OnlineSlots | None = None,
+        *,
+        online: bool = False,
     ) -> None:
-        """Prepare.
-
-        Args:
-            recorder: Of the sessions.
-            router: Its replicas count for `health`.
-            sealer: None when the proxy serves no run: then there are no tickets.
-            max_sessions: Open at once.
-            visits: Of an online run: sessions that programs open are episodes of its tickets.
-        """
         self._book = recorder.book
         self._recorder = recorder
         self._router = router
         self._sealer = sealer
         self._most_sessions = max_sessions
-        self._visits = visits
+        self._online = online
+        self._free_slots: set[_EpisodeSlot] = set()
 
-    def start_session(self, body: bytes) -> bytes:
+    def start_session(self, request: StartSessionRequest) -> StartSessionReply:
         """Open a session and hand out its key."""
-        request = _decode(body, StartSessionRequest)
         if request.ref is not None:
             self._of_run()
-        key = self._free_key(request.api_key) if request.api_key else generate_key()
+        key = request.api_key or generate_key()
+        if len(key) < MIN_KEY_CHARS:
+            problem = f"session keys need at least {MIN_KEY_CHARS} characters"
+            raise RequestError(400, problem, key="api_key")
+        known = self._book.session_of_key(key)
+        if known is not None and not known.ended:
+            problem = f"this key already opens session {known.session_id!r}"
+            raise RequestError(409, problem, key="api_key")
         sessions, most = self._book.sessions, self._most_sessions
         if len(sessions) >= most and sum(not one.ended for one in sessions.values()) >= most:
             raise RequestError(429, f"too many open sessions (limit {most})")
-        if self._visits is None or request.ref is not None or request.disposable:
-            return msgspec.json.encode(StartSessionReply(self._open(request, key), key))
-        offer = self._visits.take()
-        session_id = self._open(offer.request.session, key)
-        offer.taken.set_result(session_id)
-        return msgspec.json.encode(StartSessionReply(session_id, key, offer.request.task))
+        if not self._online or request.ref is not None or request.disposable:
+            return StartSessionReply(self._open(request, key), key)
+        free = [slot for slot in self._free_slots if not slot.taken.done()]  # its driver has gone
+        if not free:
+            problem = "no episode is waiting for an external program now"
+            raise RequestError(429, problem, hint="repeat the request")
+        slot = min(free, key=lambda one: one.rank)
+        self._free_slots.discard(slot)
+        session_id = self._open(slot.request.session, key)
+        slot.taken.set_result(session_id)
+        return StartSessionReply(session_id, key, slot.request.task)
 
     def _open(self, request: StartSessionRequest, key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
@@ -106,88 +131,71 @@ class DriverApi:
         self._recorder.record(SessionOpened(session_id, hash_key(key), request))
         return session_id
 
-    async def offer_episode(self, body: bytes) -> bytes:
+    async def offer_episode(self, request: OfferEpisodeRequest) -> OfferEpisodeReply:
         """Wait for a program that plays an episode of a ticket."""
-        request = _decode(body, OfferEpisodeRequest)
-        if self._visits is None:
+        if not self._online:
             raise RequestError(404, "this proxy has no online mode")
-        return msgspec.json.encode(OfferEpisodeReply(await self._visits.offer(request)))
+        slot = _EpisodeSlot(request)
+        self._free_slots.add(slot)
+        try:
+            async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S)):
+                return OfferEpisodeReply(await slot.taken)
+        except TimeoutError:
+            return OfferEpisodeReply(None)
+        finally:
+            self._free_slots.discard(slot)
 
-    async def await_session(self, body: bytes) -> bytes:
+    async def await_session(self, request: AwaitSessionRequest) -> AwaitSessionReply:
         """Tell when a session of a ticket has ended."""
-        request = _decode(body, AwaitSessionRequest)
         give_up_at = time.monotonic() + min(request.wait_s, MAX_WAIT_S)
         while True:
-            session = self._book.sessions.get(request.session_id)
-            if session is None:
-                raise RequestError(
-                    404, f"there is no session {request.session_id!r}", key="session_id"
-                )
+            session = self._session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
-                reply = AwaitSessionReply(session.ended, get_final_reward(session.tree))
-                return msgspec.json.encode(reply)
+                return AwaitSessionReply(session.ended, get_final_reward(session.tree))
             await asyncio.sleep(ENDED_POLL_S)
 
-    def _free_key(self, key: str) -> str:
-        if len(key) < MIN_KEY_CHARS:
-            raise RequestError(
-                400, f"session keys need at least {MIN_KEY_CHARS} characters", key="api_key"
-            )
-        session = self._book.session_of_key(key)
-        if session is not None and not session.ended:
-            raise RequestError(
-                409, f"this key already opens session {session.session_id!r}", key="api_key"
-            )
-        return key
-
-    def grant_capacity(self, body: bytes) -> bytes:
+    def grant_capacity(self) -> GrantCapacityReply:
         """Let one more session be open at once."""
         self._most_sessions += 1
-        return msgspec.json.encode(GrantCapacityReply(self._most_sessions))
+        return GrantCapacityReply(self._most_sessions)
 
-    async def export_trajectories(self, body: bytes) -> bytes:
+    async def export_trajectories(self, request: ExportRequest) -> ExportReply:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
-        request = _decode(body, ExportRequest)
-        session = self._exportable(request.session_id)
-        while not session.ended:
+        while True:
+            session = self._session(request.session_id)
+            if session.request.ref is not None:
+                problem = f"session {request.session_id!r} belongs to a ticket"
+                raise RequestError(409, f"{problem} and cannot be exported", key="session_id")
+            if session.ended:
+                break
             await asyncio.sleep(ENDED_POLL_S)
-            session = self._exportable(request.session_id)
-        reply = msgspec.json.encode(ExportReply(export_interactions(session.tree, request)))
+        reply = ExportReply(export_interactions(session.tree, request))
         self._recorder.record(SessionDropped(session.session_id))
         return reply
 
-    def _exportable(self, session_id: str) -> Session:
+    def _session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._book.sessions.get(session_id)
         if session is None:
-            raise RequestError(404, f"there is no session {session_id!r}", key="session_id")
-        if session.request.ref is not None:
-            raise RequestError(
-                409,
-                f"session {session_id!r} belongs to a ticket and cannot be exported",
-                key="session_id",
-            )
+            raise RequestError(404, f"there is no session {session_id!r}", key=key)
         return session
 
-    def set_reward(self, session: Session, body: bytes) -> bytes:
+    def set_reward(self, session: Session, request: SetRewardRequest) -> SetRewardReply:
         """Reward the named interaction, or the last one."""
-        request = _decode(body, SetRewardRequest)
-        if session.ended:
-            raise RequestError(403, "the session has ended")
         try:
             interaction = find_rewarded_interaction(session.tree, request.interaction_id)
             reward = validate_reward(request.reward)
         except InvalidRewardError as error:
             raise RequestError(400, str(error), key="reward") from error
         self._recorder.record(RewardSet(session.session_id, interaction.interaction_id, reward))
-        return msgspec.json.encode(SetRewardReply(interaction.interaction_id))
+        return SetRewardReply(interaction.interaction_id)
 
-    def record(self, session: Session, body: bytes) -> bytes:
+    def record(self, session: Session, request: RecordRequest) -> RecordReply:
         """Take in model calls that a client of the driver recorded. Repeating it is harmless."""
-        request = _decode(body, RecordRequest)
-        if session.ended:
-            raise RequestError(403, "the session has ended")
         for raw in request.interactions:
-            one = _decode(bytes(raw), Interaction)
+            try:
+                one = msgspec.json.decode(raw, type=Interaction)
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:
+                raise RequestError(400, str(error)) from error
             if one.interaction_id in session.tree:
                 continue
             self._refuse_unknown_version(one)
@@ -196,7 +204,7 @@ class DriverApi:
             except UnsoundCallError as error:
                 problem = f"interaction {one.interaction_id!r:.300}: {error}"
                 raise RequestError(400, problem, key="interactions") from error
-        return msgspec.json.encode(RecordReply(len(session.tree)))
+        return RecordReply(len(session.tree))
 
     def _refuse_unknown_version(self, one: Interaction) -> None:
         known = self._router.newest_version
@@ -210,90 +218,66 @@ class DriverApi:
             raise RequestError(503, f"{name}: no replica has said yet which weights it serves")
         raise RequestError(400, f"{name}: {problem}, got {versions[1]}", key="interactions")
 
-    def end_session(self, session: Session, body: bytes) -> bytes:
+    def end_session(self, session: Session) -> EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
             self._recorder.record(SessionEnded(session.session_id))
         self._router.forget(session.session_id)
-        reply = EndSessionReply(
+        return EndSessionReply(
             "ended", len(session.tree), get_final_reward(session.tree), self._router.serving_count
         )
-        return msgspec.json.encode(reply)
 
-    def finish_ticket(self, body: bytes) -> bytes:
+    def finish_ticket(self, request: FinishTicketRequest) -> FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._of_run()
-        request = _decode(body, FinishTicketRequest)
-        rows = self._book.rows_of(request.ref)
+        ref, rows = request.ref, self._book.rows_of(request.ref)
         if request.discard:
-            rows = self._discard(request.ref, rows)
+            if rows is not None:
+                problem = f"{ref} is finished; its rows cannot be discarded"
+                raise RequestError(409, problem, key="discard")
+            for session in [*self._book.sessions.values()]:
+                if session.request.ref == ref:
+                    self._recorder.record(SessionDropped(session.session_id))
+            return FinishTicketReply(0)
         if rows is None:
             rows = self._finish(request)
             sealer.wake()
-        return msgspec.json.encode(FinishTicketReply(rows))
-
-    def _discard(self, ref: TicketRef, rows: int | None) -> int:
-        """Forget what a filtered ticket's episodes said."""
-        if rows is not None:
-            raise RequestError(
-                409, f"{ref} is finished; its rows cannot be discarded", key="discard"
-            )
-        for session in [*self._book.sessions.values()]:
-            if session.request.ref == ref:
-                self._recorder.record(SessionDropped(session.session_id))
-        return 0
+        return FinishTicketReply(rows)
 
     def _finish(self, request: FinishTicketRequest) -> int:
         if not request.session_ids:
             raise RequestError(400, "a ticket has one session at least", key="session_ids")
         for session_id in request.session_ids:
-            session = self._book.sessions.get(session_id)
-            if session is None:
-                raise RequestError(404, f"there is no session {session_id!r}", key="session_ids")
+            session = self._session(session_id, "session_ids")
+            name = f"session {session_id!r}"
             if session.request.ref != request.ref or not session.is_recorded:
-                raise RequestError(
-                    409, f"session {session_id!r} is not one of this ticket", key="session_ids"
-                )
+                raise RequestError(409, f"{name} is not one of this ticket", key="session_ids")
             if not session.ended:
-                raise RequestError(409, f"session {session_id!r} is open", key="session_ids")
+                raise RequestError(409, f"{name} is open", key="session_ids")
             if get_final_reward(session.tree) is None:
-                raise RequestError(
-                    409,
-                    f"session {session_id!r} has no reward",
-                    key="session_ids",
-                    hint="set a reward before the session ends",
-                )
-        self._recorder.record(
-            TicketFinished(request.ref, list(dict.fromkeys(request.session_ids)), time.time())
-        )
+                hint = "set a reward before the session ends"
+                raise RequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
+        kept = list(dict.fromkeys(request.session_ids))
+        self._recorder.record(TicketFinished(request.ref, kept, time.time()))
         return self._book.finished[request.ref].row_count
 
-    async def seal(self, body: bytes) -> bytes:
+    async def seal(self) -> SealReply:
         """Seal and settle what is finished."""
-        return msgspec.json.encode(SealReply(await self._of_run().seal_now()))
+        return SealReply(await self._of_run().seal_now())
 
     def _of_run(self) -> Sealer:
         if self._sealer is None:
             raise RequestError(404, "this proxy runs without a run and has no tickets")
         return self._sealer
 
-    def health(self) -> bytes:
+    def health(self) -> ProxyHealth:
         """Liveness and load."""
-        return msgspec.json.encode(
-            ProxyHealth(
-                sessions=len(self._book.sessions),
-                requests_in_flight=sum(s.in_flight for s in self._book.sessions.values()),
-                unsealed_tickets=len(self._book.finished),
-                replicas_serving=self._router.serving_count,
-            )
+        return ProxyHealth(
+            sessions=len(self._book.sessions),
+            requests_in_flight=sum(s.in_flight for s in self._book.sessions.values()),
+            unsealed_tickets=len(self._book.finished),
+            replicas_serving=self._router.serving_count,
         )
-
-
-def _decode(body: bytes, kind: type[Body]) -> Body:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, str(error)) from error
 
 
 def export_interactions(

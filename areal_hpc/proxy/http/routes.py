@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import RequestError
-from areal_hpc.proxy.dialects.dialect import EventStream, FormatError
+from areal_hpc.proxy.completion.streaming import ReplyStream
+from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.sessions.store import Session
 
-RouteResult = bytes | EventStream
-SessionHandler = Callable[[Session | None, bytes], Coroutine[Any, Any, RouteResult]]
-"""(session that the key opened, request body) -> response body, whole or as events. Where the path
-ends with a name, the name stands in the place of the body."""
+RouteResult = bytes | msgspec.Struct | tuple[Exchange, ReplyStream]
+"""The answer's body, or what is encoded to it; or a reply that is streamed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +27,19 @@ class Route:
     """The last part may be a `{name}`: anything but empty."""
     opened_by: Literal["admin", "session", "anyone"]
     """Whose key opens it. That is settled before the request's body is read."""
-    answer: SessionHandler
-    request: type[msgspec.Struct] | None = None
-    """What the body holds; None when it is not read."""
+    answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
+    """Takes the session that the key opened, if one did; then the name that the path ends with, or
+    the request, if there is one."""
+    request: type[msgspec.Struct] | type[bytes] | None = None
+    """What the body holds; `bytes`: it is taken as it is; None: it is not read."""
     refused: FormatError = openai_format.format_error
     """The body of an error."""
     form: str = "application/json"
     """Content type of the answer."""
     streams: bool = False
     """It may answer with server-sent events."""
+    when_ended: bool = False
+    """Also for a session that has ended."""
 
     @property
     def names(self) -> str:
@@ -79,13 +81,6 @@ class Routes:
         return self._named[head], name
 
 
-def add_unprefixed(routes: Iterable[Route]) -> Iterator[Route]:
-    """SDKs differ in whether `/v1` is part of the address they are given."""
-    for route in routes:
-        for prefix in ("", "/v1"):
-            yield replace(route, path=prefix + route.path)
-
-
 REFERENCE = "#/components/schemas/{name}"
 _KEYS: dict[str, dict[str, Any]] = {
     "bearer": {"type": "http", "scheme": "bearer"},
@@ -107,13 +102,14 @@ _ERROR = {
 
 def render_openapi(routes: Routes) -> bytes:
     """The routes as an OpenAPI document, JSON."""
-    structs = {route.request for route in routes if route.request is not None}
+    structs = {one.request for one in routes if one.request} - {bytes}
     ordered = sorted(structs, key=lambda one: one.__name__)
     schemas, components = msgspec.json.schema_components(ordered, ref_template=REFERENCE)
     bodies = dict(zip(ordered, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
-        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, bodies)
+        body = bodies.get(route.request) if route.request else None
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, body)
     return msgspec.json.encode(
         {
             "openapi": "3.1.0",
@@ -127,9 +123,7 @@ def render_openapi(routes: Routes) -> bytes:
     )
 
 
-def _operation(
-    route: Route, bodies: Mapping[type[msgspec.Struct], dict[str, Any]]
-) -> dict[str, Any]:
+def _operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
     kind = "object" if route.form == "application/json" else "string"
     answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
     if route.streams:
@@ -148,10 +142,7 @@ def _operation(
     if route.names:
         place = {"name": route.names, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]
-    if route.request is not None:
-        schema = bodies[route.request]
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": schema}},
-        }
+    if body is not None:
+        content = {"application/json": {"schema": body}}
+        operation["requestBody"] = {"required": True, "content": content}
     return operation

@@ -1,4 +1,4 @@
-"""Buckets in memory: filling, messages, unpacking.
+"""Buckets in memory: filling, messages, pipeline.
 
 The format of a packed bucket is SGLang's `flattened_bucket`
 (sglang/srt/weight_sync/tensor_bucket.py): one uint8 vector, tensors end to end. Of a bucket in
@@ -7,25 +7,36 @@ place every tensor is a message of its own. Names, dtypes and shapes travel besi
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.weights.buckets.plan import BucketPlan, TensorSlot
+from areal_hpc.weights.buckets.plan import BucketPlan
 
 
-class OpenBucket(ABC):
-    """A bucket being filled: place every parameter, then send its `messages`."""
+class OpenBucket:
+    """A bucket being filled: place every parameter, then send its `messages`.
 
-    packed: ClassVar[bool]
-    """All of it is one message; else every parameter is one."""
+    Parameters are copied end to end into `flat`, which is one message. Without it they stay where
+    they are, each of them a message, and must not change until sent.
 
-    def __init__(self, bucket: BucketPlan) -> None:
+    Args:
+        bucket: What belongs in it.
+        flat: uint8, `bucket.size_bytes` long.
+    """
+
+    def __init__(self, bucket: BucketPlan, flat: torch.Tensor | None = None) -> None:
         self.bucket = bucket
+        self.flat = flat
+        self.tensors: dict[str, torch.Tensor] = {}
+        """The parameters by name, once it is full; of a packed bucket views of `flat`."""
         self._missing = {slot.spec.name: slot for slot in bucket.slots}
+        if flat is not None:
+            for name, slot in self._missing.items():
+                content = flat[slot.offset : slot.offset + slot.spec.size_bytes]
+                dtype: torch.dtype = getattr(torch, slot.spec.dtype)
+                self.tensors[name] = content.view(dtype).view(slot.spec.shape)
 
     @property
     def is_full(self) -> bool:
@@ -44,78 +55,24 @@ class OpenBucket(ABC):
                 f"expected one of {sorted(self._missing)}, got {name}",
                 hint="export parameters in the order of their specs, each once",
             )
-        found = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-        if found != (slot.spec.shape, slot.spec.dtype):
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        if (shape, dtype) != (slot.spec.shape, slot.spec.dtype):
             raise WeightSyncError(
                 f"expected {slot.spec.dtype} of shape {slot.spec.shape}, "
-                f"got {found[1]} of shape {found[0]}",
+                f"got {dtype} of shape {shape}",
                 key=name,
             )
-        self._put(slot, tensor.detach())
-
-    @abstractmethod
-    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        """Take in a parameter that belongs in `slot`."""
-
-    @property
-    @abstractmethod
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters by name, once it is full."""
-
-    @property
-    @abstractmethod
-    def messages(self) -> Sequence[torch.Tensor]:
-        """What crosses a group, one broadcast each, once it is full."""
-
-
-class PackedBucket(OpenBucket):
-    """Parameters are copied end to end into one vector, which is one message.
-
-    Args:
-        flat: uint8, `bucket.size_bytes` long.
-    """
-
-    packed = True
-
-    def __init__(self, bucket: BucketPlan, flat: torch.Tensor) -> None:
-        super().__init__(bucket)
-        self.flat = flat
-
-    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        view_tensor(self.flat, slot).copy_(tensor)
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters by name, as views of the vector."""
-        return unpack_bucket(self.bucket, self.flat)
+        if self.flat is None:
+            self.tensors[name] = tensor.detach().contiguous()
+        else:
+            self.tensors[name].copy_(tensor.detach())
 
     @property
     def messages(self) -> Sequence[torch.Tensor]:
-        """The vector."""
-        return [self.flat]
-
-
-class InPlaceBucket(OpenBucket):
-    """Parameters stay where they are, and each is a message; they must not change until sent."""
-
-    packed = False
-
-    def __init__(self, bucket: BucketPlan) -> None:
-        super().__init__(bucket)
-        self._placed: dict[str, torch.Tensor] = {}
-
-    def _put(self, slot: TensorSlot, tensor: torch.Tensor) -> None:
-        self._placed[slot.spec.name] = tensor.contiguous()
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The parameters by name."""
-        return self._placed
-
-    @property
-    def messages(self) -> Sequence[torch.Tensor]:
-        """The parameters, in the order in which the bucket names them."""
-        return [self._placed[slot.spec.name] for slot in self.bucket.slots]
+        """What crosses a group, one broadcast each, once it is full, in the bucket's order."""
+        if self.flat is not None:
+            return [self.flat]
+        return [self.tensors[slot.spec.name] for slot in self.bucket.slots]
 
 
 class PackingBuffers:
@@ -124,35 +81,52 @@ class PackingBuffers:
     def __init__(self, device: torch.device) -> None:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def open(self, bucket: BucketPlan) -> PackedBucket:
+    def open(self, bucket: BucketPlan) -> OpenBucket:
         """Start packing; the bucket opened before the last one is overwritten."""
         free, last = self._flats
         if free.numel() < bucket.size_bytes:
             free = torch.empty(bucket.size_bytes, dtype=torch.uint8, device=free.device)
         self._flats = [last, free]
-        return PackedBucket(bucket, free[: bucket.size_bytes])
+        return OpenBucket(bucket, free[: bucket.size_bytes])
 
 
-def view_tensor(flat: torch.Tensor, slot: TensorSlot) -> torch.Tensor:
-    """One parameter of a packed bucket, without a copy."""
-    spec = slot.spec
-    dtype: torch.dtype = getattr(torch, spec.dtype)
-    return flat[slot.offset : slot.offset + spec.size_bytes].view(dtype).view(spec.shape)
+WaitSent = Callable[[], object]
+SendBucket = Callable[[OpenBucket], WaitSent]
+"""Begins to send a full bucket, which stays as it is until the `WaitSent` has returned."""
 
 
-def unpack_bucket(bucket: BucketPlan, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every parameter of a packed bucket by name, as views.
+def send_all(
+    buckets: Sequence[BucketPlan],
+    arrivals: Iterator[tuple[str, torch.Tensor]],
+    open_bucket: Callable[[BucketPlan], OpenBucket],
+    ship: SendBucket,
+    watch: Callable[[OpenBucket], None] = lambda full: None,
+) -> None:
+    """Fill and send all buckets; never holds more than two, whatever the model's size.
 
     Args:
-        bucket: What was packed.
-        flat: uint8, `bucket.size_bytes` long.
+        buckets: As planned.
+        arrivals: Every parameter of the buckets, in the order in which they were planned.
+        open_bucket: Makes a bucket to be filled; the last one may still be on its way.
+        ship: Called when the bucket before has arrived.
+        watch: Sees each bucket while it is on its way.
 
     Raises:
-        WeightSyncError: The vector has another length.
+        WeightSyncError: The parameters are not those of the buckets.
     """
-    if flat.numel() != bucket.size_bytes:
-        raise WeightSyncError(
-            f"expected {bucket.size_bytes} bytes, got {flat.numel()}",
-            key=bucket.slots[0].spec.name,
-        )
-    return {slot.spec.name: view_tensor(flat, slot) for slot in bucket.slots}
+    wait_sent: WaitSent | None = None
+    for bucket in buckets:
+        filling = open_bucket(bucket)
+        while not filling.is_full:
+            arrival = next(arrivals, None)
+            if arrival is None:
+                raise WeightSyncError("the parameters ended before their specs did")
+            filling.place(*arrival)
+        if wait_sent is not None:
+            wait_sent()
+        wait_sent = ship(filling)
+        watch(filling)
+    if wait_sent is not None:
+        wait_sent()
+    if (extra := next(arrivals, None)) is not None:
+        raise WeightSyncError(f"expected no parameter after the last spec, got {extra[0]}")

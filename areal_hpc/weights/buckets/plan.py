@@ -89,32 +89,21 @@ def plan_buckets(specs: Sequence[TensorSpec], bucket_bytes: int) -> list[BucketP
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"each parameter is sent once, got these twice: {twice}")
-    buckets: list[BucketPlan] = []
-    filling: list[TensorSpec] = []
-    filled_bytes = 0
-    for run in _inseparable_runs(specs):
-        run_bytes = sum(spec.size_bytes for spec in run)
-        if filling and filled_bytes + run_bytes > bucket_bytes:
-            buckets.append(_lay_out(filling))
-            filling, filled_bytes = [], 0
-        filling.extend(run)
-        filled_bytes += run_bytes
-    if filling:
-        buckets.append(_lay_out(filling))
-    return buckets
-
-
-def _inseparable_runs(specs: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
-    """Cut the arrivals wherever no fused set is cut."""
     last_index = {get_fused_name(spec.name): index for index, spec in enumerate(specs)}
-    runs: list[Sequence[TensorSpec]] = []
-    start = 0
     reaches = accumulate((last_index[get_fused_name(spec.name)] for spec in specs), max)
+    groups: list[list[TensorSpec]] = []
+    start = filled_bytes = 0
     for index, reach in enumerate(reaches):
-        if reach == index:
-            runs.append(specs[start : index + 1])
-            start = index + 1
-    return runs
+        if reach > index:
+            continue  # within a fused set
+        run, start = specs[start : index + 1], index + 1
+        run_bytes = sum(spec.size_bytes for spec in run)
+        if not groups or filled_bytes + run_bytes > bucket_bytes:
+            groups.append([])
+            filled_bytes = 0
+        groups[-1].extend(run)
+        filled_bytes += run_bytes
+    return [_lay_out(group) for group in groups]
 
 
 def _lay_out(specs: Sequence[TensorSpec]) -> BucketPlan:

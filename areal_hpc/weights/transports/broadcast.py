@@ -3,29 +3,172 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence, Set
+import time
+from collections.abc import Callable, Sequence, Set
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 
+from areal_hpc.errors import WeightSyncError
+from areal_hpc.faults import fault_point
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import InPlaceBucket, OpenBucket, PackingBuffers
-from areal_hpc.weights.buckets.pipeline import WaitSent, send_all
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
+from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.transports.group_session import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
-from areal_hpc.weights.transports.transport import (
-    ExpectedChecksums,
-    Transport,
-    UpdateOrder,
-    get_max_load_s,
-)
-from areal_hpc.weights.update import GroupUpdate, SessionStep
+from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
+from areal_hpc.weights.update_session import GroupUpdate, UpdateSession, log
 from areal_hpc.wire.weight_version import WeightVersion
 
 _SERIAL = itertools.count()
 """Part of group names: torch takes none twice in the life of a process."""
+
+
+class BroadcastSession(UpdateSession):
+    """The replicas of one update group, and the process group that reaches them.
+
+    Lives over many updates while its replicas do.
+    """
+
+    def __init__(
+        self, group: UpdateProcessGroup, members: Sequence[ReplicaClient], config: WeightsConfig
+    ) -> None:
+        super().__init__(members, config, group.name)
+        self._group = group
+        self._loading: list[Future[float]] = []
+        """Of the bucket sent last: when each member had loaded it."""
+        self._sent_at = 0.0
+
+    def join(self) -> None:
+        """Form the process group: this rank first, then the ranks of each replica in order."""
+        self._all(lambda member: member.fence())
+        group = self._group
+        joining: list[Future[None]] = []
+        offset = 1
+        for member in self._members:
+            place = (offset, group.world_size, group.backend)
+            joining.append(
+                self._calls.submit(member.join_group, group.name, group.host, group.port, *place)
+            )
+            offset += member.key.tp
+        self._together(joining, group.join)
+        for call in joining:
+            call.result()
+
+    def pause(self) -> None:
+        """Stop generation and open the update session."""
+        super().pause()
+        self._loading = []
+        self._all(lambda member: member.begin())
+
+    def send(self, full: OpenBucket, version: WeightVersion | None) -> None:
+        """Broadcast one bucket and wait until every member has loaded the one before it.
+
+        A member alone is called to receive while it still loads, so that it begins at once. Of
+        several, one may hear of a bucket before it hears of the one before, so they are not.
+
+        Args:
+            full: The bucket; it must not change before this returns.
+            version: With the last bucket, the version that is now complete.
+        """
+
+        def receive(member: ReplicaClient) -> float:
+            is_packed = full.flat is not None
+            member.receive(full.bucket, self._group.name, version, packed=is_packed)
+            return time.monotonic()
+
+        if len(self._members) > 1:
+            self._await_loaded()
+        before = self._loading
+        receiving = [self._calls.submit(receive, member) for member in self._members]
+        self._together(
+            receiving,
+            lambda refused: self._group.broadcast(
+                full.messages, lambda: refused() or _has_failed(before)
+            ),
+        )
+        sent_at = time.monotonic()
+        self._await_loaded()
+        self._loading, self._sent_at = receiving, sent_at
+
+    def _await_loaded(self) -> None:
+        """Wait until the bucket sent last is loaded."""
+        loaded_at = [call.result() for call in self._loading]
+        self.load_s += max(0.0, max(loaded_at, default=0.0) - self._sent_at)
+        self._loading = []
+
+    def end(self) -> None:
+        """Close the update session: the server finishes what it loaded."""
+        fault_point("weights.before_end")
+        self._await_loaded()
+        began = time.monotonic()
+        self._all(lambda member: member.end())
+        self.load_s += time.monotonic() - began
+
+    def close(self) -> None:
+        """Part in order: members forget the group, then this end leaves it."""
+
+        def leave(member: ReplicaClient) -> bool:
+            try:
+                member.leave_group(self._group.name)
+            except WeightSyncError as error:
+                log.info("could not remove the replica from its process group: %s", error)
+                return False
+            return True
+
+        if all([*self._calls.map(leave, self._members)]):
+            self._group.close()
+        else:
+            self._group.abandon()  # to leave in order could mean to wait for the member
+        self.release()
+
+    def abandon(self) -> None:
+        """Part at once; members that wait for bytes get an error instead."""
+        self._group.abandon()
+        self.release()
+
+    def give_up(self) -> None:
+        """The same, and keep the members out of service until another update."""
+        self._group.abandon()
+        super().give_up()
+
+    def _together(
+        self, calls: Sequence[Future[Any]], own_part: Callable[[Callable[[], bool]], None]
+    ) -> None:
+        """Take this rank's part in a collective while the members are called to take theirs.
+
+        The error names the members that refused or have not answered, and their ranks.
+        """
+        try:
+            own_part(lambda: _has_failed(calls))
+        except WeightSyncError as error:
+            for call in self._loading:
+                if _has_failed([call]):
+                    call.result()
+            missing: list[str] = []
+            first = 1
+            for member, call in zip(self._members, calls, strict=True):
+                last = first + member.key.tp - 1
+                ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+                first = last + 1
+                if not call.done():
+                    missing.append(f"{ranks}: {member.key} has not answered")
+                    continue
+                try:
+                    call.result()
+                except WeightSyncError as refusal:
+                    missing.append(f"{ranks}: {refusal.problems[0].message}")
+            raise WeightSyncError(
+                f"{error.problems[0].message}: {'; '.join(missing) or 'all members answered'}",
+                hint="read the logs of those cells in logs/latest",
+            ) from error
+
+
+def _has_failed(calls: Sequence[Future[Any]]) -> bool:
+    return any(call.done() and call.exception() is not None for call in calls)
 
 
 class BroadcastTransport(Transport[BroadcastSession]):
@@ -41,59 +184,59 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def __init__(
         self, config: WeightsConfig, admin_key: str, device: torch.device, backend: str
     ) -> None:
-        super().__init__(config, admin_key, device)
+        super().__init__(config, admin_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
-        self._replica_device = "cuda" if backend == "nccl" else "cpu"
         self._open_bucket = (
-            InPlaceBucket
+            OpenBucket
             if sends_in_place(backend, config.replicas_per_group)
             else PackingBuffers(device).open
         )
-        self._swaps: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
+        self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
     def _carry(
-        self, update: GroupUpdate[BroadcastSession], order: UpdateOrder, timer: PhaseTimer
-    ) -> ExpectedChecksums:
-        expected = ExpectedChecksums(order.tp_sizes, self._replica_device)
+        self,
+        update: GroupUpdate[BroadcastSession],
+        order: UpdateOrder,
+        timer: PhaseTimer,
+        watch: WatchBucket,
+    ) -> None:
         last = order.buckets[-1] if order.buckets else None
 
         def ship(full: OpenBucket) -> WaitSent:
             complete = order.version if full.bucket is last else None
-            sending = update.start("send", _sender(full, complete))
+            sending = update.start("send", lambda session: session.send(full, complete))
             return lambda: update.settle(sending)
 
         with timer.phase("group_join"):
             self._gather(update, order)
-        self._pause(update, timer)
+        with timer.phase("pause_call"):
+            update.each("pause", lambda session: session.pause())
         with timer.phase("transfer"):
-            send_all(
-                order.buckets,
-                order.arrivals,
-                self._open_bucket,
-                ship,
-                lambda full: self._watch(expected, full),
-            )
-            update.each("end", lambda swap: swap.end())
-        load_s = get_max_load_s(update)
+            send_all(order.buckets, order.arrivals, self._open_bucket, ship, watch)
+            update.each("end", lambda session: session.end())
+        load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         timer.seconds |= {"transfer": timer.seconds["transfer"] - load_s, "load": load_s}
-        return expected
 
     def _gather(self, update: GroupUpdate[BroadcastSession], order: UpdateOrder) -> None:
         """Take the groups that still stand and form the others."""
         groups = partition_replicas(order.replicas, self._config.replicas_per_group, self._suspects)
         places = {key.place for key in order.replicas}
         self._suspects -= places  # from here on they are judged by this update
-        for keys in [*self._swaps]:
+        for keys in [*self._sessions]:
             if keys not in groups and any(key.place in places for key in keys):
-                self._swaps.pop(keys).abandon()  # a member was restarted or is grouped otherwise
-        standing = [self._swaps.pop(keys) for keys in groups if keys in self._swaps]
-        formed = {swap.keys for swap in standing}
-        update.live = [self._new_swap(order.version, keys) for keys in groups if keys not in formed]
-        update.each("join", lambda swap: swap.join())
+                self._sessions.pop(keys).abandon()  # a member was restarted or is grouped otherwise
+        standing = [self._sessions.pop(keys) for keys in groups if keys in self._sessions]
+        formed = {session.keys for session in standing}
+        for keys in groups:
+            if keys not in formed:
+                update.live.append(self._new_session(order.version, keys))
+        update.each("join", lambda session: session.join())
         update.live += standing
 
-    def _new_swap(self, version: WeightVersion, keys: tuple[ReplicaKey, ...]) -> BroadcastSession:
+    def _new_session(
+        self, version: WeightVersion, keys: tuple[ReplicaKey, ...]
+    ) -> BroadcastSession:
         members = "+".join(f"{key.cell}.{key.index}.{key.incarnation}" for key in keys)
         group = UpdateProcessGroup(
             f"generation{version.generation}/{members}/{next(_SERIAL)}",
@@ -102,17 +245,17 @@ class BroadcastTransport(Transport[BroadcastSession]):
             self._backend,
             self._config.update_timeout_s,
         )
-        return BroadcastSession(group, [self._control(key, version) for key in keys], self._config)
+        return BroadcastSession(group, [self._connect(key, version) for key in keys], self._config)
 
     def _keep(self, update: GroupUpdate[BroadcastSession]) -> None:
-        self._swaps.update({swap.keys: swap for swap in update.live})
+        self._sessions.update({session.keys: session for session in update.live})
         self._suspects |= {key.place for key in update.failed}
 
     def close(self) -> None:
         """Leave all groups."""
-        for left in [self._pool.submit(swap.close) for swap in self._swaps.values()]:
+        for left in [self._pool.submit(session.close) for session in self._sessions.values()]:
             left.result()
-        self._swaps.clear()
+        self._sessions.clear()
         super().close()
 
 
@@ -130,7 +273,7 @@ def sends_in_place(backend: str, replicas_per_group: int) -> bool:
 def partition_replicas(
     replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
 ) -> list[tuple[ReplicaKey, ...]]:
-    """Groups of `size` neighbours. A suspect gets a group of its own: it may fail the next too.
+    """Groups of `size` neighbors. A suspect gets a group of its own: it may fail the next too.
 
     Args:
         replicas: Those to update.
@@ -141,7 +284,3 @@ def partition_replicas(
     trusted = [key for key in ordered if key.place not in suspects]
     groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
     return groups + [(key,) for key in ordered if key.place in suspects]
-
-
-def _sender(full: OpenBucket, complete: WeightVersion | None) -> SessionStep[BroadcastSession]:
-    return lambda swap: swap.send(full, complete)

@@ -1,62 +1,39 @@
 """Disk transport: a folder per version that replicas load.
 
-A bucket's bytes lie as safetensors wants them (github.com/huggingface/safetensors#format), so each
-becomes one file: a header, then the bucket as it is. A folder gets its name when it is complete.
+Each bucket becomes one safetensors file. A folder gets its name when it is complete.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import re
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from areal_hpc.errors import WeightStorageError
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.weights.buckets.bucket import PackedBucket, PackingBuffers
-from areal_hpc.weights.buckets.pipeline import WaitSent, send_all
-from areal_hpc.weights.buckets.plan import BucketPlan
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers, WaitSent, send_all
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.transport import ExpectedChecksums, Transport, UpdateOrder
-from areal_hpc.weights.update import GroupUpdate
-from areal_hpc.weights.update_session import UpdateSession
+from areal_hpc.weights.transports.transport import Transport, UpdateOrder, WatchBucket
+from areal_hpc.weights.update_session import GroupUpdate, UpdateSession
 from areal_hpc.wire.weight_version import WeightVersion
 
-_DTYPES = {
-    "float64": "F64",
-    "float32": "F32",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float8_e4m3fn": "F8_E4M3",
-    "uint8": "U8",
-}
-_HEADER_MULTIPLE = 8
 _FOLDER = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
-
-
-def build_safetensors_header(bucket: BucketPlan) -> bytes:
-    """What comes before a bucket's bytes in its file. Pure."""
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for slot in bucket.slots:
-        entries[slot.spec.name] = {
-            "dtype": _DTYPES[slot.spec.dtype],
-            "shape": list(slot.spec.shape),
-            "data_offsets": [slot.offset, slot.offset + slot.spec.size_bytes],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_MULTIPLE)
-    return len(text).to_bytes(8, "little") + text
 
 
 class WeightsFolder:
     """One version in the writing, then in place under `name`.
+
+    Every method but the last two raises WeightStorageError: the disk is full, say.
 
     Args:
         root: Where the folders of all versions lie.
@@ -69,41 +46,24 @@ class WeightsFolder:
         self._root = root
         self._partial = root / f".{self.name}.partial"
         self._files = 0
-        try:
+        with _writing(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
-        except OSError as error:
-            raise _refused(self._partial, error) from error
 
-    def write(self, packed: PackedBucket) -> None:
-        """Write one bucket and force it to disk.
-
-        Raises:
-            WeightStorageError: It is full, say.
-        """
+    def write(self, full: OpenBucket) -> None:
+        """Write one bucket and force it to disk."""
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
-        try:
-            with path.open("wb") as stream:
-                stream.write(build_safetensors_header(packed.bucket))
-                stream.write(packed.flat.cpu().numpy().data)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except OSError as error:
-            raise _refused(path, error) from error
+        with _writing(path):
+            save_file(dict(full.tensors), path, metadata={"format": "pt"})
+            fsync_path(path)
 
     def put_in_place(self) -> None:
-        """Give the folder its name; those of earlier versions are then of no more use.
-
-        Raises:
-            WeightStorageError: It is full, say.
-        """
-        try:
+        """Give the folder its name; those of earlier versions are then of no more use."""
+        with _writing(self._root):
             fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
             fsync_path(self._root)
-        except OSError as error:
-            raise _refused(self._root, error) from error
 
     def discard(self) -> None:
         """Delete what was written so far: it will not be completed."""
@@ -112,8 +72,8 @@ class WeightsFolder:
     def delete_older(self) -> None:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
-            found = _FOLDER.fullmatch(path.name)
-            if found and _age(found[1]) < _age(self.name):
+            match = _FOLDER.fullmatch(path.name)
+            if match and _age(match[1]) < _age(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -122,12 +82,16 @@ def _age(name: str) -> list[int]:
     return [int(part) for part in name.split(".")]
 
 
-def _refused(path: Path, error: OSError) -> WeightStorageError:
-    return WeightStorageError(
-        f"the weights could not be written to shared storage: {error}",
-        key=str(path),
-        hint="make room on the shared storage, or set weights.transport=broadcast",
-    )
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WeightStorageError(
+            f"the weights could not be written to shared storage: {error}",
+            key=str(path),
+            hint="make room on the shared storage, or set weights.transport=broadcast",
+        ) from error
 
 
 class DiskSession(UpdateSession):
@@ -156,48 +120,41 @@ class DiskTransport(Transport[DiskSession]):
     def __init__(
         self, config: WeightsConfig, admin_key: str, device: torch.device, root: Path
     ) -> None:
-        super().__init__(config, admin_key, device)
+        super().__init__(config, admin_key, device.type)
         self._root = root
         self._buffers = PackingBuffers(device)
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
     def _carry(
-        self, update: GroupUpdate[DiskSession], order: UpdateOrder, timer: PhaseTimer
-    ) -> ExpectedChecksums:
-        expected = ExpectedChecksums(order.tp_sizes, self._replica_device)
-        swaps = [
-            DiskSession(self._control(key, order.version), self._config) for key in order.replicas
-        ]
+        self,
+        update: GroupUpdate[DiskSession],
+        order: UpdateOrder,
+        timer: PhaseTimer,
+        watch: WatchBucket,
+    ) -> None:
         with timer.phase("write"):
             try:
-                folder = self._write(order, expected)
+                folder = self._write(order, watch)
             except WeightStorageError as error:
-                for swap in swaps:
-                    swap.close()
                 update.failed = dict.fromkeys(order.replicas, error)
-                return expected
-        update.live = swaps
-        self._pause(update, timer)
+                return
+        for key in order.replicas:
+            update.live.append(DiskSession(self._connect(key, order.version), self._config))
+        with timer.phase("pause_call"):
+            update.each("pause", lambda session: session.pause())
         with timer.phase("load"):
-            update.each("load", lambda swap: swap.load(folder.name, order.version))
-        return expected
+            update.each("load", lambda session: session.load(folder.name, order.version))
 
-    def _write(self, order: UpdateOrder, expected: ExpectedChecksums) -> WeightsFolder:
+    def _write(self, order: UpdateOrder, watch: WatchBucket) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, order.version, next(self._serial))
 
-        def ship(packed: PackedBucket) -> WaitSent:
-            return self._pool.submit(folder.write, packed).result
+        def ship(full: OpenBucket) -> WaitSent:
+            return self._pool.submit(folder.write, full).result
 
         try:
-            send_all(
-                order.buckets,
-                order.arrivals,
-                self._buffers.open,
-                ship,
-                lambda packed: self._watch(expected, packed),
-            )
+            send_all(order.buckets, order.arrivals, self._buffers.open, ship, watch)
             folder.put_in_place()
         except WeightStorageError:
             folder.discard()
@@ -207,7 +164,7 @@ class DiskTransport(Transport[DiskSession]):
 
     def _keep(self, update: GroupUpdate[DiskSession]) -> None:
         """Every replica has loaded the newest folder or will get another: the others can go."""
-        for swap in update.live:
-            swap.close()
+        for session in update.live:
+            session.release()
         if self._folder is not None:
             self._folder.delete_older()

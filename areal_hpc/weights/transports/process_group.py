@@ -76,7 +76,6 @@ class UpdateProcessGroup:
             raise WeightSyncError(f"group {self.name} did not form: {error}") from error
 
     def _construct(self) -> dist.ProcessGroup:
-        timeout = timedelta(seconds=self._timeout_s)
         group, _ = c10d._new_process_group_helper(
             self.world_size,
             0,
@@ -84,7 +83,7 @@ class UpdateProcessGroup:
             c10d.Backend(self.backend),
             c10d.PrefixStore(self.name, self._store),
             group_name=c10d.GroupName(self.name),
-            timeout=timeout,
+            timeout=timedelta(seconds=self._timeout_s),
         )
         assert isinstance(group, dist.ProcessGroup)
         # torch's broadcast translates ranks through this table.
@@ -107,18 +106,15 @@ class UpdateProcessGroup:
                 dist.broadcast(message, src=0, group=self._group, async_op=True)
                 for message in messages
             ]
-            self._await_all(works, refused)
+            # Gloo tells when a message has left; NCCL only that it is queued, and must be asked.
+            trouble = "the broadcast did not complete"
+            left = [_future_of(work) for work in works]
+            self._await(lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S)
+            self._await(lambda wait_s: _are_over(works, wait_s), refused, trouble, _POLL_S)
             for work in works:
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error
-
-    def _await_all(self, works: Sequence[dist.Work], refused: Callable[[], bool]) -> None:
-        """Gloo tells when a message has left; NCCL only that it is queued, and must be asked."""
-        trouble = "the broadcast did not complete"
-        left = [_told_by(work) for work in works]
-        self._await(lambda wait_s: not wait(left, wait_s).not_done, refused, trouble, _LOOK_S)
-        self._await(lambda wait_s: _are_over(works, wait_s), refused, trouble, _POLL_S)
 
     def _await(
         self,
@@ -150,15 +146,21 @@ class UpdateProcessGroup:
         to a thread.
         """
         group, self._group = self._group, None
-        if group is not None:
-            _start_daemon(lambda: _destroy(group))
+        if group is None:
+            return
+
+        def destroy() -> None:
+            group.abort()
+            dist.destroy_process_group(group)
+
+        _start_daemon(destroy)
 
 
-def _told_by(work: dist.Work) -> Future[None]:
+def _future_of(work: dist.Work) -> Future[None]:
     """Is done when torch says that the operation is, well or not."""
-    told: Future[None] = Future()
-    work.get_future().add_done_callback(lambda _: told.set_result(None))
-    return told
+    future: Future[None] = Future()
+    work.get_future().add_done_callback(lambda _: future.set_result(None))
+    return future
 
 
 def _are_over(works: Sequence[dist.Work], wait_s: float) -> bool:
@@ -166,11 +168,6 @@ def _are_over(works: Sequence[dist.Work], wait_s: float) -> bool:
         return True
     time.sleep(wait_s)
     return False
-
-
-def _destroy(group: dist.ProcessGroup) -> None:
-    group.abort()
-    dist.destroy_process_group(group)
 
 
 def _start_daemon(work: Callable[[], ResultT]) -> Future[ResultT]:

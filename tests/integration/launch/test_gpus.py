@@ -100,7 +100,6 @@ def recipe_of(folder: Path, *overrides: str) -> Recipe:
             ("inference.tp=2", "inference.nodes_per_replica=2"),
             {"trainer.0": "3", "inference.0": "5", "follower.1": "7"},
         ),
-        ("cpu", ("trainer.parallel.dp=2",), {"trainer.0": "", "trainer.1": "", "inference.0": ""}),
     ],
 )
 def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(

@@ -2,14 +2,14 @@
 
 import fcntl
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 import yaml
 
+from areal_hpc.cli.main import main
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import TaskExit
 from areal_hpc.rundir.jsonl import append_line
@@ -51,58 +51,52 @@ def entries(folder: Path) -> dict[Path, tuple[int, int]]:
     return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
-def status(layout: RunPaths) -> str:
+@pytest.fixture
+def status(layout: RunPaths, capfd: pytest.CaptureFixture[str]) -> Callable[[], str]:
     """What `areal-hpc status` prints. It must succeed, and leave the run as it was."""
-    before = entries(layout.root)
-    asked = subprocess.run(
-        (sys.executable, "-m", "areal_hpc", "status", str(layout.root)),
-        cwd=CHECKOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=60,
-    )
-    assert asked.returncode == 0, asked.stdout + asked.stderr
-    assert asked.stderr == ""
-    assert entries(layout.root) == before
-    return asked.stdout
+
+    def ask() -> str:
+        before = entries(layout.root)
+        with pytest.raises(SystemExit) as end:
+            main(["status", str(layout.root)])
+        said = capfd.readouterr()
+        assert (end.value.code, said.err) == (0, "")
+        assert entries(layout.root) == before
+        return said.out
+
+    return ask
 
 
-def test_a_run_before_its_first_step_says_whether_it_runs(layout: RunPaths) -> None:
+def test_a_run_before_its_first_step_says_whether_it_runs(
+    layout: RunPaths, status: Callable[[], str]
+) -> None:
     descriptor = os.open(layout.lock, os.O_RDWR)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    assert "quickstart/demo: running here\n  step              0 of 25" in status(layout)
+    assert "quickstart/demo: running here\n  step              0 of 25" in status()
     os.close(descriptor)
-    assert "quickstart/demo: stopped\n" in status(layout)
+    assert "quickstart/demo: stopped\n" in status()
+    append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
+    assert "SFT               step 40" in status()
     crash = TaskExit(70, "trainer", reason="ValueError: no")
     (layout.jobs_dir / "trainer" / "task_exit.0.json").write_bytes(msgspec.json.encode(crash))
-    assert "quickstart/demo: failed\n" in status(layout)
-
-
-def test_the_sft_stage_is_told_before_any_step(layout: RunPaths) -> None:
-    append_line(layout.sft_metrics, {"step": 40, "loss": 1.0})
-    assert "SFT               step 40" in status(layout)
+    assert "quickstart/demo: failed\n" in status()
 
 
 @pytest.mark.parametrize("held_out", [None, 0.25], ids=["without", "with"])
 def test_a_run_that_trained_is_summarized_with_or_without_held_out_tasks(
-    layout: RunPaths, held_out: float | None
+    layout: RunPaths, status: Callable[[], str], held_out: float | None
 ) -> None:
     if held_out is not None:
         append_line(layout.metrics, {"step": 0, "eval/reward": held_out})
-        assert "step              0 of 25" in status(layout)
+        assert "step              0 of 25" in status()
     append_line(layout.metrics, STEP)
-    said = status(layout)
+    said = status()
     assert "quickstart/demo: stopped\n  step              1 of 25" in said
     assert "training reward   0.500 -> 0.500" in said
     assert ("held-out reward   0.250" in said) == (held_out is not None)
     assert "export" not in said, "no model has been exported"
     layout.export("step_00000001").mkdir(parents=True)
-    assert "trained model" in status(layout)
-
-
-def test_numbers_that_are_not_finite_are_said_to_be_so(layout: RunPaths) -> None:
-    append_line(layout.metrics, {"step": 0, "eval/reward": None})
+    assert "trained model" in status()
     odd = ("reward/mean", "staleness/mean", "staleness/max", "throughput/trained_tokens_per_s")
-    append_line(layout.metrics, STEP | dict.fromkeys(odd))
-    assert "training reward   not finite -> not finite" in status(layout)
+    append_line(layout.metrics, STEP | dict.fromkeys(odd) | {"step": 2})
+    assert "training reward   0.500 -> not finite" in status()

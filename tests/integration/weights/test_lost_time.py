@@ -15,9 +15,9 @@ from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import ReplicaKey
-from areal_hpc.weights.transports.group_session import BroadcastSession
+from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
-from areal_hpc.weights.update import GroupUpdate
+from areal_hpc.weights.update_session import GroupUpdate
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.fair_clock import FairClock
 

@@ -17,7 +17,7 @@ from areal_hpc.weights.checksum import compute_rank_digests
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.report import UpdateReport
-from areal_hpc.weights.transports.group_session import BroadcastSession
+from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
@@ -245,7 +245,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell, publisher: Publishe
     expected = {(1, 0): compute_rank_digests(packed.tensors, 0, 1, "cpu")}
     target = "model.layers.1.self_attn.k_proj.weight"
     slot = next(slot for slot in bucket.slots if slot.spec.name == target)
-    packed.flat[slot.offset] ^= 1
+    packed.messages[0][slot.offset] ^= 1
     control = ReplicaClient(key, cell.admin_key, 1, 20)
     swap = BroadcastSession(
         UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20), [control], WeightsConfig()

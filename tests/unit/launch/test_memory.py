@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from areal_hpc.launch import memory
 from areal_hpc.recipe.sections.inference import InferenceConfig
@@ -41,14 +39,6 @@ def architecture(name: str) -> Architecture:
 @pytest.mark.parametrize("name", COUNTS)
 def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
     assert memory.count_model_parameters(architecture(name)) == COUNTS[name]
-
-
-@pytest.mark.parametrize("name", COUNTS)
-def test_parameters_are_counted_as_in_the_real_network(name: str) -> None:
-    config = AutoConfig.from_pretrained(MODELS / name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert memory.count_model_parameters(architecture(name)) == model.num_parameters()
 
 
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
@@ -95,10 +85,8 @@ def test_state_is_eighteen_bytes_a_parameter_in_bfloat16_and_sixteen_in_float32(
 def test_the_optimizer_is_shared_by_data_and_context_parallel_ranks() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
     alone = memory.estimate_trainer_memory(arch, trainer())
-    assert (
-        memory.estimate_trainer_memory(arch, trainer(dp=4, cp=2)).optimizer == alone.optimizer // 8
-    )
-    assert memory.estimate_trainer_memory(arch, trainer(dp=4)).gradients == alone.gradients
+    shared = memory.estimate_trainer_memory(arch, trainer(dp=4, cp=2))
+    assert (shared.optimizer, shared.gradients) == (alone.optimizer // 8, alone.gradients)
 
 
 def test_activations_of_a_layer_by_hand() -> None:
@@ -108,9 +96,8 @@ def test_activations_of_a_layer_by_hand() -> None:
     assert memory.count_layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
     assert memory.count_layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
     # of context-parallel ranks each also keeps the keys and values that it attends to
-    assert (
-        memory.count_layer_activations(arch, ParallelConfig(cp=2), 100) == 50 * a_token + 2048 * 125
-    )
+    count = memory.count_layer_activations(arch, ParallelConfig(cp=2), 100)
+    assert count == 50 * a_token + 2048 * 125
 
 
 def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
@@ -129,14 +116,10 @@ def test_serving_by_hand() -> None:
     assert held.weights == 2 * COUNTS["Qwen2.5-Math-7B-Instruct"]
     assert held.kv_per_token == 2 * 28 * 4 * 128 * 2
     assert held.total == held.weights + 1000 * 57_344
-    assert (
-        memory.estimate_serving_memory(arch, InferenceConfig(tp=8), None).kv_per_token
-        == 57_344 // 4
-    )
-
-
-def test_without_a_number_the_cache_takes_what_mem_fraction_leaves() -> None:
-    arch, gpu = architecture("Qwen2.5-Math-7B-Instruct"), 80 * memory.GIB
+    on_eight = memory.estimate_serving_memory(arch, InferenceConfig(tp=8), None)
+    assert on_eight.kv_per_token == 57_344 // 4
+    # without a number the cache takes what mem_fraction_static leaves
+    gpu = 80 * memory.GIB
     held = memory.estimate_serving_memory(arch, InferenceConfig(), gpu)
     assert held.kv_tokens == (int(gpu * 0.85) - held.weights) // 57_344
     assert memory.estimate_serving_memory(arch, InferenceConfig(), None).kv_tokens is None

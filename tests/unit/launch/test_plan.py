@@ -7,8 +7,6 @@ import importlib.util
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -40,16 +38,13 @@ def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
 
 def test_a_replica_that_spans_nodes_has_a_task_on_each_and_serves_from_the_first() -> None:
     overrides = ("inference.tp=4", "inference.nodes_per_replica=2", "inference.device=cuda")
-    train = planned(*overrides, "trainer.device=cuda")[1]
-    (job,) = train.others
-    assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
-    run_by = {process.name: process.tasks for process in job.processes}
-    assert run_by == {
-        "inference": "first",
-        "follower": "others",
-        "proxy": "first",
-        "driver": "first",
-    }
+    train = planned(*overrides, "trainer.device=cuda", "evaluation.separate_cell=true")[1]
+    for job, name in zip(train.others, ("cell-0", "evaluation"), strict=True):
+        assert (job.tasks, job.is_task_a_node, job.gpus_per_task) == (2, True, 2)
+        run_by = {process.name: process.tasks for process in job.processes}
+        assert run_by.pop("follower") == "others"
+        assert run_by == dict.fromkeys(("inference", "proxy", "driver"), "first")
+        assert {process.config["cell"] for process in job.processes} == {name}
 
 
 def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
@@ -66,12 +61,8 @@ def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
     leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2")[1].leader
     assert leader.tasks == 4
+    assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks, "not 256"
     assert [process.name for process in leader.processes if process.tasks == "first"] == ["ledger"]
-
-
-def test_evaluation_never_asks_for_more_tasks_than_there_are() -> None:
-    leader = planned("evaluation.tasks=50")[1].leader
-    assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks
 
 
 def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
@@ -88,32 +79,16 @@ def test_training_cells_evaluate_unless_a_job_of_its_own_does() -> None:
     }
 
 
-def test_the_evaluation_job_is_shaped_like_a_cell() -> None:
-    overrides = ("evaluation.separate_cell=true", "inference.tp=4", "inference.nodes_per_replica=2")
-    devices = ("inference.device=cuda", "trainer.device=cuda")
-    cell, evaluation = planned(*overrides, *devices)[1].others
-    assert (evaluation.tasks, evaluation.gpus_per_task) == (cell.tasks, cell.gpus_per_task)
-    assert [process.name for process in evaluation.processes] == [
-        process.name for process in cell.processes
-    ]
-    assert {process.config["cell"] for process in evaluation.processes} == {"evaluation"}
-
-
-def test_the_same_recipe_gives_the_same_plan() -> None:
-    assert planned() == planned()
-
-
-@pytest.mark.parametrize(
-    "entry",
-    sorted({p.entry for stage in planned() for job in stage.jobs for p in job.processes}),
-)
-def test_every_entry_point_names_a_function_of_one_argument(entry: str) -> None:
-    module, function = entry.split(":")
-    spec = importlib.util.find_spec(module)
-    assert spec is not None
-    assert spec.origin is not None
-    tree = ast.parse(Path(spec.origin).read_text())
-    (found,) = [
-        node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function
-    ]
-    assert len(found.args.args) == 1
+def test_every_entry_point_names_a_function_of_one_argument() -> None:
+    assert planned() == planned(), "the same recipe gives the same plan"
+    processes = (one for stage in planned() for job in stage.jobs for one in job.processes)
+    for entry in sorted({process.entry for process in processes}):
+        module, function = entry.split(":")
+        spec = importlib.util.find_spec(module)  # not imported: some need torch
+        assert spec is not None
+        assert spec.origin is not None
+        defined = ast.parse(Path(spec.origin).read_text()).body
+        (found,) = (
+            one for one in defined if isinstance(one, ast.FunctionDef) and one.name == function
+        )
+        assert len(found.args.args) == 1, entry

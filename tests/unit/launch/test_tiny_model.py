@@ -71,37 +71,28 @@ def test_every_id_of_the_model_has_a_token(model_dir: Path, tokenizer: Any) -> N
     assert vocabulary == len(tokenizer)
     assert vocabulary % 64 == 0
     assert all(tokenizer.convert_ids_to_tokens(id_) for id_ in range(vocabulary))
+    for text, key in (("<|im_end|>", "eos_token_id"), ("<|endoftext|>", "pad_token_id")):
+        (id_,) = tokenizer.encode(text)
+        assert id_ == config_of(model_dir)[key] == getattr(tokenizer, key)
 
 
 @given(text=st.text())
-def test_any_text_survives_the_tokenizer(raw_tokenizer: Tokenizer, text: str) -> None:
-    ids = raw_tokenizer.encode(text, add_special_tokens=False).ids
-    assert raw_tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_digits_stay_single(raw_tokenizer: Tokenizer) -> None:
+def test_any_text_survives_the_tokenizer_and_digits_stay_single(
+    raw_tokenizer: Tokenizer, text: str
+) -> None:
+    found = raw_tokenizer.encode(text, add_special_tokens=False)
+    assert raw_tokenizer.decode(found.ids, skip_special_tokens=False) == text
     tokens = raw_tokenizer.encode("2026-11=2015").tokens
     assert [token for token in tokens if token.isdigit()] == list("2026112015")
 
 
-def test_special_tokens_are_single_ids(model_dir: Path, tokenizer: Any) -> None:
-    config = config_of(model_dir)
-    assert tokenizer.encode("<|im_end|>") == [config["eos_token_id"]]
-    assert tokenizer.encode("<|endoftext|>") == [config["pad_token_id"]]
-    assert tokenizer.eos_token_id == config["eos_token_id"]
-    assert tokenizer.pad_token_id == config["pad_token_id"]
-
-
-def test_chat_template_is_plain_chatml_without_tools(tokenizer: Any) -> None:
-    rendered = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
-    assert rendered == (
+def test_chat_template_is_plain_chatml_and_extends_its_own_prefix(tokenizer: Any) -> None:
+    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert prompt == (
         "<|im_start|>user\nState the final answer: 3 - 5 + 0 + 6 =<|im_end|>\n"
         "<|im_start|>assistant\n"
     )
-
-
-def test_chat_template_extends_its_own_prefix(tokenizer: Any) -> None:
-    prompt = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True, tokenize=False)
+    assert len(tokenizer.encode(prompt)) <= 34, "the quick start's context is short"
     answered = [*QUESTION, {"role": "assistant", "content": "Answer: 4"}]
     rendered = tokenizer.apply_chat_template(answered, tokenize=False)
     assert rendered == prompt + "Answer: 4<|im_end|>\n"
@@ -139,14 +130,6 @@ def test_chat_template_renders_calls_and_groups_their_results(
         "<|im_start|>user\n<tool_response>\n7\n</tool_response>\n"
         "<tool_response>\n8\n</tool_response><|im_end|>\n"
     ) in rendered
-
-
-def test_prompt_of_the_quick_start_is_short(tokenizer: Any) -> None:
-    (demo,) = demonstrations(1, 9)
-    ids = tokenizer.apply_chat_template(
-        demo["messages"][:1], add_generation_prompt=True, return_dict=False
-    )
-    assert len(ids) <= 34
 
 
 def test_same_seed_makes_the_same_model(model_dir: Path, tmp_path: Path) -> None:

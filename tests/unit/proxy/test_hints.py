@@ -11,7 +11,7 @@ import pytest
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.hints import hints_in, without_nulls
-from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
+from areal_hpc.proxy.dialects.openai.chat import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
 from areal_hpc.proxy.dialects.validation import decode
 
@@ -59,8 +59,7 @@ def test_only_declared_objects_lose_their_nulls(
 def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": None}}
     body = {"messages": [{"role": "assistant", "content": [call]}], "sparkle": None}
-    decoder = msgspec.json.Decoder(MessagesRequest)
-    request = decode(decoder, json.dumps(body).encode())
+    request = decode(json.dumps(body).encode(), MessagesRequest)
     assert msgspec.to_builtins(request.messages[0])["content"] == [call]
 
 
@@ -75,4 +74,4 @@ def test_hints_are_named_where_they_stand() -> None:
 )
 def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
     with pytest.raises(RequestError):
-        decode(msgspec.json.Decoder(ChatRequest), body)
+        decode(body, ChatRequest)

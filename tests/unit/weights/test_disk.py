@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.buckets.bucket import PackedBucket, PackingBuffers
+from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.report import ReplicaKey
@@ -28,7 +28,7 @@ def filled(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
     return torch.randint(0, 100, shape, generator=generator).to(getattr(torch, dtype))
 
 
-def packed_in(specs: list[TensorSpec]) -> Iterator[PackedBucket]:
+def packed_in(specs: list[TensorSpec]) -> Iterator[OpenBucket]:
     for bucket in plan_buckets(specs, 512):
         packed = PackingBuffers(CPU).open(bucket)
         for slot in bucket.slots:

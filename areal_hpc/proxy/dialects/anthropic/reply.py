@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from areal_hpc.errors import PromptTooLongError, RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
-from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, parse
+from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_call
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
     BlockReader,
     ContentBlock,
     split_into_blocks,
 )
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, format_named_event
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, format_named_event
+from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.reply import ReplyDelta, ToolCallDelta
 from areal_hpc.proxy.sessions.store import Session
 
@@ -32,84 +31,53 @@ _KINDS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_DELTAS = {
+    "reasoning": ("thinking_delta", "thinking"),
+    "text": ("text_delta", "text"),
+    "call": ("input_json_delta", "partial_json"),
+}
 
 
-class MessagesExchange:
+class _MessagesExchange(Exchange):
     """A Message that is asked for."""
 
-    def __init__(self, request: MessagesRequest, call: ModelCall, model: ServedModel) -> None:
-        self.call = call
-        self.answer_id = f"msg_{os.urandom(14).hex()}"
-        self.streams = bool(request.stream)
-        self._model = model
-
-    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
-        """The JSON body of a Message."""
-        (answer,) = answers
-        blocks = split_into_blocks(_as_objects(answer.said))
-        return msgspec.json.encode(
-            {
-                **self.frame(),
-                "content": [_content(block) for block in blocks],
-                **_end(answer, blocks),
-                "usage": _usage(answer),
-            }
-        )
-
-    def frame(self) -> dict[str, Any]:
-        """What is known of a Message before the model speaks."""
-        return {
+    def __init__(self, request: MessagesRequest, session: Session, model: ServedModel) -> None:
+        call = build_call(request, session.request.sampling, model)
+        super().__init__(call, model, "msg_", request.stream)
+        self._frame: dict[str, Any] = {
             "id": self.answer_id,
             "type": "message",
             "role": "assistant",
-            "model": self._model.name,
+            "model": model.name,
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
         }
 
-    def events(self, live: ReplyStream) -> MessageEventStream:
-        """The events of a Message."""
-        return MessageEventStream(self, live)
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+        (answer,) = answers
+        blocks = split_into_blocks(_as_objects(answer.said))
+        content = [_content(block) for block in blocks]
+        ending = {**_end(answer, blocks), "usage": _usage(answer)}
+        return msgspec.json.encode({**self._frame, "content": content, **ending})
 
-
-class MessageEventStream(EventStream):
-    """The server-sent events of a streamed Message. `message_delta` tells the end."""
-
-    def __init__(self, exchange: MessagesExchange, live: ReplyStream) -> None:
-        super().__init__(live)
-        self._exchange = exchange
-        self._reader = BlockReader()
-        self._begun = False
-
-    async def __anext__(self) -> bytes:
-        happened = await anext(self._live)
-        beginning = b"" if self._begun else self._beginning()
-        self._begun = True
-        if isinstance(happened, ReplyChunk):
-            return beginning + _events(self._reader.feed(_as_objects(happened.said)))
-        rest = _events(self._reader.finish())
-        return beginning + rest + self._end(happened)
+    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+        reader = BlockReader()
+        usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
+        message = {**self._frame, "usage": usage}
+        beginning = format_named_event({"type": "message_start", "message": message})
+        async for happened in live:
+            if isinstance(happened, ReplyChunk):
+                yield beginning + _events(reader.feed(_as_objects(happened.said)))
+            else:
+                rest = _events(reader.finish())
+                ending = {"delta": _end(happened, reader.blocks), "usage": _usage(happened)}
+                end = format_named_event({"type": "message_delta", **ending})
+                yield beginning + rest + end + format_named_event({"type": "message_stop"})
+            beginning = b""
 
     def broken(self, refusal: RequestError) -> bytes:
-        """What says that the stream ends early."""
         return format_named_event(_error_fields(refusal))
-
-    def _beginning(self) -> bytes:
-        usage = {"input_tokens": self._live.prompt_tokens, "output_tokens": 0}
-        message = {**self._exchange.frame(), "usage": usage}
-        return format_named_event({"type": "message_start", "message": message})
-
-    def _end(self, answer: RecordedReply) -> bytes:
-        delta = _end(answer, self._reader.blocks)
-        return format_named_event(
-            {"type": "message_delta", "delta": delta, "usage": _usage(answer)}
-        ) + format_named_event({"type": "message_stop"})
-
-
-def _read(body: bytes, session: Session, model: ServedModel) -> MessagesExchange:
-    request, call = parse(body, session.request.sampling, model)
-    return MessagesExchange(request, call, model)
 
 
 def _as_objects(said: ReplyDelta) -> ReplyDelta:
@@ -117,19 +85,16 @@ def _as_objects(said: ReplyDelta) -> ReplyDelta:
     calls: list[ToolCallDelta] = []
     text = said.text
     for call in said.calls:
-        if _is_object(call.arguments):
+        try:
+            is_object = isinstance(msgspec.json.decode(call.arguments), dict)
+        except msgspec.DecodeError:
+            is_object = False
+        if is_object:
             calls.append(call)
         else:
             text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
             text += f'"arguments": {call.arguments}}}'
     return said if len(calls) == len(said.calls) else ReplyDelta(text, said.reasoning, calls)
-
-
-def _is_object(arguments: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(arguments), dict)
-    except msgspec.DecodeError:
-        return False
 
 
 def _content(block: ContentBlock) -> dict[str, Any]:
@@ -149,21 +114,22 @@ def _signature(block: ContentBlock) -> str:
 def _events(changes: Iterable[BlockChange]) -> bytes:
     parts = []
     for kind, block, text in changes:
+        place = {"index": block.index}
         if kind == "begin":
-            fields: dict[str, Any] = {"content_block": _begun(block)}
-            parts.append(_block_event("content_block_start", block, fields))
+            event = {"type": "content_block_start", **place, "content_block": _begun(block)}
+            parts.append(format_named_event(event))
         elif kind == "add":
-            parts.append(_block_event("content_block_delta", block, {"delta": _delta(block, text)}))
+            delta_type, field = _DELTAS[block.kind]
+            delta = {"type": delta_type, field: text}
+            event = {"type": "content_block_delta", **place, "delta": delta}
+            parts.append(format_named_event(event))
         else:
             if block.kind == "reasoning":
-                signed = {"type": "signature_delta", "signature": _signature(block)}
-                parts.append(_block_event("content_block_delta", block, {"delta": signed}))
-            parts.append(_block_event("content_block_stop", block, {}))
+                delta = {"type": "signature_delta", "signature": _signature(block)}
+                event = {"type": "content_block_delta", **place, "delta": delta}
+                parts.append(format_named_event(event))
+            parts.append(format_named_event({"type": "content_block_stop", **place}))
     return b"".join(parts)
-
-
-def _block_event(name: str, block: ContentBlock, fields: dict[str, Any]) -> bytes:
-    return format_named_event({"type": name, "index": block.index, **fields})
 
 
 def _begun(block: ContentBlock) -> dict[str, Any]:
@@ -172,14 +138,6 @@ def _begun(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": ""}
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
-
-
-def _delta(block: ContentBlock, text: str) -> dict[str, Any]:
-    if block.kind == "reasoning":
-        return {"type": "thinking_delta", "thinking": text}
-    if block.kind == "text":
-        return {"type": "text_delta", "text": text}
-    return {"type": "input_json_delta", "partial_json": text}
 
 
 def _end(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
@@ -205,28 +163,19 @@ def _usage(answer: RecordedReply) -> dict[str, Any]:
     }
 
 
-def format_token_count(tokens: int) -> bytes:
-    """The JSON body of POST /v1/messages/count_tokens."""
-    return msgspec.json.encode({"input_tokens": tokens})
-
-
 def _error_fields(refusal: RequestError) -> dict[str, Any]:
+    """The parameter at fault stands in front of the message: Anthropic has no field for it."""
     default = "api_error" if refusal.status >= 500 else "invalid_request_error"
-    kind = _KINDS.get(refusal.status, default)
-    return {"type": "error", "error": {"type": kind, "message": _message(refusal)}}
-
-
-def _message(refusal: RequestError) -> str:
-    """The refusal with the parameter at fault in front, for which Anthropic has no field."""
+    message = f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
     if isinstance(refusal, PromptTooLongError):  # Claude Code knows it by the whole of these words
         most_tokens = min(refusal.context_tokens, refusal.prompt_tokens - 1)  # a reply has one
-        return f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
-    return f"{refusal.param}: {refusal.message}" if refusal.param else refusal.message
+        message = f"prompt is too long: {refusal.prompt_tokens} tokens > {most_tokens} maximum"
+    kind = _KINDS.get(refusal.status, default)
+    return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def format_error(refusal: RequestError) -> bytes:
-    """A refusal in Anthropic's shape."""
+def _format_error(refusal: RequestError) -> bytes:
     return msgspec.json.encode(_error_fields(refusal))
 
 
-MESSAGES = Dialect(MessagesRequest, _read, format_error)
+MESSAGES = Dialect(MessagesRequest, _MessagesExchange, _format_error)

@@ -19,11 +19,10 @@ from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
     Temperature,
+    ToolName,
     TopK,
     build_function_tool,
-    check_tools_supported,
     decode,
-    decode_part,
     encode_json_schema,
     first_given,
     parse_tool_choice,
@@ -67,7 +66,7 @@ class _Choice(Struct, forbid_unknown_fields=True):
 
 
 class _InputTool(Struct, forbid_unknown_fields=True):
-    name: str
+    name: ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -120,37 +119,39 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: Hint = None
 
 
-_decoder = msgspec.json.Decoder(MessagesRequest)
-
-
-def parse(
-    body: bytes, defaults: SamplingDefaults, model: ServedModel
-) -> tuple[MessagesRequest, ModelCall]:
-    """Validate a request.
+def build_call(
+    request: MessagesRequest, defaults: SamplingDefaults, model: ServedModel
+) -> ModelCall:
+    """What a request asks of the model.
 
     Args:
-        body: As received.
+        request: As decoded.
         defaults: Apply where the request is silent.
         model: Who will answer.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
-    request = decode(_decoder, body)
     if request.mcp_servers:
         hint = "let the agent connect to them and offer their tools"
         raise RequestError(400, "the proxy calls no servers", key="mcp_servers", hint=hint)
     ignored = [*hints_in(request)]
     tools = _tools(request.tools or [], ignored)
-    choice = _tool_choice(request.tool_choice, tools)
-    check_tools_supported(model, tools, choice)
-    messages = [*_system(request.system), *_conversation(request.messages)]
-    return request, ModelCall(
-        messages=messages,
+    choice = _tool_choice(request.tool_choice, tools, model)
+    form = request.output_config.format if request.output_config else None
+    return ModelCall(
+        messages=[*_system(request.system), *_conversation(request.messages)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=_thinking_variables(request.thinking, model, ignored),
-        sampling=_sampling_of(request, defaults, choice),
+        sampling=SamplingParams(
+            temperature=first_given(request.temperature, defaults.temperature),
+            max_new_tokens=request.max_tokens or 0,
+            top_p=first_given(request.top_p, defaults.top_p),
+            top_k=first_given(request.top_k, defaults.top_k) or -1,
+            stop=[text for text in request.stop_sequences or () if text] or None,
+            json_schema=encode_json_schema(form.schema if form else None, choice),
+        ),
         ignored=ignored,
     )
 
@@ -254,30 +255,24 @@ def _misplaced(message: _InputMessage, i: int, j: int) -> RequestError:
 
 
 def _tools(raw: Sequence[msgspec.Raw], ignored: list[str]) -> list[dict[str, Any]]:
-    tools = []
-    hints: set[str] = set()
-    for i, one in enumerate(raw):
-        tool: _InputTool = decode_part(one, _InputTool, f"tools[{i}]")
-        hints |= {*hints_in(tool, "tools[].")}
-        function = {
-            "name": tool.name,
-            "description": tool.description,
-            "parameters": tool.input_schema,
-            "strict": tool.strict,
-        }
-        tools.append(build_function_tool(function, f"tools[{i}]"))
-    ignored += sorted(hints)
-    return tools
+    tools: list[_InputTool] = [decode(one, _InputTool, f"tools[{i}]") for i, one in enumerate(raw)]
+    ignored += sorted({hint for tool in tools for hint in hints_in(tool, "tools[].")})
+    return [
+        build_function_tool(tool.name, tool.description, tool.input_schema, tool.strict)
+        for tool in tools
+    ]
 
 
-def _tool_choice(asked: _Choice | None, tools: Sequence[dict[str, Any]]) -> ToolChoice:
+def _tool_choice(
+    asked: _Choice | None, tools: Sequence[dict[str, Any]], model: ServedModel
+) -> ToolChoice:
     if asked is None:
-        return parse_tool_choice(tools, None, None, parallel=True)
+        return parse_tool_choice(model, tools, None, None, parallel=True)
     if asked.type == "tool" and asked.name is None:
         raise RequestError(400, "the tool's name is missing", key="tool_choice.name")
     mode = "required" if asked.type == "any" else asked.type
     name = asked.name if asked.type == "tool" else None
-    return parse_tool_choice(tools, mode, name, parallel=not asked.disable_parallel_tool_use)
+    return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)
 
 
 def _thinking_variables(
@@ -292,22 +287,7 @@ def _thinking_variables(
     if model.reasoning_parser is None:
         ignored.append("thinking")
         return None
-    config: _ThinkingConfig = decode_part(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
+    config: _ThinkingConfig = decode(msgspec.json.encode(asked), _ThinkingConfig, "thinking")
     ignored += hints_in(config, "thinking.")
     thinks = config.type != "disabled"
     return {"enable_thinking": thinks, "thinking": thinks}
-
-
-def _sampling_of(
-    request: MessagesRequest, defaults: SamplingDefaults, choice: ToolChoice
-) -> SamplingParams:
-    form = request.output_config.format if request.output_config else None
-    schema = encode_json_schema(form.schema if form else None, choice)
-    return SamplingParams(
-        temperature=first_given(request.temperature, defaults.temperature),
-        max_new_tokens=request.max_tokens or 0,
-        top_p=first_given(request.top_p, defaults.top_p),
-        top_k=first_given(request.top_k, defaults.top_k) or -1,
-        stop=[text for text in request.stop_sequences or () if text] or None,
-        json_schema=schema,
-    )

@@ -1,17 +1,19 @@
-"""OpenAI reply format: errors, usage, log-probabilities, model list."""
+"""OpenAI reply format: errors, choices, usage, log-probabilities, model list."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
 import msgspec
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
-from areal_hpc.proxy.dialects.dialect import EventStream
-from areal_hpc.proxy.engine.generation import TopLogprobs
+from areal_hpc.proxy.dialects.dialect import Exchange
+from areal_hpc.proxy.dialects.openai.sampling import CompletionSampling
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprobs
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.session.chat_template import TokenEncoder
 
 DONE = b"data: [DONE]\n\n"
@@ -34,6 +36,67 @@ def format_error(refusal: RequestError) -> bytes:
     return msgspec.json.encode({"error": format_error_fields(refusal)})
 
 
+class ChoiceExchange(Exchange):
+    """A (chat) completion that is asked for: its choices, usage; streamed, then the end mark."""
+
+    def __init__(
+        self,
+        request: CompletionSampling,
+        call: ModelCall,
+        model: ServedModel,
+        id_prefix: str,
+        kind: str,
+    ) -> None:
+        super().__init__(call, model, id_prefix, request.stream)
+        self._counts_usage = request.counts_usage
+        self.frame: dict[str, Any] = {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_at,
+            "model": model.name,
+        }
+        """What the reply, or each chunk of it, begins with."""
+
+    @abstractmethod
+    def choice(self, answer: RecordedReply) -> dict[str, Any]:
+        """A whole choice."""
+
+    @abstractmethod
+    def delta(self, delta: ReplyChunk) -> bytes:
+        """The chunks that say a part of a choice."""
+
+    @abstractmethod
+    def end(self, answer: RecordedReply) -> bytes:
+        """The chunk that says that a choice has ended."""
+
+    def whole(self, answers: Sequence[RecordedReply]) -> bytes:
+        """The JSON body of the completion."""
+        choices = [self.choice(answer) for answer in answers]
+        return msgspec.json.encode(
+            {**self.frame, "choices": choices, "usage": format_usage(answers)}
+        )
+
+    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+        """The chunks of the completion, its usage if that was asked for, the end mark."""
+        answers: list[RecordedReply] = []
+        async for happened in live:
+            if isinstance(happened, ReplyChunk):
+                yield self.delta(happened)
+            else:
+                answers.append(happened)
+                yield self.end(happened)
+        yield (self.chunk(usage=format_usage(answers)) if self._counts_usage else b"") + DONE
+
+    def broken(self, refusal: RequestError) -> bytes:
+        """The error, and the end mark."""
+        return b"data: " + format_error(refusal) + b"\n\n" + DONE
+
+    def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
+        """One event."""
+        content = {**self.frame, "choices": choices, **more}
+        return b"data: " + msgspec.json.encode(content) + b"\n\n"
+
+
 def format_usage(answers: Sequence[RecordedReply]) -> dict[str, Any]:
     """The `usage` of a (chat) completion: its prompt once, all of its choices."""
     prompt_tokens = answers[0].interaction.prompt_tokens
@@ -46,65 +109,15 @@ def format_usage(answers: Sequence[RecordedReply]) -> dict[str, Any]:
     }
 
 
-class ChoiceEvents(EventStream):
-    """The server-sent events of a (chat) completion: its choices' chunks, usage, the end mark."""
-
-    def __init__(self, live: ReplyStream, frame: dict[str, Any], *, counts_usage: bool) -> None:
-        super().__init__(live)
-        self._frame = frame
-        """What every chunk begins with."""
-        self._counts_usage = counts_usage
-        self._answers: list[RecordedReply] = []
-        self._done = False
-
-    @abstractmethod
-    def delta(self, delta: ReplyChunk) -> bytes:
-        """What says a part of a choice."""
-
-    @abstractmethod
-    def end(self, answer: RecordedReply) -> bytes:
-        """What says that a choice has ended."""
-
-    async def __anext__(self) -> bytes:
-        if self._done:
-            raise StopAsyncIteration
-        try:
-            happened = await anext(self._live)
-        except StopAsyncIteration:
-            self._done = True
-            return self._usage_event() + DONE
-        if isinstance(happened, ReplyChunk):
-            return self.delta(happened)
-        self._answers.append(happened)
-        return self.end(happened)
-
-    def broken(self, refusal: RequestError) -> bytes:
-        """What says that the stream ends early."""
-        return b"data: " + format_error(refusal) + b"\n\n" + DONE
-
-    def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
-        """One event."""
-        content = {**self._frame, "choices": choices, **more}
-        return b"data: " + msgspec.json.encode(content) + b"\n\n"
-
-    def _usage_event(self) -> bytes:
-        return self.chunk(usage=format_usage(self._answers)) if self._counts_usage else b""
-
-
-def format_logprobs(
-    output_ids: Sequence[int],
-    logprobs: Sequence[float],
-    top_logprobs: Sequence[TopLogprobs],
-    encoder: TokenEncoder,
-) -> list[dict[str, Any]]:
+def format_logprobs(said: Generation | TokenChunk, encoder: TokenEncoder) -> list[dict[str, Any]]:
     """Token, log-probability, bytes and likeliest alternatives of each token."""
-    tops: Iterable[TopLogprobs] = top_logprobs or [None] * len(output_ids)
+    tops: Iterable[TopLogprobs] = said.top_logprobs or [None] * len(said.output_ids)
     return [
         {
             **_token(token, logprob, encoder),
             "top_logprobs": [_token(other, value, encoder) for value, other, _ in top or ()],
         }
-        for token, logprob, top in zip(output_ids, logprobs, tops, strict=True)
+        for token, logprob, top in zip(said.output_ids, said.logprobs, tops, strict=True)
     ]
 
 

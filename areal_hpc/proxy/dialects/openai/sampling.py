@@ -16,7 +16,6 @@ from areal_hpc.proxy.dialects.validation import (
     Seed,
     Temperature,
     TopK,
-    check_single_grammar,
     check_token_ids,
     encode_json_schema,
     first_given,
@@ -99,12 +98,19 @@ def build_sampling_params(
     """The request's parameters; the session's where it is silent.
 
     Raises:
-        RequestError: 400, naming a grammar that cannot hold beside another or a tool choice.
+        RequestError: 400, naming a grammar that cannot hold beside another or a tool choice: the
+            engine takes one at most, and that of a reply that must call a tool is one.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    schema = _schema_of(request.response_format, choice)
+    form, schema = request.response_format, None
+    if form is not None and form.type != "text":
+        asked = form.json_schema.schema if form.json_schema else {"type": "object"}
+        schema = encode_json_schema(asked, choice)
     grammars = {"response_format": schema, "regex": request.regex, "ebnf": request.ebnf}
-    check_single_grammar(grammars, choice)
+    names = [name for name, value in grammars.items() if value is not None]
+    if len(names) > 1 or (names and choice.must_call):
+        other = " and ".join(names[1:]) or "tool_choice"
+        raise RequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
     return SamplingParams(
         temperature=first_given(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
@@ -122,11 +128,3 @@ def build_sampling_params(
         regex=request.regex,
         ebnf=request.ebnf,
     )
-
-
-def _schema_of(form: _ResponseFormat | None, choice: ToolChoice) -> str | None:
-    """The schema that the reply must follow, as JSON."""
-    if form is None or form.type == "text":
-        return None
-    schema = form.json_schema.schema if form.json_schema else {"type": "object"}
-    return encode_json_schema(schema, choice)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,7 +15,7 @@ from areal_hpc.proxy.dialects.blocks import (
     ContentBlock,
     split_into_blocks,
 )
-from areal_hpc.proxy.dialects.dialect import Dialect, EventStream, format_named_event
+from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, format_named_event
 from areal_hpc.proxy.dialects.openai.format import (
     format_error,
     format_error_fields,
@@ -27,55 +25,64 @@ from areal_hpc.proxy.dialects.openai_responses.request import (
     PLAIN_PREFIX,
     WITH_INSTRUCTIONS_PREFIX,
     ResponsesRequest,
-    parse,
+    build_call,
 )
-from areal_hpc.proxy.dialects.openai_responses.tools import ToolSet
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 
 _ID_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 
 
-class ResponsesExchange:
+class _ResponsesExchange(Exchange):
     """A Response that is asked for."""
 
-    def __init__(
-        self,
-        request: ResponsesRequest,
-        tools: ToolSet,
-        call: ModelCall,
-        model: ServedModel,
-        session: Session,
-    ) -> None:
-        self.call = call
-        number = os.urandom(14).hex()
-        self.answer_id = (
-            WITH_INSTRUCTIONS_PREFIX if request.instructions else PLAIN_PREFIX
-        ) + number
-        self.streams = bool(request.stream)
+    def __init__(self, request: ResponsesRequest, session: Session, model: ServedModel) -> None:
+        call, self._tool_origins = build_call(request, session, model)
+        prefix = WITH_INSTRUCTIONS_PREFIX if request.instructions else PLAIN_PREFIX
+        super().__init__(call, model, prefix, request.stream)
         self._request = request
-        self._tools = tools
-        self._model = model
         self._session = session
-        self._created_at = int(time.time())
+        self._reader = BlockReader()
+        self._sent = 0
+        """Events of the stream."""
+        self._tokens: list[dict[str, Any]] = []
+        self._shown = 0
+        """How many of the tokens have come with their text."""
+        self._end_status = "completed"
+        """Of the item that ends now."""
 
     def whole(self, answers: Sequence[RecordedReply]) -> bytes:
-        """The JSON body of a Response."""
         (answer,) = answers
-        return self.finished(answer, split_into_blocks(answer.said))
+        return self._finished(answer, split_into_blocks(answer.said))
 
-    def events(self, live: ReplyStream) -> ResponseEventStream:
-        """The events of a Response."""
-        return ResponseEventStream(self, live)
+    async def events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+        """The last event has the whole Response."""
+        async for happened in live:
+            beginning = b"" if self._sent else self._beginning()
+            if isinstance(happened, ReplyChunk):
+                self._tokens += self._logprobs(happened.piece)
+                yield beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
+            else:
+                self._end_status = _status_of(happened)
+                rest = b"".join(map(self._change, self._reader.finish()))
+                response = msgspec.Raw(self._finished(happened, self._reader.blocks))
+                end = self._event(f"response.{self._end_status}", response=response)
+                yield beginning + rest + end
 
-    def frame(self) -> dict[str, Any]:
+    def broken(self, refusal: RequestError) -> bytes:
+        fields = format_error_fields(refusal)
+        code = fields["code"] or fields["type"]
+        named = {"code": code, "message": fields["message"], "param": fields["param"]}
+        return self._event("error", error=fields, **named)
+
+    def _frame(self) -> dict[str, Any]:
         """A Response before the model speaks."""
         request, sampling = self._request, self.call.sampling
         return {
             "id": self.answer_id,
             "object": "response",
-            "created_at": self._created_at,
+            "created_at": self.created_at,
             "status": "in_progress",
             "background": False,
             "error": None,
@@ -83,7 +90,7 @@ class ResponsesExchange:
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "max_tool_calls": None,
-            "model": self._model.name,
+            "model": self.model.name,
             "output": [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": request.previous_response_id,
@@ -102,18 +109,18 @@ class ResponsesExchange:
             "metadata": request.metadata or {},
         }
 
-    def finished(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
+    def _finished(self, answer: RecordedReply, blocks: Sequence[ContentBlock]) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
-        status, logprobs = get_status(answer), self.logprobs(answer.generation)
+        status, logprobs = _status_of(answer), self._logprobs(answer.generation)
         cut = status == "incomplete"
         *ended, last = blocks
         response = {
-            **self.frame(),
+            **self._frame(),
             "status": status,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [
-                *(self.item(block, "completed", logprobs) for block in ended),
-                self.item(last, status, logprobs),
+                *(self._item(block, "completed", logprobs) for block in ended),
+                self._item(last, status, logprobs),
             ],
             "usage": self._usage(answer),
         }
@@ -122,30 +129,24 @@ class ResponsesExchange:
             self._session.responses[self.answer_id] = body
         return body
 
-    def logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
-        """The reply's tokens, if they were asked for."""
-        if not self._request.with_logprobs:
-            return []
-        encoder = self._model.encoder
-        return format_logprobs(said.output_ids, said.logprobs, said.top_logprobs, encoder)
+    def _logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
+        return format_logprobs(said, self.model.encoder) if self._request.with_logprobs else []
 
-    def item(
+    def _item(
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
-        """A block as an output item."""
-        fields: dict[str, Any] = {"id": self.item_id(block), "status": status}
+        fields: dict[str, Any] = {"id": self._item_id(block), "status": status}
         if block.kind == "call":
-            namespace, name = self._tools.origins.get(block.name, (None, block.name))
+            namespace, name = self._tool_origins.get(block.name, (None, block.name))
             fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
             placed = {"namespace": namespace} if namespace is not None else {}
             return {"type": "function_call", **fields, **placed}
-        content = [] if status == "in_progress" else [format_part(block, block.text, logprobs)]
+        content = [] if status == "in_progress" else [_part(block, block.text, logprobs)]
         if block.kind == "reasoning":
             return {"type": "reasoning", **fields, "summary": [], "content": content}
         return {"type": "message", **fields, "role": "assistant", "content": content}
 
-    def item_id(self, block: ContentBlock) -> str:
-        """Id of an output item."""
+    def _item_id(self, block: ContentBlock) -> str:
         number = self.answer_id[len(PLAIN_PREFIX) :]
         return f"{_ID_PREFIXES[block.kind]}_{number}{block.index:02x}"
 
@@ -153,7 +154,7 @@ class ResponsesExchange:
         input_tokens = answer.interaction.prompt_tokens
         output_tokens = len(answer.generation.output_ids)
         reasoning = answer.said.reasoning
-        reasoning_tokens = len(self._model.encoder.encode(reasoning)) if reasoning else 0
+        reasoning_tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
         cached_tokens = answer.generation.cached_tokens
         return {
             "input_tokens": input_tokens,
@@ -163,46 +164,13 @@ class ResponsesExchange:
             "total_tokens": input_tokens + output_tokens,
         }
 
-
-class ResponseEventStream(EventStream):
-    """The server-sent events of a streamed Response. The last one has the whole Response."""
-
-    def __init__(self, exchange: ResponsesExchange, live: ReplyStream) -> None:
-        super().__init__(live)
-        self._exchange = exchange
-        self._reader = BlockReader()
-        self._sent = 0
-        self._tokens: list[dict[str, Any]] = []
-        self._shown = 0
-        """How many of the tokens have come with their text."""
-        self._end_status = "completed"
-        """Of the item that ends now."""
-
-    async def __anext__(self) -> bytes:
-        happened = await anext(self._live)
-        beginning = b"" if self._sent else self._beginning()
-        if isinstance(happened, ReplyChunk):
-            self._tokens += self._exchange.logprobs(happened.piece)
-            return beginning + b"".join(map(self._change, self._reader.feed(happened.said)))
-        self._end_status = get_status(happened)
-        rest = b"".join(map(self._change, self._reader.finish()))
-        response = msgspec.Raw(self._exchange.finished(happened, self._reader.blocks))
-        return beginning + rest + self._event(f"response.{self._end_status}", response=response)
-
-    def broken(self, refusal: RequestError) -> bytes:
-        """What says that the stream ends early."""
-        fields = format_error_fields(refusal)
-        code = fields["code"] or fields["type"]
-        named = {"code": code, "message": fields["message"], "param": fields["param"]}
-        return self._event("error", error=fields, **named)
-
     def _event(self, kind: str, /, **fields: Any) -> bytes:
         event = format_named_event({"type": kind, **fields, "sequence_number": self._sent})
         self._sent += 1
         return event
 
     def _beginning(self) -> bytes:
-        frame = self._exchange.frame()
+        frame = self._frame()
         created = self._event("response.created", response=frame)
         return created + self._event("response.in_progress", response=frame)
 
@@ -215,15 +183,15 @@ class ResponseEventStream(EventStream):
         return self._ended(block)
 
     def _place(self, block: ContentBlock) -> dict[str, Any]:
-        place = {"item_id": self._exchange.item_id(block), "output_index": block.index}
+        place = {"item_id": self._item_id(block), "output_index": block.index}
         return place if block.kind == "call" else {**place, "content_index": 0}
 
     def _begun(self, block: ContentBlock) -> bytes:
-        item = self._exchange.item(block, "in_progress", [])
+        item = self._item(block, "in_progress", [])
         begun = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return begun
-        place, empty = self._place(block), format_part(block, "", [])
+        place, empty = self._place(block), _part(block, "", [])
         return begun + self._event("response.content_part.added", **place, part=empty)
 
     def _added(self, block: ContentBlock, text: str) -> bytes:
@@ -237,7 +205,7 @@ class ResponseEventStream(EventStream):
 
     def _ended(self, block: ContentBlock) -> bytes:
         place, kind, text = self._place(block), block.kind, block.text
-        item = self._exchange.item(block, self._end_status, self._tokens)
+        item = self._item(block, self._end_status, self._tokens)
         if kind == "call":
             named = {"name": item["name"], "arguments": text}
             ended = self._event("response.function_call_arguments.done", **place, **named)
@@ -252,14 +220,11 @@ class ResponseEventStream(EventStream):
         return ended + self._event("response.output_item.done", output_index=block.index, item=item)
 
 
-def get_status(answer: RecordedReply) -> str:
-    """Whether the model came to its end."""
+def _status_of(answer: RecordedReply) -> str:
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
 
 
-def format_part(
-    block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]
-) -> dict[str, Any]:
+def _part(block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The content of a block's item."""
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
@@ -289,8 +254,4 @@ def delete_response(session: Session, response_id: str) -> bytes:
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
-def _read(body: bytes, session: Session, model: ServedModel) -> ResponsesExchange:
-    return ResponsesExchange(*parse(body, session, model), model, session)
-
-
-RESPONSES = Dialect(ResponsesRequest, _read, format_error)
+RESPONSES = Dialect(ResponsesRequest, _ResponsesExchange, format_error)

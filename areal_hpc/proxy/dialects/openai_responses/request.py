@@ -7,7 +7,8 @@ a session records everything. Reasoning is given in the open, and taken back fro
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -15,13 +16,17 @@ from msgspec import Meta, Struct
 
 from areal_hpc.errors import RequestError
 from areal_hpc.proxy.dialects.hints import Hint, hints_in
-from areal_hpc.proxy.dialects.openai_responses.input_items import InputItem, build_messages
-from areal_hpc.proxy.dialects.openai_responses.tools import ToolSet, parse_tools
+from areal_hpc.proxy.dialects.openai_responses.input_items import (
+    InputItem,
+    build_messages,
+    qualify_tool_name,
+)
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
     Temperature,
-    check_tools_supported,
+    ToolName,
+    build_function_tool,
     decode,
     effort_variables,
     encode_json_schema,
@@ -29,17 +34,39 @@ from areal_hpc.proxy.dialects.validation import (
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.completion_prompts import RAW_CONTEXT
-from areal_hpc.wire.proxy import SamplingDefaults
 
 LOGPROBS = "message.output_text.logprobs"
 WITH_INSTRUCTIONS_PREFIX = "resp_i"
 """How the ids of replies begin whose prompt began with `instructions`: a next request that names
 such a reply brings its own. Other ids begin with `PLAIN`."""
 PLAIN_PREFIX = "resp_n"
+ToolOrigins = dict[str, tuple[str, str]]
+"""Namespace and name of the tools that have a namespace, by the name the model knows."""
+_HOSTED = re.compile(r"(web_search|web_search_preview|image_generation|tool_search)(_[0-9_]+)?")
+"""Types of such tools, dated or not. Those that name a client's own files, servers or containers
+are not among them: who asks for one needs it."""
+
+
+class _Kind(Struct):
+    type: str = ""
+
+
+class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: Hint = None
+
+
+class _Namespace(Struct, tag="namespace", forbid_unknown_fields=True):
+    name: str
+    tools: list[_ToolFunction]
+    description: str | None = None
 
 
 class _ResponsesToolChoice(Struct, forbid_unknown_fields=True):
@@ -107,45 +134,64 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         return LOGPROBS in (self.include or ())
 
 
-_decoder = msgspec.json.Decoder(ResponsesRequest)
-
-
-def parse(
-    body: bytes, session: Session, model: ServedModel
-) -> tuple[ResponsesRequest, ToolSet, ModelCall]:
-    """Validate a request.
+def build_call(
+    request: ResponsesRequest, session: Session, model: ServedModel
+) -> tuple[ModelCall, ToolOrigins]:
+    """What a request asks of the model, and where the tools come from that have a namespace.
 
     Args:
-        body: As received.
+        request: As decoded.
         session: Its defaults apply where the request is silent; it knows the previous response.
         model: Who will answer.
 
     Raises:
         RequestError: 400, naming the parameter that is wrong or cannot be honoured.
     """
-    request = decode(_decoder, body)
     _refuse_contradictions(request)
-    tools = parse_tools(request.tools or [])
-    choice = _tool_choice(request, tools)
-    check_tools_supported(model, tools.schemas, choice)
-    messages = [*_instructions(request), *_previous(request, session), *_input(request)]
+    ignored = [*hints_in(request)]
+    tools, origins = _parse_tools(request.tools or [], ignored)
+    asked_choice = request.tool_choice
+    mode = asked_choice if isinstance(asked_choice, str) else None
+    name = asked_choice.name if isinstance(asked_choice, _ResponsesToolChoice) else None
+    parallel = request.parallel_tool_calls is not False
+    choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
+    messages = [*_previous(request, session)]
+    if request.instructions:
+        messages.insert(0, {"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        messages.append({"role": "user", "content": request.input})
+    else:
+        messages += build_messages(request.input or [])
     if not messages:
         raise RequestError(400, "input is empty", key="input")
-    variables = effort_variables(request.reasoning.effort, model) if request.reasoning else None
-    return (
-        request,
-        tools,
-        ModelCall(
-            messages=messages,
-            tools=tools.schemas if choice.mode != "none" else None,
-            tool_choice=choice,
-            variables=variables,
-            sampling=_sampling_of(request, session.request.sampling, choice),
-            prompt_key="input",
-            top_logprobs=request.top_logprobs or 0,
-            ignored=[*hints_in(request), *sorted(tools.ignored), *_unheard(request, variables)],
+    effort = request.reasoning.effort if request.reasoning else None
+    variables = effort_variables(effort, model)
+    if effort is not None and variables is None:
+        ignored.append("reasoning.effort")
+    if any(name != LOGPROBS for name in request.include or ()):
+        ignored.append("include")
+    form, schema = request.text.format if request.text else _TextFormat(), None
+    if form.type != "text":
+        asked = form.schema if form.type == "json_schema" else {"type": "object"}
+        schema = encode_json_schema(asked, choice)
+    defaults = session.request.sampling
+    call = ModelCall(
+        messages=messages,
+        tools=tools if choice.mode != "none" else None,
+        tool_choice=choice,
+        variables=variables,
+        sampling=SamplingParams(
+            temperature=first_given(request.temperature, defaults.temperature),
+            max_new_tokens=request.max_output_tokens or 0,
+            top_p=first_given(request.top_p, defaults.top_p),
+            top_k=defaults.top_k or -1,
+            json_schema=schema,
         ),
+        prompt_key="input",
+        top_logprobs=request.top_logprobs or 0,
+        ignored=ignored,
     )
+    return call, origins
 
 
 def _refuse_contradictions(request: ResponsesRequest) -> None:
@@ -160,11 +206,6 @@ def _refuse_contradictions(request: ResponsesRequest) -> None:
     form = request.text.format if request.text else None
     if form is not None and form.type == "json_schema" and form.schema is None:
         raise RequestError(400, "the schema is missing", key="text.format.schema")
-
-
-def _instructions(request: ResponsesRequest) -> Iterable[Message]:
-    if request.instructions:
-        yield {"role": "system", "content": request.instructions}
 
 
 def _previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
@@ -183,39 +224,36 @@ def _previous(request: ResponsesRequest, session: Session) -> Iterable[Message]:
     return messages[1:] if previous_id.startswith(WITH_INSTRUCTIONS_PREFIX) else messages
 
 
-def _input(request: ResponsesRequest) -> Iterable[Message]:
-    if isinstance(request.input, str):
-        return [{"role": "user", "content": request.input}]
-    return build_messages(request.input or [])
+def _parse_tools(
+    raw: Sequence[msgspec.Raw], ignored: list[str]
+) -> tuple[list[dict[str, Any]], ToolOrigins]:
+    """The tools as chat templates expect them. Hints in them are added to `ignored`.
 
-
-def _tool_choice(request: ResponsesRequest, tools: ToolSet) -> ToolChoice:
-    asked = request.tool_choice
-    mode, name = (None, asked.name) if isinstance(asked, _ResponsesToolChoice) else (asked, None)
-    parallel = request.parallel_tool_calls is not False
-    return parse_tool_choice(tools.schemas, mode, name, parallel=parallel)
-
-
-def _unheard(request: ResponsesRequest, variables: dict[str, Any] | None) -> Iterator[str]:
-    """Names of the parameters that are hints by their values."""
-    if request.reasoning and request.reasoning.effort is not None and variables is None:
-        yield "reasoning.effort"
-    if any(name != LOGPROBS for name in request.include or ()):
-        yield "include"
-
-
-def _sampling_of(
-    request: ResponsesRequest, defaults: SamplingDefaults, choice: ToolChoice
-) -> SamplingParams:
-    form = request.text.format if request.text else _TextFormat()
-    schema = None
-    if form.type != "text":
-        asked = form.schema if form.type == "json_schema" else {"type": "object"}
-        schema = encode_json_schema(asked, choice)
-    return SamplingParams(
-        temperature=first_given(request.temperature, defaults.temperature),
-        max_new_tokens=request.max_output_tokens or 0,
-        top_p=first_given(request.top_p, defaults.top_p),
-        top_k=defaults.top_k or -1,
-        json_schema=schema,
-    )
+    A tool within a namespace is known to the model as `namespace.name`, and the description of
+    the namespace stands before its own. Tools that OpenAI's servers would run, and that coding
+    agents offer by themselves, are left out when there are functions beside them: the model is not
+    told of them, so it calls none.
+    """
+    schemas: list[dict[str, Any]] = []
+    origins: ToolOrigins = {}
+    hints: set[str] = set()
+    kinds = [decode(one, _Kind, f"tools[{i}]").type for i, one in enumerate(raw)]
+    hosted = [_HOSTED.fullmatch(kind) for kind in kinds]
+    for i, one in enumerate(raw):
+        named = hosted[i]
+        if named is not None and not all(hosted):
+            hints.add(f"tools[{named[1]}]")
+            continue
+        tool: _ToolFunction | _Namespace = decode(one, _ToolFunction | _Namespace, f"tools[{i}]")
+        for function in [tool] if isinstance(tool, _ToolFunction) else tool.tools:
+            hints.update(hints_in(function, "tools[]."))
+            name, description = function.name, function.description
+            if isinstance(tool, _Namespace):
+                name = qualify_tool_name(tool.name, name)
+                origins[name] = (tool.name, function.name)
+                description = "\n".join(filter(None, (tool.description, description))) or None
+            schemas.append(
+                build_function_tool(name, description, function.parameters, function.strict)
+            )
+    ignored += sorted(hints)
+    return schemas, origins

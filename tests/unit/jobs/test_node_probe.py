@@ -26,30 +26,20 @@ def test_a_node_in_order_has_no_findings(tmp_path: Path) -> None:
     assert probe_node(environ, tmp_path, 1, greeter.address) == []
 
 
-def test_little_space_is_the_nodes_fault_only_on_its_own_storage(tmp_path: Path) -> None:
+def test_what_is_wrong_is_found_and_whose_fault_it_is(tmp_path: Path) -> None:
     shared, own = probe_node({"SLURM_TMPDIR": str(tmp_path)}, tmp_path, 1 << 60, "")
     assert not shared.is_fault_of_node
     assert own.is_fault_of_node
     assert "MiB free, expected at least 1,099,511,627,776 MiB" in own.reason
-
-
-def test_a_missing_scratch_folder_is_found(tmp_path: Path) -> None:
     (finding,) = probe_node({"SLURM_TMPDIR": str(tmp_path / "gone")}, tmp_path, 1, "")
     assert finding.reason.endswith("gone cannot be read: No such file or directory")
-
-
-def test_a_first_node_out_of_reach_is_found(tmp_path: Path) -> None:
     (finding,) = probe_node({}, tmp_path, 1, "127.0.0.1:1")
     assert "cannot reach the job's first node at 127.0.0.1:1" in finding.reason
 
 
 def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
-    file = tmp_path / "written"
-    file.touch()
-    now = file.stat().st_mtime
     assert check_clock_skew(0.5, tmp_path) == []
-    os.utime(file, (0, now + 90))
-    (finding,) = check_clock_skew(now - file.stat().st_mtime, tmp_path)
+    (finding,) = check_clock_skew(-90.0, tmp_path)
     assert finding.reason.startswith("its clock differs by -90 s")
 
 

@@ -11,7 +11,6 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import restarts, time_limit
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.scontrol import get_own_job_id, join_node_lists, read_job
 
 
 def test_other_tasks_find_the_start_that_the_first_one_took(tmp_path: Path) -> None:
@@ -62,37 +61,14 @@ def test_processes_read_until_when_they_may_stop(
     assert restarts.read_own_stop_notice() == note
 
 
-def test_the_last_save_lengthens_the_lead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slurm_tells_the_end_and_the_last_save_lengthens_the_lead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     job = JobPaths(tmp_path)
+    assert time_limit.read_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
     assert time_limit.read_checkpoint_time_s(job) == 0.0
     for name, value in time_limit.get_checkpoint_time_variable(job).items():
         monkeypatch.setenv(name, value)
     time_limit.record_checkpoint_time(21.5)
     assert time_limit.read_checkpoint_time_s(job) == 21.5
     assert time_limit.compute_stop_lead_s(12.0, 10.0, job) == 43.5
-
-
-def test_a_member_of_an_array_never_means_the_whole_array() -> None:
-    member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
-    assert get_own_job_id(member) == "12_2"
-    assert get_own_job_id({"SLURM_JOB_ID": "12"}) == "12"
-
-
-def test_slurm_may_tell_a_job_its_end() -> None:
-    assert time_limit.read_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
-
-
-def test_what_slurm_shows_of_a_job_is_read() -> None:
-    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1795318302))
-    facts = read_job(f"JobId=7 JobState=RUNNING Reason=None EndTime={end} ExcNodeList=n[01-02] A=b")
-    assert (facts.state, facts.ends_at, facts.excluded_nodes) == (
-        "RUNNING",
-        1795318302.0,
-        "n[01-02]",
-    )
-    facts = read_job("JobId=7 JobState=COMPLETING EndTime=Unknown ExcNodeList=(null)")
-    assert (facts.state, facts.ends_at, facts.excluded_nodes) == ("COMPLETING", None, "")
-    assert not facts.is_preempted
-    assert not read_job("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
-    assert read_job("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
-    assert join_node_lists("n[01-02]", "n07", "n07", "") == "n[01-02],n07"

@@ -13,7 +13,6 @@ from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests
 from areal_hpc.launch.sweep import build_array_requests, read_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.submit import render_script
 
@@ -58,7 +57,10 @@ def test_nodes_that_failed_are_excluded(tmp_path: Path) -> None:
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     network = "cluster.slurm.network={interface: ib0, hca: mlx5_0}"
     found = recipe(tmp_path, network, "cluster.train.variables={NCCL_IB_HCA: mlx5_3}")
-    launch = _launch_of_trainer(found)
+    layout = RunPaths(found.run_dir)
+    stages = plan_run(found, layout)
+    ready = PreparedRun(layout, 3, get_interpreters(found), stages)
+    launch = build_launch_file(stages[-1].leader, stages[-1], found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
     assert launch.variables["train"]["NCCL_IB_HCA"] == "mlx5_3", "a role's own wins"
@@ -67,13 +69,6 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     assert launch.slurm.interface == "ib0"
     assert launch.slurm.script == f"{found.run_dir}/jobs/trainer/job.sbatch"
     assert launch.slurm.done_marker == f"{found.run_dir}/FINISHED"
-
-
-def _launch_of_trainer(found: Recipe) -> LaunchFile:
-    layout = RunPaths(found.run_dir)
-    stages = plan_run(found, layout)
-    ready = PreparedRun(layout, 3, get_interpreters(found), stages)
-    return build_launch_file(stages[-1].leader, stages[-1], found, ready)
 
 
 def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
@@ -101,26 +96,27 @@ def sweep_of(fileroot: Path, array: str) -> list[str]:
     return [run.trial_name for run in sweep.runs]
 
 
-def test_a_sweep_names_its_runs_by_their_value(tmp_path: Path) -> None:
+def test_a_sweep_names_its_runs_by_their_value_and_lies_in_the_directory_of_none(
+    tmp_path: Path,
+) -> None:
     names = sweep_of(tmp_path, "trainer.optimizer.lr=1e-5,2e-5, 4e-5")
     assert names == ["slurm-lr-1e-5", "slurm-lr-2e-5", "slurm-lr-4e-5"]
-
-
-@pytest.mark.parametrize("array", ["seed", "seed=", "seed=1,1", "=1,2"])
-def test_what_is_no_sweep_is_refused(tmp_path: Path, array: str) -> None:
-    with pytest.raises(RecipeError, match="expected a key and different values"):
-        sweep_of(tmp_path, array)
-
-
-@pytest.mark.parametrize("array", ["inference.cells=1,2,3", "cluster.slurm.qos=a,b,c"])
-def test_runs_that_need_different_jobs_are_no_array(tmp_path: Path, array: str) -> None:
-    with pytest.raises(RecipeError, match="must request the same resources"):
-        sweep_of(tmp_path, array)
-
-
-def test_a_sweep_does_not_lie_in_the_directory_of_a_run(tmp_path: Path) -> None:
     path = RunPaths(recipe(tmp_path).run_dir).recipe
     path.parent.mkdir(parents=True)
     path.touch()
     with pytest.raises(RecipeError, match="give the sweep another trial_name"):
         sweep_of(tmp_path, "seed=1,2,3")
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        *((array, "expected a key and different values") for array in ("seed", "seed=", "=1,2")),
+        ("seed=1,1", "expected a key and different values"),
+        ("inference.cells=1,2,3", "must request the same resources"),
+        ("cluster.slurm.qos=a,b,c", "must request the same resources"),
+    ],
+)
+def test_what_is_no_sweep_is_refused(tmp_path: Path, array: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=said):
+        sweep_of(tmp_path, array)

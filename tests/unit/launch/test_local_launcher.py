@@ -10,20 +10,23 @@ from areal_hpc.launch.local_launcher import POLICY, count_other_cells, made_prog
 KILLED, HEALTHY_S = 137, POLICY.healthy_s
 
 
-@pytest.mark.parametrize("code", [KILLED, AgentError.exit_code])
-def test_a_crash_must_follow_some_progress(code: int) -> None:
-    assert POLICY.decide([code], 0) == "again"
-    assert POLICY.decide([code], 1) == "fail"
-
-
-def test_an_end_from_outside_may_come_to_nothing_a_few_times() -> None:
-    assert POLICY.decide([ClusterError.exit_code], 2) == "again"
-    assert POLICY.decide([ClusterError.exit_code], 3) == "fail"
-
-
-def test_one_cell_of_several_can_be_done_without() -> None:
-    assert POLICY.decide([KILLED], 1, is_dispensable=True) == "without"
-    assert POLICY.decide([KILLED], 0, is_dispensable=True) == "again"
+@pytest.mark.parametrize(
+    ("code", "failures", "decision", "of_one_of_several"),
+    [
+        (KILLED, 0, "again", "again"),
+        (KILLED, 1, "fail", "without"),
+        (AgentError.exit_code, 0, "again", "again"),
+        (AgentError.exit_code, 1, "fail", "without"),
+        (ClusterError.exit_code, 2, "again", "again"),
+        (ClusterError.exit_code, 3, "fail", "without"),
+        (RecipeError.exit_code, 0, "fail", "fail"),
+    ],
+)
+def test_a_crash_must_follow_some_progress_and_one_cell_of_several_can_be_done_without(
+    code: int, failures: int, decision: str, of_one_of_several: str
+) -> None:
+    assert POLICY.decide([code], failures) == decision
+    assert POLICY.decide([code], failures, is_dispensable=True) == of_one_of_several
 
 
 @pytest.mark.parametrize(
@@ -49,9 +52,3 @@ def test_only_a_cell_of_training_stands_in_for_another() -> None:
     jobs = ["trainer", "cell-0", "cell-1", "evaluation"]
     assert [count_other_cells(job, jobs) for job in jobs] == [0, 1, 1, 0]
     assert count_other_cells("cell-0", ["trainer", "cell-0", "evaluation"]) == 0
-
-
-@pytest.mark.parametrize("is_dispensable", [False, True])
-def test_a_recipe_that_is_wrong_stays_wrong(is_dispensable: bool) -> None:
-    decision = POLICY.decide([RecipeError.exit_code], 0, is_dispensable=is_dispensable)
-    assert decision == "fail"

@@ -12,28 +12,19 @@ from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.rundir.paths import RunPaths
 
 
-def test_an_earlier_run_is_kept_under_another_name(tmp_path: Path) -> None:
+def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_path: Path) -> None:
     layout = RunPaths(tmp_path / "quickstart" / "demo")
+    assert archive_run(layout) is None, "there may be none"
     layout.shards_dir.mkdir(parents=True)
     layout.recipe.touch()
     (layout.shards_dir / "cell-0-000000.h5").write_bytes(b"precious")
-    kept = archive_run(layout)
-    assert kept is not None
-    assert not layout.root.exists()
-    assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
-    assert kept.parent == layout.root.parent
-
-
-def test_there_may_be_no_earlier_run(tmp_path: Path) -> None:
-    assert archive_run(RunPaths(tmp_path / "none")) is None
-
-
-def test_a_run_in_use_stays_where_it_is(tmp_path: Path) -> None:
-    layout = RunPaths(tmp_path / "demo")
-    layout.root.mkdir()
-    layout.recipe.touch()
     with layout.lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ClusterError, match="another process"):
             archive_run(layout)
     assert layout.root.exists()
+    kept = archive_run(layout)
+    assert kept is not None
+    assert not layout.root.exists()
+    assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
+    assert kept.parent == layout.root.parent

@@ -12,15 +12,11 @@ from areal_hpc.jobs.topology import (
     expand_node_list,
     find_interface,
     find_reachable_host,
-    get_slurm_restart_count,
 )
 
 
-def test_an_address_that_was_given_counts_before_all_else() -> None:
+def test_an_address_that_was_given_counts_then_the_sites_interface_then_the_hosts_name() -> None:
     assert find_reachable_host("no-such-interface", {"AREAL_HPC_HOST": "10.1.2.3"}) == "10.1.2.3"
-
-
-def test_the_interface_of_the_site_decides() -> None:
     (loopback,) = (
         name
         for name, addresses in psutil.net_if_addrs().items()
@@ -28,22 +24,13 @@ def test_the_interface_of_the_site_decides() -> None:
     )
     assert find_reachable_host(loopback, {}) == "127.0.0.1"
     assert find_interface("127.0.0.1") == loopback
+    socket.create_server((find_reachable_host("", {}), 0)).close()
 
 
 def test_a_missing_interface_is_the_sites_mistake_and_lists_what_there_is() -> None:
     with pytest.raises(RecipeError, match=r"no interface ib7 .* it has .*lo") as caught:
         find_reachable_host("ib7", {})
     assert caught.value.problems[0].key == "cluster.slurm.network.interface"
-
-
-def test_without_slurm_the_host_name_or_loopback_is_found() -> None:
-    host = find_reachable_host("", {})
-    socket.create_server((host, 0)).close()
-
-
-def test_the_first_start_of_a_job_has_no_restart_count() -> None:
-    assert get_slurm_restart_count({}) == 0
-    assert get_slurm_restart_count({"SLURM_RESTART_COUNT": "2"}) == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""OpenAI legacy Completions.
+
+The prompt is text or token ids and is read as it is; one prompt a request. Every parameter is
+honoured, a hint, or refused by name, as in `chat`. Without `max_tokens` the session's own limit
+holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from areal_hpc.errors import RequestError
+from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
+from areal_hpc.proxy.dialects.dialect import Dialect
+from areal_hpc.proxy.dialects.hints import hints_in
+from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
+from areal_hpc.proxy.dialects.openai.sampling import (
+    CompletionSampling,
+    build_sampling_params,
+    check_consistency,
+)
+from areal_hpc.proxy.dialects.validation import check_token_ids
+from areal_hpc.proxy.engine.generation import Generation, TokenChunk
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
+from areal_hpc.proxy.sessions.store import Session
+from areal_hpc.wire.proxy import SamplingDefaults
+
+
+class CompletionRequest(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/completions, as far as this proxy can honour it."""
+
+    prompt: str | list[Any]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    best_of: int | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+
+
+def _call_of(
+    request: CompletionRequest, defaults: SamplingDefaults, model: ServedModel
+) -> ModelCall:
+    check_consistency(request, model)
+    if request.echo:
+        raise RequestError(400, "echo is not supported", key="echo")
+    if request.suffix:
+        raise RequestError(400, "suffix is not supported", key="suffix")
+    if request.best_of not in (None, request.n or 1):
+        raise RequestError(400, "best_of must equal n", key="best_of")
+    return ModelCall(
+        messages=(),
+        tools=None,
+        variables=None,
+        sampling=build_sampling_params(request, defaults, ToolChoice(), request.max_tokens or 0),
+        prompt_key="prompt",
+        prompt=_prompt(request.prompt, model),
+        n=request.n or 1,
+        top_logprobs=request.logprobs or 0,
+        ignored=[*hints_in(request)],
+    )
+
+
+def _prompt(prompt: str | list[Any], model: ServedModel) -> str | list[int]:
+    """The one text, or the token ids, that a prompt holds."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        (prompt,) = prompt
+    if isinstance(prompt, str):
+        return prompt
+    if any(isinstance(part, str | list) for part in prompt):
+        raise RequestError(400, "only one prompt per request is supported", key="prompt")
+    if any(type(part) is not int for part in prompt):
+        raise RequestError(400, "prompt must be a string or a list of token ids", key="prompt")
+    check_token_ids(model, "prompt", prompt)
+    return prompt
+
+
+class _CompletionExchange(ChoiceExchange):
+    """A Completion that is asked for."""
+
+    def __init__(self, request: CompletionRequest, session: Session, model: ServedModel) -> None:
+        call = _call_of(request, session.request.sampling, model)
+        super().__init__(request, call, model, "cmpl-", "text_completion")
+        self._with_logprobs = request.logprobs is not None
+        self._token_chars: Counter[int] = Counter()
+        """Characters of the tokens that were told, by choice."""
+
+    def choice(self, answer: RecordedReply) -> dict[str, Any]:
+        logprobs = self._logprobs(answer.generation, answer.choice)
+        return _choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
+
+    def delta(self, delta: ReplyChunk) -> bytes:
+        logprobs = self._logprobs(delta.piece, delta.choice)
+        return self.chunk(_choice(delta.choice, delta.said.text, logprobs, None))
+
+    def end(self, answer: RecordedReply) -> bytes:
+        return self.chunk(_choice(answer.choice, "", None, answer.finish_reason))
+
+    def _logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
+        """The tokens in OpenAI's older shape, if they were asked for."""
+        if not self._with_logprobs:
+            return None
+        tokens = format_logprobs(said, self.model.encoder)
+        offsets = []
+        for token in tokens:
+            offsets.append(self._token_chars[choice])
+            self._token_chars[choice] += len(token["token"])
+        return {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [
+                {one["token"]: one["logprob"] for one in (token, *token["top_logprobs"])}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def _choice(
+    index: int, text: str, logprobs: dict[str, Any] | None, reason: str | None
+) -> dict[str, Any]:
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+
+
+COMPLETIONS = Dialect(CompletionRequest, _CompletionExchange, format_error)

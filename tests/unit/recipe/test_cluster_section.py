@@ -1,0 +1,53 @@
+"""Options of Slurm: what wins over what, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from areal_hpc.recipe.sections.cluster import SlurmConfig
+
+
+@pytest.mark.parametrize(
+    ("slurm", "job", "partition", "mem"),
+    [
+        ({"mem": "8G", "jobs": {"cell": {"partition": "low"}}}, "cell-12", "low", "8G"),
+        ({"partition": "gpu", "jobs": {"cell": {"partition": "low"}}}, "trainer", "gpu", None),
+        (
+            {"jobs": {"trainer": {"partition": "a", "mem": "9G"}, "sft": {"mem": "1G"}}},
+            *("sft", "a", "1G"),
+        ),
+        (
+            {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}},
+            *("evaluation", "low", "1G"),
+        ),
+        (
+            {"jobs": {"cell": {"partition": "low", "mem": "9G"}, "evaluation": {"mem": "1G"}}},
+            *("cell-0", "low", "9G"),
+        ),
+    ],
+)
+def test_options_of_a_kind_of_job_win_over_those_that_it_would_have_without(
+    slurm: dict[str, Any], job: str, partition: str, mem: str | None
+) -> None:
+    config = SlurmConfig.model_validate(slurm)
+    options = config.get_options(job)
+    assert (options.partition, options.mem) == (partition, mem)
+    again = SlurmConfig.model_validate(config.model_dump(mode="json"))
+    assert again.get_options(job) == options, "written and read"
+
+
+def test_a_container_needs_both_images() -> None:
+    with pytest.raises(ValueError, match="one for `serve`"):
+        SlurmConfig.model_validate({"container": {"kind": "pyxis", "train": "a.sqsh"}})
+
+
+def test_the_network_becomes_variables_of_gloo_and_nccl() -> None:
+    network = {"interface": "ib0", "hca": "mlx5_0", "nccl": {"NCCL_DEBUG": "INFO"}}
+    assert SlurmConfig.model_validate({"network": network}).network.variables() == {
+        "GLOO_SOCKET_IFNAME": "ib0",
+        "NCCL_SOCKET_IFNAME": "ib0",
+        "NCCL_IB_HCA": "mlx5_0",
+        "NCCL_DEBUG": "INFO",
+    }
+    with pytest.raises(ValueError, match="LD_PRELOAD"):
+        SlurmConfig.model_validate({"network": {"nccl": {"LD_PRELOAD": "x"}}})

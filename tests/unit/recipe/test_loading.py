@@ -1,0 +1,162 @@
+"""A recipe is read whole or refused with every problem it has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.sections.cluster import SlurmConfig
+from tests.support.environments import CHECKOUT
+
+RECIPES = CHECKOUT / "recipes"
+QUICKSTART = RECIPES / "quickstart.yaml"
+SOURCES = "train_dataset={generator: null, kwargs: {}, sources: [{path: a.jsonl, weight: 3}]}"
+ONLINE = "rollout.agent.mode=online rollout.workflow=''"
+NO_TASKS = "valid_dataset=null evaluation.separate_cell=true"
+
+REFUSED = [
+    # overrides, the keys at fault, what is said
+    ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
+    ("sft.batch_sise=3", "sft.batch_sise", "did you mean batch_size?"),
+    ("trainer.total_steps=many", "trainer.total_steps", "valid integer|'many'"),
+    (
+        "trainer.total_steps=0 rollout.nonsense=1 inference.cells=none",
+        "trainer.total_steps rollout.nonsense inference.cells",
+        "",
+    ),
+    (
+        "trainer.minibatches=5 rollout.n_samples=1 trainer.parallel={dp: 3, ep: 2}",
+        "trainer.minibatches trainer.batch_size trainer.parallel.ep rollout.n_samples",
+        "trainer.batch_size=32 is not divisible by trainer.minibatches=5|"
+        "over ep=2: each pipeline stage has tp x cp x dp = 3 ranks|parallel.dp=3|n_samples=1",
+    ),
+    ("rollout.workflow=''", "rollout.workflow", "this key is required"),
+    ("rollout.agent.mode=online", "rollout.workflow valid_dataset", "external programs"),
+    (NO_TASKS, "evaluation.separate_cell", "needs a valid_dataset"),
+    (f"{NO_TASKS} {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
+    (
+        "inference.dtype=bfloat16 trainer.device=cuda",
+        "inference.device inference.dtype",
+        "checksums of weight updates could not match",
+    ),
+    ("rollout.episode_timeout_s=2400", "proxy.session_timeout_s", "=3600 is shorter than 3 attem"),
+    ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
+    ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
+    (f"{SOURCES} rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
+    (
+        "weights.transport=disk weights.replicas_per_group=2",
+        "weights",
+        "from disk every replica loads by itself",
+    ),
+    # names that would leave the file root
+    *((f"trial_name='{name}'", "trial_name", "pattern") for name in ("..", ".hidden", "a/b", "")),
+]
+
+
+def arguments(overrides: str) -> list[str]:
+    """One item for each `key=value`, whose value may hold spaces."""
+    items: list[str] = []
+    for word in overrides.split():
+        if "=" in word:
+            items.append(word)
+        else:
+            items[-1] += f" {word}"
+    return items
+
+
+@pytest.mark.parametrize(("overrides", "keys", "said"), REFUSED)
+def test_what_is_wrong_is_said_with_its_key_and_all_of_it(
+    overrides: str, keys: str, said: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, arguments(overrides))
+    assert sorted(problem.key for problem in caught.value.problems) == sorted(keys.split())
+    message = str(caught.value)
+    assert [part for part in said.split("|") if part not in message] == [], message
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [f"{ONLINE} valid_dataset=null", SOURCES, "rollout.n_samples=2 rollout.min_samples=2"],
+)
+def test_what_fits_together_is_taken(overrides: str) -> None:
+    load_recipe(QUICKSTART, arguments(overrides))
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+def test_every_shipped_recipe_parses(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
+
+
+def test_overrides_reach_any_depth_and_keep_their_types() -> None:
+    recipe = load_recipe(
+        QUICKSTART, ["trainer.optimizer.lr=1e-3", "rollout.max_head_offpolicyness=2"]
+    )
+    assert recipe.trainer.optimizer.lr == 1e-3
+    assert recipe.rollout.max_head_offpolicyness == 2
+    with pytest.raises(RecipeError, match="expected key=value, got 'trainer'"):
+        load_recipe(QUICKSTART, ["trainer"])
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a: [1", "is not YAML"),
+        ("5", "is not YAML"),
+        ("- 1\n- 2\n", "holds a list"),
+        ("x: ${nowhere}\n", "cannot be read"),
+        (None, "there is no recipe at"),
+    ],
+)
+def test_files_that_are_no_recipe_are_refused(
+    tmp_path: Path, content: str | None, expected: str
+) -> None:
+    path = tmp_path / "broken.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(RecipeError, match=expected):
+        load_recipe(path)
+
+
+def test_the_resolved_recipe_parses_to_itself(tmp_path: Path) -> None:
+    recipe = load_recipe(QUICKSTART)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    assert load_recipe(path) == recipe
+
+
+def site_file(folder: Path, **cluster: object) -> Path:
+    path = folder / "site.yaml"
+    path.write_text(yaml.safe_dump(cluster))
+    return path
+
+
+def test_a_recipe_wins_over_its_site_and_the_command_line_over_both(tmp_path: Path) -> None:
+    slurm = {"partition": "gpu", "qos": "low"}
+    site = site_file(tmp_path, fileroot="/shared", stop_grace_s=20, slurm=slurm)
+    recipe = load_recipe(QUICKSTART, ["cluster.slurm.qos=high"], site)
+    assert recipe.cluster.fileroot == Path("runs"), "the recipe names one"
+    assert recipe.cluster.stop_grace_s == 20
+    assert (recipe.cluster.slurm.partition, recipe.cluster.slurm.qos) == ("gpu", "high")
+
+
+def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no site file at"):
+        load_recipe(QUICKSTART, (), tmp_path / "nowhere.yaml")
+    site = site_file(tmp_path, slurm={"partitoin": "gpu", "jobs": {"cell": {"memory": "1G"}}})
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(QUICKSTART, (), site)
+    keys = {problem.key for problem in caught.value.problems}
+    assert keys == {f"{site}: slurm.partitoin", f"{site}: slurm.jobs.cell.memory"}
+    assert "did you mean partition?" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", sorted((CHECKOUT / "slurm" / "sites").glob("*.yaml")))
+def test_every_shipped_site_fits_a_recipe(path: Path) -> None:
+    assert load_recipe(QUICKSTART, (), path).cluster.slurm != SlurmConfig()

@@ -1,0 +1,29 @@
+"""What scontrol shows of a job, and under which number Slurm knows one."""
+
+from __future__ import annotations
+
+import time
+
+from areal_hpc.slurm.scontrol import get_own_job_id, join_node_lists, read_job
+
+
+def test_a_member_of_an_array_never_means_the_whole_array() -> None:
+    member = {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "2"}
+    assert get_own_job_id(member) == "12_2"
+    assert get_own_job_id({"SLURM_JOB_ID": "12"}) == "12"
+
+
+def test_what_slurm_shows_of_a_job_is_read() -> None:
+    end = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1795318302))
+    facts = read_job(f"JobId=7 JobState=RUNNING Reason=None EndTime={end} ExcNodeList=n[01-02] A=b")
+    assert (facts.state, facts.ends_at, facts.excluded_nodes) == (
+        "RUNNING",
+        1795318302.0,
+        "n[01-02]",
+    )
+    facts = read_job("JobId=7 JobState=COMPLETING EndTime=Unknown ExcNodeList=(null)")
+    assert (facts.state, facts.ends_at, facts.excluded_nodes) == ("COMPLETING", None, "")
+    assert not facts.is_preempted
+    assert not read_job("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
+    assert read_job("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
+    assert join_node_lists("n[01-02]", "n07", "n07", "") == "n[01-02],n07"
