@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import http.client
-import json
-import subprocess
-import sys
+import multiprocessing
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +12,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from areal_hpc.ledger.job import run
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
@@ -41,7 +40,9 @@ Reply = TypeVar("Reply")
 
 PATIENCE_S = 60.0
 """What does not happen in such a time never will."""
-START = "import json, sys; from areal_hpc.ledger.job import run; run(json.loads(sys.argv[1]))"
+PROCESSES = multiprocessing.get_context("forkserver")
+"""Every start of a ledger is a process of its own, without the second that its imports take."""
+PROCESSES.set_forkserver_preload(["areal_hpc.ledger.job"])
 
 
 class LedgerProcess:
@@ -67,7 +68,8 @@ class LedgerProcess:
         self.start()
 
     def start(self) -> None:
-        self.process = subprocess.Popen([sys.executable, "-c", START, json.dumps(self.config)])
+        self.process = PROCESSES.Process(target=run, args=(self.config,))
+        self.process.start()
         try:
             self.url = self._await_url()
         except BaseException:
@@ -83,14 +85,14 @@ class LedgerProcess:
             endpoint = rendezvous.find_endpoint(self.layout.rendezvous_dir, "ledger")
             if endpoint is not None and endpoint.pid == self.process.pid:
                 return endpoint.url
-            assert self.process.poll() is None, "the ledger ended at its start"
+            assert self.process.is_alive(), "the ledger ended at its start"
             assert time.monotonic() < give_up_at, "the ledger did not start"
             time.sleep(0.01)
 
     def kill(self) -> None:
         """kill -9: no chance to write anything."""
         self.process.kill()
-        self.process.wait()
+        self.process.join()
 
     def restart(self, **settings: Any) -> None:
         """The next incarnation; from it on these settings hold."""

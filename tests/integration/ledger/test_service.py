@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,7 +176,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
         ("/lease", b'{"cell": "a", "capacity": "x"}', 400, "Expected `int`, got `str`"),
         ("/lose", b"{}", 404, "/lease /settle"),
         ("/batch", b'{"generation": 1, "step": 1}', 409, "call /open_generation first"),
-        ("/open_generation", b'{"generation": 1, "base_step": 4}', 400, "step 4 cannot be served"),
+        ("/open_generation", b'{"generation": 1, "base_step": 4}', 400, "step 4 does not exist"),
         ("/evaluate", b'{"generation": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
         ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
     ],
@@ -247,11 +246,12 @@ def test_an_older_start_of_a_cell_holds_nothing_once_a_later_one_was_heard(
 
 def test_a_stop_signal_answers_those_who_wait_and_ends_the_process(ledger: LedgerProcess) -> None:
     waiting = ledger.begin("/batch", BatchRequest(0, 1, WAIT_S))
-    ledger.process.send_signal(signal.SIGTERM)
+    ledger.process.terminate()
     answer = waiting.getresponse().read()
     assert msgspec.json.decode(answer, type=BatchReply).manifest is None
     waiting.close()
-    assert ledger.process.wait(PROMPT_S) == 0
+    ledger.process.join(PROMPT_S)
+    assert ledger.process.exitcode == 0
 
 
 def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None:
