@@ -50,11 +50,8 @@ def set_up_logging(level: int = logging.INFO) -> None:
 
 def get_interpreters(recipe: Recipe) -> dict[str, str]:
     """The interpreter of each role: the recipe's, else this checkout's or the images'."""
-    cluster = recipe.cluster
-    named = {role: str(getattr(cluster, role).python) for role in ROLES}
-    if cluster.slurm.container.kind == "none":
-        return {role: get_interpreter(role, python) for role, python in named.items()}
-    return {
-        role: get_image_python(role) if python == "auto" else python
-        for role, python in named.items()
-    }
+    named = {role: str(getattr(recipe.cluster, role).python) for role in ROLES}
+    if recipe.cluster.slurm.container.kind != "none":
+        images = {role: get_image_python(role) for role in ROLES}
+        return {role: images[role] if named[role] == "auto" else named[role] for role in ROLES}
+    return {role: get_interpreter(role, python) for role, python in named.items()}

@@ -6,6 +6,7 @@ session of its own, so that stopping a child stops whatever that child started.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -14,8 +15,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -47,6 +48,7 @@ from areal_hpc.wire.backoff import Backoff
 log = logging.getLogger(__name__)
 POLL_S = 0.1
 BACKOFF = Backoff(0.5, 10.0)
+PROCESS_MAIN = "areal_hpc.jobs.process_main"
 
 
 def run_job(launch_path: str) -> None:
@@ -115,46 +117,41 @@ class LocalTask:
         return outcome
 
 
+@dataclass(slots=True)
 class _ManagedProcess:
     """A started process, how often it has been started, and how often it crashed lately."""
 
-    def __init__(self, spec: ProcessSpec, log_path: Path, config_path: Path) -> None:
-        self.spec = spec
-        self.policy = RestartPolicy(spec.restarts)
-        self.log_path = log_path
-        self.config_path = config_path
-        self.starts = 0
-        self.started_at = 0.0
-        self.crashes = 0
-        self.not_before = 0.0
-        self.process: subprocess.Popen[bytes] | None = None
-        self._log_file: IO[bytes] | None = None
+    spec: ProcessSpec
+    log_path: Path
+    config_path: Path
+    starts: int = 0
+    started_at: float = 0.0
+    crashes: int = 0
+    not_before: float = 0.0
+    process: subprocess.Popen[bytes] | None = None
 
     def start(self, python: str, environ: Mapping[str, str]) -> None:
         self.starts += 1
         self.started_at = time.monotonic()
-        self._log_file = self._log_file or self.log_path.open("ab")
         get_process_error(self.config_path).unlink(missing_ok=True)
-        self.process = subprocess.Popen(
-            [python, "-m", "areal_hpc.jobs.process_main", self.spec.entry, str(self.config_path)],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log_file,
-            stderr=subprocess.STDOUT,
-            env=dict(environ),
-            start_new_session=True,
-        )
+        with self.log_path.open("ab") as log_file:
+            self.process = subprocess.Popen(
+                [python, "-m", PROCESS_MAIN, self.spec.entry, str(self.config_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                env=dict(environ),
+                start_new_session=True,
+            )
 
     @property
     def running(self) -> bool:
         return self.process is not None and self.process.poll() is None
 
     def signal_group(self, number: int) -> None:
-        if self.process is None:
-            return
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, number)
 
     def reason(self) -> str:
         """The error the process left, or the end of its log."""
@@ -281,9 +278,10 @@ class _Supervisor:
         log.error("%s ended with exit code %d", spec.name, code)
         self._events.record("process_exited", process=spec.name, exit_code=code, start=child.starts)
         now = time.monotonic()
-        made_progress = now - child.started_at >= child.policy.healthy_s
-        child.crashes = child.policy.count_failures(child.crashes, made_progress=made_progress)
-        if child.policy.decide([code], child.crashes) == "fail":
+        policy = RestartPolicy(spec.restarts)
+        made_progress = now - child.started_at >= policy.healthy_s
+        child.crashes = policy.count_failures(child.crashes, made_progress=made_progress)
+        if policy.decide([code], child.crashes) == "fail":
             return TaskExit(code, spec.name, child.reason(), str(child.log_path))
         child.process = None
         child.not_before = now + BACKOFF.get_pause_s(child.crashes - 1)

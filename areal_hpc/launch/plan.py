@@ -72,7 +72,18 @@ def plan_run(
     )
     if recipe.sft is None:
         return (reinforcement,)
-    return (JobStage("sft", _sft_job(recipe, layout), (), layout.sft_export), reinforcement)
+    process = SftJobConfig(
+        run_dir=layout.root,
+        model_path=get_base_model(recipe, layout),
+        dataset_path=layout.dataset("sft"),
+        seed=recipe.seed,
+        sft=recipe.sft,  # a SftConfig: its data set is written already
+        parallel=recipe.trainer.parallel,
+        device=recipe.trainer.device,
+        dtype=recipe.trainer.dtype,
+    ).build_process("sft", ends_job=True, uses_gpus=True)
+    sft = build_training_job("sft", recipe, [process])
+    return (JobStage("sft", sft, (), layout.sft_export), reinforcement)
 
 
 def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
@@ -83,22 +94,6 @@ def get_base_model(recipe: Recipe, layout: RunPaths) -> Path:
 def get_initial_policy(recipe: Recipe, layout: RunPaths) -> Path:
     """The model that reinforcement learning starts from."""
     return layout.sft_export if recipe.sft else get_base_model(recipe, layout)
-
-
-def _sft_job(recipe: Recipe, layout: RunPaths) -> JobSpec:
-    assert recipe.sft is not None
-    config = SftJobConfig(
-        run_dir=layout.root,
-        model_path=get_base_model(recipe, layout),
-        dataset_path=layout.dataset("sft"),
-        seed=recipe.seed,
-        sft=recipe.sft,  # a SftConfig: its data set is written already
-        parallel=recipe.trainer.parallel,
-        device=recipe.trainer.device,
-        dtype=recipe.trainer.dtype,
-    )
-    process = config.build_process("sft", ends_job=True, uses_gpus=True)
-    return build_training_job("sft", recipe, [process])
 
 
 def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:

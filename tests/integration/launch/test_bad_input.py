@@ -29,7 +29,13 @@ AGENT = "examples.quickstart.agent"
 CASES = [
     # overrides (DIR has the files of the case), what is said
     ("trainer.optimiser.lr=1", "unknown key 'optimiser'", "did you mean optimizer?"),
-    (NO_DATA, "there is no data set at", "at: train_dataset.path"),
+    (
+        f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={AGENT}:no_such "
+        f"rollout.curriculum={AGENT}:nothing",
+        *("4 errors:", "there is no data set at", "at: train_dataset.path"),
+        *("no Python interpreter for role serve at /no/such/python", "make setup"),
+        *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
+    ),
     (
         OWN_DATA,
         "row 1, limits: proxy.session_timeout_s=3600 is less than the 5400 s",
@@ -40,16 +46,14 @@ CASES = [
         "at: train_dataset.generator",
         "no_such_tasks",
     ),
-    (f"rollout.should_accept={AGENT}:no_such", "at: rollout.should_accept", "no_such"),
-    (f"rollout.curriculum={AGENT}:no_such", "at: rollout.curriculum", "no_such"),
     (f"rollout.workflow={AGENT}.ArithmeticAgnt", "at: rollout.workflow", "ArithmeticAgent"),
     ("rollout.workflow=no_such_package.agent.Agent", "at: rollout.workflow", "try:"),
     ("rollout.workflow=nodots", "at: rollout.workflow", "try:"),
-    (OWN_MODEL, "has no tokenizer.json", "copy the tokenizer files"),
     (
         f"{OWN_MODEL} trainer.parallel.tp=4 trainer.parallel.pp=3 trainer.parallel.dp=2",
         "num_key_value_heads 2 must be a multiple of tp 4",
         "num_hidden_layers 2 must be a multiple of pp 3",
+        *("has no tokenizer.json", "copy the tokenizer files"),
     ),
     (
         f"{OWN_MODEL}/mamba",
@@ -66,11 +70,6 @@ CASES = [
         "(trainer 2 ranks x 1 = 2, cell-0 2 replicas x tp 2 = 4), "
         "this machine shows 4 (CUDA_VISIBLE_DEVICES='3,5,7,9')",
         "there is no data set at",
-    ),
-    (
-        "cluster.serve.python=/no/such/python",
-        "no Python interpreter for role serve at /no/such/python",
-        "make setup",
     ),
     (
         "model.tiny=null model.path=/no/model rollout.workflow=nowhere.Agent "
