@@ -16,9 +16,8 @@ from openai import __version__ as sdk_version
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter
+from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter, get_shared_parsers
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.shared_parsers import get_shared_parsers
 from areal_hpc.client.tokenizer import load_session_tokenizer
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel

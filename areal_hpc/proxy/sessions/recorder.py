@@ -147,7 +147,9 @@ class JournaledRecorder:
             except Exception as error:  # boundary: one call must not keep the cell from starting
                 log.exception("session %s: a call cannot be taken up", event.session_id)
                 self._mark(event.session_id, repr(error))
-        elif isinstance(event, RewardSet) and not self._has_call(event):
+        elif isinstance(event, RewardSet) and (
+            event.interaction_id not in self.book.sessions[event.session_id].tree
+        ):
             log.warning("session %s: a reward of a call that was left out", event.session_id)
         else:
             self._apply(event)
@@ -156,9 +158,6 @@ class JournaledRecorder:
         session = self.book.sessions[session_id]
         session.defect = session.defect or f"its journal holds an unsound call: {defect}"
         log.error("session %s cannot be trained on: %s", session_id, session.defect)
-
-    def _has_call(self, event: RewardSet) -> bool:
-        return event.interaction_id in self.book.sessions[event.session_id].tree
 
     def _is_durable(self, event: Event) -> bool:
         match event:
@@ -170,12 +169,9 @@ class JournaledRecorder:
                 return True
 
     def _apply(self, event: Event) -> None:
-        if _removes_sessions(event):
-            known = set(self.book.sessions)
-            self.book.apply(event)
-            self._gone_sessions |= known - self.book.sessions.keys()
-        else:
-            self.book.apply(event)
+        known = set(self.book.sessions) if isinstance(event, _REMOVING) else set()
+        self.book.apply(event)
+        self._gone_sessions |= known - self.book.sessions.keys()
         if isinstance(event, TicketDropped):
             self._sealed_refs.add(event.ref)
         elif isinstance(event, TicketsSealed):
@@ -184,12 +180,6 @@ class JournaledRecorder:
             self._settled_refs.update(event.refs)
 
     # Forgetting ---------------------------------------------------------------------------
-
-    @property
-    def should_rotate(self) -> bool:
-        """True when the journal has doubled since it last held only what is needed."""
-        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
-        return grown and bool(self._gone_sessions)
 
     def plan_rotation(self) -> JournalRotation:
         """What can be forgotten now. Records appended later are never taken for gone."""
@@ -210,7 +200,9 @@ class JournaledRecorder:
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        if self.should_rotate:
+        # Has it doubled since it last held only what is needed?
+        grown = self._journal.bytes_written > 2 * self._rotated_bytes + MIN_ROTATION_BYTES
+        if grown and self._gone_sessions:
             rotation = self.plan_rotation()
             await asyncio.to_thread(self.rotate, rotation)
             self.forget(rotation)
@@ -242,14 +234,8 @@ class MemoryRecorder(JournaledRecorder):
     def _apply(self, event: Event) -> None:
         self.book.apply(event)
 
-    @property
-    def should_rotate(self) -> bool:
+    async def rotate_if_due(self) -> None:
         """There is nothing on disk."""
-        return False
 
     def close(self) -> None:
         """There is nothing on disk."""
-
-
-def _removes_sessions(event: Event) -> bool:
-    return isinstance(event, _REMOVING)

@@ -6,8 +6,6 @@ import hashlib
 import secrets
 import time
 
-import msgspec
-
 from areal_hpc.proxy.sessions.events import (
     Event,
     InteractionAdded,
@@ -20,7 +18,7 @@ from areal_hpc.proxy.sessions.events import (
     TicketsSealed,
     TicketsSettled,
 )
-from areal_hpc.session.export import EpisodeKey, ExportRule, RowPlan, export_rows, plan_rows
+from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
@@ -85,16 +83,7 @@ class Session:
     def rows(self, ref: TicketRef) -> list[Trajectory]:
         """The session's training rows."""
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode)
-        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.export_rule)
-
-    def plan(self) -> list[RowPlan]:
-        """What rows the session has."""
-        return plan_rows(self.tree, self.export_rule)
-
-    @property
-    def export_rule(self) -> ExportRule:
-        """How the session becomes rows."""
-        return ExportRule(**msgspec.structs.asdict(self.request.export))
+        return export_rows(self.tree, key, {"task_id": self.request.task_id}, self.request.export)
 
 
 class FinishedTicket:
@@ -108,7 +97,7 @@ class FinishedTicket:
         """Why it cannot become rows; empty for a sound ticket."""
         plans: list[RowPlan] = []
         try:
-            plans = [plan for session in sessions for plan in session.plan()]
+            plans = [plan for one in sessions for plan in plan_rows(one.tree, one.request.export)]
         except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
             self.defect = self.defect or f"its rows cannot be planned: {error!r}"
         self.row_count = len(plans)
@@ -173,7 +162,8 @@ class SessionStore:
                 self.dropped[event.ref] = event.reason
             case TicketsSealed():
                 for ticket in event.tickets:
-                    self._seal(ticket)
+                    self._forget_finished(ticket.ref)
+                    self.sealed[ticket.ref] = ticket
             case TicketsSettled():
                 for ref in event.refs:
                     self._settle(ref)
@@ -184,10 +174,6 @@ class SessionStore:
             if session.request.ref == event.ref and session not in kept:
                 self._remove(session)
         self.finished[event.ref] = FinishedTicket(event.ref, kept, event.finished_at)
-
-    def _seal(self, ticket: SettledTicket) -> None:
-        self._forget_finished(ticket.ref)
-        self.sealed[ticket.ref] = ticket
 
     def _forget_finished(self, ref: TicketRef) -> None:
         finished = self.finished.pop(ref, None)  # a compacted journal has no sessions of it
