@@ -212,19 +212,18 @@ class InteractionTree:
         found: Interaction | None = None
         known = 0
         node = self._roots.get(_canonical(context))
-        if node is None and any(one["role"] == "assistant" for one in messages):
+        if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
-            is_known = any(root.child(messages[0]) is not None for root in others)
+            is_known = _claims_replies(messages) and any(root.child(messages[0]) for root in others)
             return None, 0, "tools" if is_known else None
-        for depth, message in enumerate(messages, start=1):
-            child = node.child(message) if node is not None else None
+        for depth, message in enumerate(messages):
+            child = node.child(message)
             if child is None:
-                claims_replies = any(one["role"] == "assistant" for one in messages[depth - 1 :])
-                forked = node.departure(message) if node is not None and claims_replies else None
-                return found, known, forked
+                rest = messages[depth:]
+                return found, known, node.departure(message) if _claims_replies(rest) else None
             node = child
             if node.interaction is not None:
-                found, known = node.interaction, depth
+                found, known = node.interaction, depth + 1
         return found, known, None
 
     def add(self, interaction: Interaction) -> None:
@@ -277,6 +276,10 @@ class InteractionTree:
         """Completed interactions that no other extends, in order of completion."""
         parents = {interaction.parent_id for interaction in self}
         return [one for one in self if one.completed and one.interaction_id not in parents]
+
+
+def _claims_replies(messages: Sequence[Message]) -> bool:
+    return any(one["role"] == "assistant" for one in messages)
 
 
 def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:

@@ -6,18 +6,8 @@ import hashlib
 import secrets
 import time
 
-from areal_hpc.proxy.sessions.events import (
-    Event,
-    InteractionAdded,
-    RewardSet,
-    SessionDropped,
-    SessionEnded,
-    SessionOpened,
-    TicketDropped,
-    TicketFinished,
-    TicketsSealed,
-    TicketsSettled,
-)
+from areal_hpc.proxy.sessions import events
+from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import EpisodeKey, RowPlan, export_rows, plan_rows
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SettledTicket, TicketRef
@@ -44,7 +34,7 @@ def hash_key(key: str) -> bytes:
 class Session:
     """One episode's conversation with the model."""
 
-    def __init__(self, opened: SessionOpened) -> None:
+    def __init__(self, opened: events.SessionOpened) -> None:
         self.opened = opened
         self.tree = InteractionTree()
         self.ended = False
@@ -139,36 +129,36 @@ class SessionStore:
     def apply(self, event: Event) -> None:
         """Let `event` have happened. It must make sense now: callers check before they record."""
         match event:
-            case SessionOpened():
+            case events.SessionOpened():
                 session = Session(event)
                 self.sessions[event.session_id] = session
                 self._by_key[event.key_digest] = session
-            case InteractionAdded():
+            case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
                 session.sampled_tokens += event.interaction.output_tokens
-            case RewardSet():
+            case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 tree[event.interaction_id].reward = event.reward
-            case SessionEnded():
+            case events.SessionEnded():
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}
-            case SessionDropped():
+            case events.SessionDropped():
                 self._remove(self.sessions[event.session_id])
-            case TicketFinished():
+            case events.TicketFinished():
                 self._finish(event)
-            case TicketDropped():
+            case events.TicketDropped():
                 self._forget_finished(event.ref)
                 self.dropped[event.ref] = event.reason
-            case TicketsSealed():
+            case events.TicketsSealed():
                 for ticket in event.tickets:
                     self._forget_finished(ticket.ref)
                     self.sealed[ticket.ref] = ticket
-            case TicketsSettled():
+            case events.TicketsSettled():
                 for ref in event.refs:
                     self._settle(ref)
 
-    def _finish(self, event: TicketFinished) -> None:
+    def _finish(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept:
